@@ -1,0 +1,311 @@
+"""Speed of the train step, beside transformers' on the same model, batch, dtype and device.
+
+    python benchmarks/step.py [section.key=value ...] [--config FILE] [--steps N] [--no-reference] [--json] [--dry-run]
+
+The two sides take turns in three blocks, so that a machine that slows down slows both. Time runs from one reading of a loss
+to the next, and losses are read one step behind: step n+1 is under way when the loss of step n is read. Batches are made
+beforehand; loading data is not timed.
+
+transformers' side is LlamaForCausalLM as its users train it: SDPA attention, fused AdamW, gradient clipping, not compiled.
+Its weights and moments are in the compute dtype, where jaxllm keeps float32 masters of bfloat16 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import Config, ConfigError, ModelConfig, load_config
+from jaxllm.plan.flops import mfu, parameter_count
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+DRY_RUN_STEPS = 4
+DRY_RUN = (
+    *("model.num_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=2"),
+    *("train.sequence_length=32", "train.global_batch_sequences=4", "optimizer.warmup_tokens=0"),
+)
+WARM_UPS, BLOCKS, BATCHES = 3, 3, 4
+
+Launch = Callable[[int], Any]
+"""Starts the step that takes batch i; returns its loss, perhaps before it is there. `float` waits for it."""
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    steps = options.steps or (DRY_RUN_STEPS if options.dry_run else 10)
+    try:
+        report = measure(
+            load_config(options.config, [*(DRY_RUN if options.dry_run else ()), *options.overrides]),
+            steps,
+            reference=not options.no_reference,
+        )
+    except ConfigError as error:
+        print(f"benchmarks/step.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps(report, indent=2) if options.json else text(report))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--config", default=QUICKSTART, metavar="FILE", help="default: configs/quickstart.yaml")
+    parser.add_argument("--steps", type=positive, metavar="N", help="timed steps of each side; default: 10")
+    parser.add_argument("--no-reference", action="store_true", help="jaxllm alone")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model and few steps, to see that it runs")
+    return parser.parse_intermixed_args(arguments)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+# --------------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
+    """Builds both sides and times them. Returns what --json prints.
+
+    Raises:
+      ConfigError: the config does not fit the devices or the data.
+    """
+    if reference:
+        # Left to itself JAX takes three quarters of a GPU's memory at once, and the other side needs room too.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        # PyTorch's threads would spin while they wait, and on a busy machine wait for a core that a spinning one holds: a step
+        # of 10 ms then takes 400 ms, and the comparison flatters us.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import jax
+
+    import jaxllm
+    from jaxllm.train.loop import peak_flops_of
+
+    trainer = jaxllm.Trainer(config)
+    config, model, S = trainer.config, trainer.config.model, trainer.config.train.sequence_length
+    batches = [trainer.train_batch(step) for step in range(BATCHES)]
+    launch, compile_s, temporary_bytes = our_side(trainer, batches)
+    sides = {"jaxllm": launch}
+    no_reference = "not asked for"
+    if reference:
+        no_reference = why_no_reference(trainer.mesh.size)
+        if no_reference is None:
+            rows = [{name: np.asarray(array) for name, array in batch.items()} for batch in batches]
+            sides["transformers"] = their_side(config, rows, "cuda" if jax.default_backend() == "gpu" else "cpu")
+
+    tokens, devices, peak_flops = config.step_tokens, trainer.mesh.size, peak_flops_of(trainer)
+    report: dict[str, Any] = {
+        "device": trainer.mesh.devices.flat[0].device_kind,
+        "devices": devices,
+        "compute_dtype": model.compute_dtype,
+        "parameters": parameter_count(model),
+        "batch": {
+            "sequences": config.train.global_batch_sequences,
+            "sequence_length": S,
+            "microbatches": config.num_microbatches,
+            "tokens": tokens,
+        },
+        "steps": steps,
+        "loss_read": "one step behind",
+        "no_reference": no_reference,
+        "transformers": None,
+        "ratio": None,
+    }
+    for name, times_s in alternate(sides, steps).items():
+        lower, median, upper = np.percentile(times_s, [25, 50, 75]).tolist()
+        rate = tokens / median / devices
+        report[name] = {
+            "step_s": {"median": median, "lower_quartile": lower, "upper_quartile": upper},
+            "tokens_per_s_per_device": rate,
+            "mfu_causal": mfu(rate, model, S, peak_flops) if peak_flops else None,
+        }
+    report["jaxllm"] |= {"compile_s": compile_s, "temporary_bytes": temporary_bytes}
+    if report["transformers"]:
+        report["ratio"] = report["jaxllm"]["tokens_per_s_per_device"] / report["transformers"]["tokens_per_s_per_device"]
+    return report
+
+
+def alternate(sides: dict[str, Launch], steps: int) -> dict[str, list[float]]:
+    """Seconds of `steps` steps of each side, taken in turns."""
+    for launch in sides.values():
+        time_block(launch, WARM_UPS)
+    times_s: dict[str, list[float]] = {name: [] for name in sides}
+    # Cyclic garbage is collected between blocks, not in the middle of somebody's step.
+    gc.disable()
+    for block in np.array_split(np.arange(steps), min(BLOCKS, steps)):
+        for name, launch in sides.items():
+            gc.collect()
+            times_s[name] += time_block(launch, len(block))
+    gc.enable()
+    return times_s
+
+
+def time_block(launch: Launch, steps: int) -> list[float]:
+    """Seconds of `steps` steps: from one reading of a loss to the next, with one launch in between, wherever a side waits.
+
+    A step before and one after them are not timed; they fill and empty the pipeline.
+    """
+    times_s, clock, pending = [], 0.0, launch(0)
+    for step in range(1, steps + 2):
+        pending, previous = launch(step % BATCHES), pending
+        float(previous)
+        before, clock = clock, time.perf_counter()
+        times_s.append(clock - before)
+    float(pending)
+    return times_s[1:]
+
+
+# --------------------------------------------------------------------------------------------------------------- the sides
+
+
+def our_side(trainer: Any, batches: list[Any]) -> tuple[Launch, float, int]:
+    """(launch, seconds to compile, temporary bytes per device by XLA's account)."""
+    import jax
+
+    with jax.set_mesh(trainer.mesh):
+        started = time.perf_counter()
+        compiled = trainer.jitted_step.lower(trainer.state, batches[0]).compile()
+        compile_s = time.perf_counter() - started
+
+    def launch(number: int) -> Any:
+        with jax.set_mesh(trainer.mesh):
+            trainer.state, metrics = compiled(trainer.state, batches[number])
+        return metrics["loss"]
+
+    return launch, compile_s, compiled.memory_analysis().temp_size_in_bytes
+
+
+def why_no_reference(devices: int) -> str | None:
+    """The reason transformers cannot run beside us, or None."""
+    if devices > 1:
+        return f"transformers' side runs on one device, and jaxllm has {devices} here"
+    try:
+        import torch
+        import transformers  # noqa: F401
+    except ImportError as error:
+        return f"{error.name} is not installed"
+    import jax
+
+    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
+        return "this PyTorch cannot use the GPU"
+    return None
+
+
+def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str) -> Launch:
+    """transformers' network and torch's AdamW, on batches [microbatch, sequence, position]."""
+    import torch
+
+    if device == "cpu":
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    # XLA multiplies float32 in TF32 on a GPU unless told otherwise.
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(config.train.seed)
+    network = llama(config.model).to(device)
+    if config.parallel.remat == "full":
+        network.gradient_checkpointing_enable()
+    network.train()
+    o = config.optimizer
+    groups = [
+        {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon, fused=True)
+    batches = []
+    for row in rows:
+        targets = np.where(row["mask"], row["targets"], -100)
+        count = int(row["mask"].sum())
+        batches.append((*(torch.tensor(x, dtype=torch.long, device=device) for x in (row["tokens"], targets)), count))
+
+    def launch(number: int) -> torch.Tensor:
+        adamw.zero_grad()
+        total = torch.zeros((), device=device)
+        tokens_MBS, targets_MBS, count = batches[number]
+        for tokens_BS, targets_BS in zip(tokens_MBS, targets_MBS, strict=True):
+            logits_TV = network(tokens_BS).logits.flatten(0, 1).float()
+            loss = torch.nn.functional.cross_entropy(logits_TV, targets_BS.flatten(), reduction="sum") / count
+            loss.backward()
+            total += loss.detach()
+        if o.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(network.parameters(), o.clip_norm)
+        adamw.step()
+        return total
+
+    return launch
+
+
+def llama(model: ModelConfig) -> Any:
+    """transformers' network of this shape, with weights of its own."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if (scaling := model.rope_scaling) is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    shape = LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rms_norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        rope_scaling=rope,
+        max_position_embeddings=int(scaling.factor * scaling.original_max_position) if scaling else 2048,
+        tie_word_embeddings=model.tie_embeddings,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(shape).to(getattr(torch, model.compute_dtype))
+
+
+# --------------------------------------------------------------------------------------------------------------- reporting
+
+
+def text(report: dict[str, Any]) -> str:
+    batch = report["batch"]
+    lines = [
+        f"{report['devices']} x {report['device']}, {report['compute_dtype']}, {report['parameters'] / 1e6:.2f} M parameters",
+        f"batch {batch['sequences']} x {batch['sequence_length']} = {batch['tokens']} tokens, in {batch['microbatches']} "
+        f"microbatch(es); {report['steps']} steps after {WARM_UPS} warm-ups, loss read {report['loss_read']}",
+    ]
+    for name in ("jaxllm", "transformers"):
+        if (side := report[name]) is None:
+            continue
+        step_ms = {key: 1e3 * value for key, value in side["step_s"].items()}
+        lines.append(
+            f"{name:12}  {side['tokens_per_s_per_device']:,.0f} tokens/s/device, step {step_ms['median']:.2f} ms "
+            f"(quartiles {step_ms['lower_quartile']:.2f} .. {step_ms['upper_quartile']:.2f})"
+            + (f", MFU {100 * side['mfu_causal']:.1f}% (causal)" if side["mfu_causal"] is not None else "")
+        )
+    ours = report["jaxllm"]
+    lines.insert(
+        3, f"{'':12}  compiled in {ours['compile_s']:.1f} s, {ours['temporary_bytes'] / 2**20:.1f} MiB temporary memory"
+    )
+    if report["ratio"] is not None:
+        lines.append(f"jaxllm / transformers: {report['ratio']:.2f} in tokens/s")
+    else:
+        lines.append(f"no comparison with transformers: {report['no_reference']}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

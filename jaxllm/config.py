@@ -1,0 +1,535 @@
+"""The config: typed, frozen, strict. Everything a run does is said here, and nonsense is refused before a device is touched.
+
+    config = load_config("configs/quickstart.yaml", ["train.steps=20"])
+
+A recipe is a YAML file with the sections below. `model.name` pulls in a published shape from configs/models; keys written
+beside it override that shape. Every refusal is one sentence (ConfigError) that says what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
+AUTO = "auto"
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run. The message is one sentence that says what to change."""
+
+
+def refuse(sentence: str) -> PydanticCustomError:
+    """An error for validators: pydantic carries the sentence out as it is."""
+    return PydanticCustomError("jaxllm", "{sentence}", {"sentence": sentence})
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class RopeScaling(Section):
+    """Llama 3's stretching of the low rotary frequencies (Llama 3.1 model card and published inference code)."""
+
+    factor: PositiveFloat
+    """How many times longer the context became."""
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_position: PositiveInt = 8192
+    """Positions seen before stretching."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise refuse(
+                f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be larger than "
+                f"low_freq_factor={self.low_freq_factor}: it marks the frequencies that stay as they are."
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The network's shape. Give `name` (a file in configs/models) or every size."""
+
+    name: str | None = None
+    """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it."""
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt = None  # type: ignore[assignment]  # filled in from num_heads
+    """Key-value heads; default: one per query head."""
+    head_dim: PositiveInt = None  # type: ignore[assignment]  # filled in from hidden_size / num_heads
+    """Width of one head; default: hidden_size / num_heads."""
+    vocab_size: PositiveInt
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: Switch = False
+    """One matrix serves as embedding and head."""
+    norm_eps: PositiveFloat = 1e-5
+    initializer_std: PositiveFloat = 0.02
+    """Standard deviation of all matrices at initialisation; those that write to the residual stream get std / sqrt(2 L)."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are float32 always."""
+    attention: Literal["xla", "cudnn", "auto"] = "auto"
+    """auto: cudnn on NVIDIA GPUs where it can run, else xla; the choice is logged."""
+    scan_layers: Switch = True
+    """One compiled layer, looped. False unrolls: about a third faster on CPU for a few layers, slow to compile for many."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any):
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        heads, width = values.get("num_heads"), values.get("hidden_size")
+        if values.get("num_kv_heads") is None and isinstance(heads, int):
+            values["num_kv_heads"] = heads
+        if values.get("head_dim") is None and isinstance(heads, int) and isinstance(width, int) and heads > 0:
+            if width % heads:
+                raise refuse(
+                    f"model.hidden_size={width} is not a multiple of model.num_heads={heads}: "
+                    f"change one of them or set model.head_dim."
+                )
+            values["head_dim"] = width // heads
+        return values
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise refuse(
+                f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
+                f"use one of {divisors} key-value heads."
+            )
+        if self.head_dim % 2:
+            raise refuse(
+                f"model.head_dim={self.head_dim} is odd, and rotary embeddings turn pairs: make it {self.head_dim + 1}."
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """Sizes of the mesh axes (their product is the number of devices) and how the work is cut along them."""
+
+    pipe: PositiveInt = 1
+    data: PositiveInt | Literal["auto"] = AUTO
+    """auto: all devices the other axes leave."""
+    context: PositiveInt = 1
+    tensor: PositiveInt = 1
+    replica: PositiveInt = 1
+    zero: Literal[0, 1, 2, 3] = 1
+    """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    virtual_stages: PositiveInt = 1
+    remat: Literal["none", "selective", "full", "offload"] = "selective"
+    """none keeps all activations; selective the matmul outputs; full one tensor a layer; offload moves them to the host."""
+    context_method: Literal["ring", "all_gather", "auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _check(self):
+        # Keys that later parts of the project bring to life are refused, not ignored.
+        if self.pipe > 1 or self.virtual_stages > 1:
+            raise refuse("parallel.pipe and virtual_stages above 1 are not built yet: set parallel.pipe=1.")
+        if self.context > 1:
+            raise refuse("parallel.context above 1 is not built yet: set parallel.context=1.")
+        if self.replica > 1:
+            raise refuse("parallel.replica above 1 is not built yet: set parallel.replica=1.")
+        if self.remat == "offload":
+            raise refuse("parallel.remat=offload is not built yet: use full, selective or none.")
+        return self
+
+
+class DataConfig(Section):
+    """What is read. Held-out files are chosen by a hash of their path, so the split never depends on the machine."""
+
+    source: Literal["python_stdlib", "files"] = "python_stdlib"
+    """python_stdlib: the sources of the running Python's standard library; files: those of `paths`. Read as bytes."""
+    paths: tuple[str, ...] = ()
+    """Files or glob patterns (** for folders), for source=files."""
+    held_out_fraction: Fraction = 0.05
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.source == "files":
+            if not self.paths:
+                raise refuse("data.source=files needs data.paths: give files or glob patterns.")
+            for pattern in self.paths:
+                if not any(Path(p).is_file() for p in glob.iglob(pattern, recursive=True)):
+                    raise refuse(f"data.paths: no file matches {pattern!r}; check the path (it is relative to {Path.cwd()}).")
+        elif self.paths:
+            raise refuse("data.paths is read only with data.source=files: set that, or remove the paths.")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter, 2019) with global-norm clipping; weight decay on matrices only."""
+
+    learning_rate: PositiveFloat = 3e-4
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: PositiveFloat | None = 1.0
+    """Gradients with a larger global norm are scaled down to it; null: never."""
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After warm-up: half a cosine, a line, or (wsd) constant and then a line over the last decay_tokens."""
+    warmup_tokens: Count = 0
+    decay_tokens: Count | None = None
+    """wsd only; default: the last fifth of training."""
+    final_learning_rate_fraction: Fraction = 0.1
+    """Of learning_rate, at the end of the schedule."""
+
+
+class TrainConfig(Section):
+    steps: PositiveInt
+    sequence_length: PositiveInt
+    global_batch_sequences: PositiveInt
+    """Sequences of one optimizer step, over all devices."""
+    microbatch_sequences: PositiveInt | None = None
+    """Sequences one data rank computes at once; default: its whole share, one microbatch a step."""
+    seed: Count = 0
+    init_from: str | None = None
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4); the reported loss leaves it out."""
+    loss_chunk_tokens: PositiveInt = 4096
+    """Logits exist for about this many tokens at a time."""
+    eval_every_steps: PositiveInt | None = None
+    """Held-out loss every so often; it is taken at the end in any case."""
+    eval_batches: PositiveInt | None = None
+    """Batches of held-out text in each evaluation on the way; default: all of it. The last one reads all."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.init_from is not None:
+            raise refuse("train.init_from is not built yet: remove it.")
+        return self
+
+
+class CheckpointConfig(Section):
+    every_steps: PositiveInt | None = None
+    """Save so often; the last step is saved in any case. null: only the last step."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+
+
+class LogConfig(Section):
+    every_steps: PositiveInt = 10
+    """A line on the terminal (or in the log file); metrics.jsonl gets every step."""
+    baselines: Switch = False
+    """At the end, print byte bigram and trigram losses on the same held-out text."""
+    sample_tokens: Count = 0
+    """Length of the text sampled at the end."""
+    tensorboard: Switch = False
+    wandb_project: str | None = None
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """[first, last]: write a profiler trace of these steps into run.dir/profile."""
+
+
+class RunConfig(Section):
+    dir: str = "runs/default"
+    """Checkpoints, metrics.jsonl and the config are kept here; a second start with the same directory resumes."""
+    cpu_devices: PositiveInt | None = None
+    """Run on this many CPU devices of this machine, to try any mesh at home."""
+    deterministic: Switch = False
+    """Bit-equal reruns on GPU, at some cost in speed."""
+
+
+class Config(Section):
+    """One run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _check(self):
+        model, parallel, train, tokens = self.model, self.parallel, self.train, self.total_tokens
+        if self.data.source in ("python_stdlib", "files") and model.vocab_size < 256:
+            raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={self.data.source} needs 256.")
+        if model.num_heads % parallel.tensor:
+            usable = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
+            raise refuse(
+                f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
+                f"use one of {usable}."
+            )
+        if model.num_kv_heads % parallel.tensor and parallel.tensor % model.num_kv_heads:
+            raise refuse(
+                f"model.num_kv_heads={model.num_kv_heads} can be neither split over parallel.tensor={parallel.tensor} nor "
+                f"repeated evenly: make one a multiple of the other."
+            )
+        for name, size in (
+            ("model.intermediate_size", model.intermediate_size),
+            ("train.sequence_length", train.sequence_length),
+        ):
+            if size % parallel.tensor:
+                raise refuse(
+                    f"{name}={size} is not a multiple of parallel.tensor={parallel.tensor}: "
+                    f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
+                )
+        if parallel.data != AUTO:
+            self.num_microbatches  # noqa: B018  # raises if the batch does not divide
+        if parallel.zero >= 2 and not model.scan_layers:
+            raise refuse("model.scan_layers=false unrolls the layer loop that parallel.zero=2 and 3 need: set it to true.")
+        if self.optimizer.warmup_tokens + (self.optimizer.decay_tokens or 0) > tokens:
+            raise refuse(
+                f"optimizer.warmup_tokens + decay_tokens exceed the {tokens} tokens of the whole run "
+                f"(train.steps x global_batch_sequences x sequence_length): lower them or train longer."
+            )
+        if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
+            raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
+        if self.log.profile_steps and not 1 <= self.log.profile_steps[0] <= self.log.profile_steps[1] <= train.steps:
+            raise refuse(f"log.profile_steps={list(self.log.profile_steps)} is not [first, last] within 1..{train.steps}.")
+        return self
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.train.global_batch_sequences * self.train.sequence_length
+
+    @property
+    def total_tokens(self) -> int:
+        return self.train.steps * self.step_tokens
+
+    @property
+    def microbatch_sequences(self) -> int:
+        """Per data rank; needs a concrete parallel.data."""
+        if self.train.microbatch_sequences is not None:
+            return self.train.microbatch_sequences
+        ranks = self.parallel.replica * int(self.parallel.data)
+        if self.train.global_batch_sequences % ranks:
+            raise _batch_does_not_divide(self, ranks)
+        return self.train.global_batch_sequences // ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """M = global / (replica x data x microbatch); needs a concrete parallel.data."""
+        ranks = self.parallel.replica * int(self.parallel.data)
+        per_microbatch = ranks * self.microbatch_sequences
+        if self.train.global_batch_sequences % per_microbatch:
+            raise _batch_does_not_divide(self, ranks)
+        return self.train.global_batch_sequences // per_microbatch
+
+    def resolve(self, num_devices: int) -> Config:
+        """This config with parallel.data filled in for so many devices.
+
+        Raises ConfigError when the mesh cannot be that many devices, or the batch does not divide over it.
+        """
+        p = self.parallel
+        others = {"pipe": p.pipe, "context": p.context, "tensor": p.tensor, "replica": p.replica}
+        rest = math.prod(others.values())
+        wanted = "parallel." + " x ".join(f"{axis}={size}" for axis, size in others.items() if size > 1)
+        if p.data == AUTO:
+            if num_devices % rest:
+                raise ConfigError(
+                    f"{wanted} does not divide the {num_devices} devices here: "
+                    f"choose axis sizes whose product divides {num_devices}."
+                )
+            data = num_devices // rest
+        else:
+            data = int(p.data)
+            if data * rest != num_devices:
+                factors = "replica x pipe x data x context x tensor"
+                sizes = " x ".join(map(str, (p.replica, p.pipe, data, p.context, p.tensor)))
+                hint = (
+                    f"set parallel.data={num_devices // rest}"
+                    if num_devices % rest == 0
+                    else f"change the axes so that their product is {num_devices}"
+                )
+                raise ConfigError(
+                    f"The mesh {factors} = {sizes} is {data * rest} devices, but there are {num_devices}: {hint}, "
+                    f"or set run.cpu_devices={data * rest} to try it on this machine's CPU."
+                )
+        parallel = self.parallel.model_copy(update={"data": data})
+        config = self.model_copy(update={"parallel": parallel})
+        try:
+            config.num_microbatches  # noqa: B018
+        except PydanticCustomError as error:
+            raise ConfigError(error.message()) from None
+        return config
+
+
+def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:
+    batch, micro = config.train.global_batch_sequences, config.train.microbatch_sequences
+    if micro is None:
+        step, each = ranks, f"parallel.data={ranks} ranks"
+    else:
+        step, each = ranks * micro, f"data ranks x microbatch = {ranks} x {micro} = {ranks * micro}"
+    below, above = batch // step * step, (batch // step + 1) * step
+    choices = f"{below} or {above}" if below else str(above)
+    return refuse(
+        f"train.global_batch_sequences={batch} does not divide into {each}: use {choices}, "
+        f"or change train.microbatch_sequences or parallel.data."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+def config_folder() -> Path:
+    """configs/ of the checkout, or of the installed wheel."""
+    here = Path(__file__).parent
+    return here / "configs" if (here / "configs").is_dir() else here.parent / "configs"
+
+
+def published_models() -> list[str]:
+    return sorted(path.stem for path in (config_folder() / "models").glob("*.yaml"))
+
+
+def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe.
+
+    Args:
+      path: a YAML file, or its content as a mapping.
+      overrides: `section.key=value` strings, the value in YAML; later ones win.
+
+    Raises:
+      ConfigError: one sentence that names the key and what to change.
+    """
+    values = _read_yaml(Path(path)) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
+    values = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
+    for override in overrides:
+        _apply(override, values)
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("name") is not None:
+        values["model"] = {**_published_shape(model["name"]), **model}
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_one_sentence(error)) from None
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a recipe, for editors."""
+    schema = Config.model_json_schema()
+    # A recipe may leave sizes to model.name.
+    schema["$defs"]["ModelConfig"].pop("required", None)
+    return schema
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        nearest = difflib.get_close_matches(path.name, [p.name for p in config_folder().glob("*.yaml")], n=1)
+        hint = (
+            f"did you mean {config_folder() / nearest[0]}?"
+            if nearest
+            else "give the path of a YAML recipe such as configs/quickstart.yaml."
+        )
+        raise ConfigError(f"There is no config file {path}: {hint}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no sections: write model:, train: and so on at the left margin.")
+    return values
+
+
+def _apply(override: str, values: dict[str, Any]) -> None:
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"Cannot read the override {override!r}: write section.key=value, such as train.steps=100.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"Cannot read the value of {override!r}: quote it, or write it as YAML.") from None
+    if isinstance(value, str):
+        # YAML reads 3e-4 as a string, because it wants a dot in it.
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    node = values
+    for key in keys[:-1]:
+        child = node.get(key)
+        if child is None:
+            child = {}
+        if not isinstance(child, Mapping):
+            raise ConfigError(f"{override!r} does not name a key: {key} has no keys below it.")
+        node[key] = dict(child)
+        node = node[key]
+    node[keys[-1]] = value
+
+
+def _published_shape(name: Any) -> dict[str, Any]:
+    path = config_folder() / "models" / f"{name}.yaml"
+    if not isinstance(name, str) or "/" in name or not path.is_file():
+        nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
+        raise ConfigError(f"model.name={name} is no published shape: {hint}")
+    return _read_yaml(path)
+
+
+def _one_sentence(error: ValidationError) -> str:
+    """The first thing wrong, in words a user can act on."""
+    first = error.errors()[0]
+    # Unions put the tried member's tag behind the key; those never name a key of ours.
+    where = [str(part) for part in first["loc"] if not re.search(r"[\[-]|^(int|float|bool)$", str(part))]
+    path, kind, given = ".".join(where), first["type"], first.get("input")
+    if kind == "jaxllm":
+        return first["msg"]
+    if kind == "extra_forbidden":
+        keys = list(_section_class(where[:-1]).model_fields)
+        nearest = difflib.get_close_matches(where[-1], keys, n=1, cutoff=0.5)
+        home = next((s for s, f in Config.model_fields.items() if where[-1] in getattr(f.annotation, "model_fields", {})), None)
+        if nearest:
+            hint = f"did you mean {'.'.join([*where[:-1], nearest[0]])}?"
+        elif home:
+            hint = f"did you mean {home}.{where[-1]}?"
+        else:
+            hint = f"the keys there are {', '.join(keys)}."
+        return f"Unknown key {path}: {hint}"
+    if kind == "missing":
+        if len(where) == 1:
+            return f"The section {path} is missing: add it to the config."
+        hint = " (or model.name for a published shape)" if where[0] == "model" else ""
+        return f"{path} is missing: set it in the config or with {path}=VALUE{hint}."
+    if kind == "literal_error":
+        choices = _literal_choices(where) or first["ctx"]["expected"]
+        return f"{path}={_plain(given)} is not one of the choices: use {choices}."
+    if path == "parallel.data":
+        return f"{path}={_plain(given)} is not valid: it should be a whole number of at least 1, or auto."
+    expectation = first["msg"].replace("Input should be", "it should be")
+    return f"{path}={_plain(given)} is not valid: {expectation}."
+
+
+def _section_class(where: Sequence[str]) -> type[Section]:
+    node: Any = Config
+    for key in where:
+        annotation = node.model_fields[key].annotation
+        options = [annotation, *get_args(annotation)]
+        node = next(option for option in options if isinstance(option, type) and issubclass(option, Section))
+    return node
+
+
+def _literal_choices(where: Sequence[str]) -> str | None:
+    annotation = _section_class(where[:-1]).model_fields[where[-1]].annotation
+    choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
+    return ", ".join(choices) or None
+
+
+def _plain(value: Any) -> str:
+    """A value as the user wrote it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,0 +1,76 @@
+"""Causal attention as a function, chosen by name.
+
+`attend(q_BSNH, k_BTKH, v_BTKH, segments_BS) -> o_BSNH`: query head n reads key-value head n // (N / K); position i sees
+positions j <= i of its own segment (segments None: one document). Letters as in layers.py; T counts key positions.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.config import ConfigError, ModelConfig
+
+Attend = Callable[..., Float[Array, "B S N H"]]
+
+log = logging.getLogger(__name__)
+
+
+def xla_attention(
+    q_BSNH: Float[Array, "B S N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    segments_BS: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B S N H"]:
+    """Plain einsums; scores and softmax in float32. Stores scores of size S x S: for CPU, tests and short sequences."""
+    B, S, N, H = q_BSNH.shape
+    K = k_BTKH.shape[2]
+    # Query heads in groups of G = N / K that share a key-value head, so that keys are never repeated in memory.
+    q_BSKGH = q_BSNH.reshape(B, S, K, N // K, H)
+    scores_BKGST = jnp.einsum("BSKGH,BTKH->BKGST", q_BSKGH, k_BTKH, preferred_element_type=jnp.float32) / math.sqrt(H)
+    visible_BST = jnp.tril(jnp.ones((S, S), bool))[None]
+    if segments_BS is not None:
+        visible_BST = visible_BST & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    scores_BKGST = jnp.where(visible_BST[:, None, None], scores_BKGST, jnp.finfo(jnp.float32).min)
+    weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKH.dtype)
+    return jnp.einsum("BKGST,BTKH->BSKGH", weights_BKGST, v_BTKH).reshape(B, S, N, H)
+
+
+def cudnn_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS=None) -> Float[Array, "B S N H"]:
+    """cuDNN's fused kernel: no S x S tensor. bfloat16 on NVIDIA GPUs from Ampere on."""
+    if segments_BS is not None:
+        # The kernel would read segment ids only as a bias or as lengths; unmasked documents would be silently wrong.
+        raise ConfigError("model.attention=cudnn cannot mask packed documents yet: set model.attention=xla.")
+    return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
+
+
+def why_not_cudnn(model: ModelConfig, platform: str) -> str | None:
+    """The reason cuDNN attention cannot run this model on this platform ('gpu', 'cpu'), or None."""
+    if platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU and this is {platform}"
+    if model.compute_dtype != "bfloat16":
+        return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
+    if model.head_dim % 8 or model.head_dim > 128:
+        return f"it takes head sizes that are multiples of 8 up to 128 and model.head_dim is {model.head_dim}"
+    return None
+
+
+def choose_attention(model: ModelConfig, platform: str) -> Attend:
+    """The function `model.attention` names, on 'gpu' or 'cpu'.
+
+    Raises:
+      ConfigError: cudnn was asked for by name and cannot run here. Only `auto` may fall back, and says so.
+    """
+    reason = why_not_cudnn(model, platform)
+    if model.attention == "cudnn" and reason:
+        raise ConfigError(f"model.attention=cudnn cannot run here, because {reason}: set model.attention=auto or xla.")
+    if model.attention == "xla" or reason:
+        if model.attention == "auto" and platform != "cpu":
+            log.warning("model.attention=auto takes xla, not cudnn: %s.", reason)
+        return xla_attention
+    return cudnn_attention

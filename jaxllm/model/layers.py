@@ -1,0 +1,161 @@
+"""The parts of a Llama block: RMSNorm, rotary embedding, attention and SwiGLU projections.
+
+Letters: B sequences, S positions, D model width, F feed-forward width, N query heads, K key-value heads, H head size.
+Weights are cast to the activations' dtype where they are used; norms and angles are float32 inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxllm.config import ModelConfig
+from jaxllm.model.attention import Attend, xla_attention
+
+MATMUL_OUTPUTS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
+"""Names of the tensors that `selective` remat keeps; whatever else the backward pass wants follows from them cheaply.
+The block's last output, mlp_down, is not among them: it is read only by the addition that ends the block."""
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The functions a forward pass is built with, chosen before it is traced."""
+
+    attend: Attend = xla_attention
+    constrain: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, dims: x
+
+
+def parameter(
+    rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], std: float | None, zero_rows: int = 0
+) -> nnx.Param:
+    """Declares a float32 parameter: normal with `std`, or ones where std is None. `dims` name its dims, in order.
+
+    zero_rows are added at the end of the first dim and change none of the other values.
+    """
+    if std is None:
+        value = jnp.ones(shape, jnp.float32)
+    else:
+        value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    if zero_rows:
+        value = jnp.pad(value, [(0, zero_rows)] + [(0, 0)] * (value.ndim - 1))
+    return nnx.Param(value, out_sharding=dims)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int, eps: float, *, rngs: nnx.Rngs):
+        self.eps = eps
+        self.scale = parameter(rngs, (width,), ("embed",), None)
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        x32_BSD = x_BSD.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + self.eps)
+        return (x32_BSD * inverse_rms * self.scale[...].astype(jnp.float32)[None, None]).astype(x_BSD.dtype)
+
+
+def rotary_frequencies(model: ModelConfig) -> np.ndarray:
+    """Angle per position of each pair, float32 [H/2] (Su et al., 2021), with Llama 3's stretching where configured.
+
+    Stretching divides the slow frequencies by `factor`, keeps the fast ones and blends between, by how many turns a pair makes
+    within the original context.
+    """
+    frequencies = model.rope_theta ** (-np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim)
+    if (scaling := model.rope_scaling) is not None:
+        turns = scaling.original_max_position * frequencies / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = np.clip(keep, 0.0, 1.0)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
+    return frequencies.astype(np.float32)
+
+
+Rotary = tuple[Float[Array, "B S H/2"], Float[Array, "B S H/2"]]
+
+
+def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
+    """Cosine and sine of every angle, float32: bfloat16 would round position 257 to 256."""
+    angles = positions_BS.astype(jnp.float32)[..., None] * rotary_frequencies(model)[None, None]
+    # The barrier keeps XLA from fusing cos and sin into every layer's rotation and computing them once per head.
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+
+
+def rotate(x_BSNH: Float[Array, "B S N H"], rotary: Rotary) -> Float[Array, "B S N H"]:
+    """Turns the pairs (i, i + H/2), the order of Hugging Face's weights."""
+    cos, sin = (table[:, :, None, :] for table in rotary)
+    first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BSNH.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
+        D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+        std, out_std = model.initializer_std, residual_std(model)
+        self.query = parameter(rngs, (D, N, H), ("embed", "heads", "head_dim"), std)
+        self.key = parameter(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), std)
+        self.value = parameter(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), std)
+        self.out = parameter(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_std)
+
+    def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
+        dtype = x_BSD.dtype
+        q_BSNH = rotate(jnp.einsum("BSD,DNH->BSNH", x_BSD, self.query[...].astype(dtype)), rotary)
+        k_BSKH = rotate(jnp.einsum("BSD,DKH->BSKH", x_BSD, self.key[...].astype(dtype)), rotary)
+        v_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BSD, self.value[...].astype(dtype))
+        q_BSNH, k_BSKH, v_BSKH = (
+            checkpoint_name(x, name) for x, name in ((q_BSNH, "query"), (k_BSKH, "key"), (v_BSKH, "value"))
+        )
+        o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+        return jnp.einsum("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
+        D, F = model.hidden_size, model.intermediate_size
+        self.gate = parameter(rngs, (D, F), ("embed", "mlp"), model.initializer_std)
+        self.up = parameter(rngs, (D, F), ("embed", "mlp"), model.initializer_std)
+        self.down = parameter(rngs, (F, D), ("mlp", "embed"), residual_std(model))
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        dtype = x_BSD.dtype
+        gate_BSF = checkpoint_name(x_BSD @ self.gate[...].astype(dtype), "mlp_gate")
+        up_BSF = checkpoint_name(x_BSD @ self.up[...].astype(dtype), "mlp_up")
+        return (jax.nn.silu(gate_BSF) * up_BSF) @ self.down[...].astype(dtype)
+
+
+class Block(nnx.Module):
+    """h + attention(norm(h)), then h + mlp(norm(h)).
+
+    Between the two halves, and between blocks, the sequence dim is split over the tensor axis; into each half it is gathered,
+    out of each half the partial sums are scattered. The constraints below are all that sequence parallelism takes.
+    """
+
+    def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, rngs=rngs)
+        self.attention = Attention(model, rngs=rngs)
+        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, rngs=rngs)
+        self.mlp = SwiGLU(model, rngs=rngs)
+
+    def __call__(self, h_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
+        split, whole = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
+        x_BSD = ops.constrain(ops.constrain(self.attention_norm(h_BSD), split), whole)
+        update_BSD = ops.constrain(self.attention(x_BSD, rotary, segments_BS, ops), split)
+        h_BSD = h_BSD + checkpoint_name(update_BSD, "attention_out")
+        x_BSD = ops.constrain(ops.constrain(self.mlp_norm(h_BSD), split), whole)
+        return h_BSD + ops.constrain(self.mlp(x_BSD), split)
+
+
+def residual_std(model: ModelConfig) -> float:
+    """Of matrices that write to the residual stream: 2 L of them add up, so each is smaller by sqrt(2 L) (GPT-2)."""
+    return model.initializer_std / math.sqrt(2 * model.num_layers)

@@ -1,0 +1,105 @@
+"""The Llama network in Flax NNX. It knows dims by name and nothing of devices.
+
+    model = Llama(config.model, rngs=nnx.Rngs(0))
+    logits_BSV = model(token_ids_BS)
+
+Layers are one stacked module (every parameter has a leading `layers` dim), looped over by `run_layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.config import ModelConfig
+from jaxllm.model.layers import Block, Ops, RMSNorm, Rotary, parameter, rotary_table
+
+Side = tuple[Rotary, Any]
+"""What every layer reads and none changes: rotary tables and segment ids (or None)."""
+BlockFunction = Callable[[Any, Float[Array, "B S D"], Side], Float[Array, "B S D"]]
+RunLayers = Callable[[BlockFunction, Any, Float[Array, "B S D"], Side], Float[Array, "B S D"]]
+
+
+def scan_layers(block: BlockFunction, layers: Any, h_BSD: Float[Array, "B S D"], side: Side, *, unroll: int | bool = 1):
+    """Applies block(layer, h, side) for each layer in turn; `layers` is a tree of arrays with a leading layer dim."""
+    return jax.lax.scan(lambda h, layer: (block(layer, h, side), None), h_BSD, layers, unroll=unroll)[0]
+
+
+class Llama(nnx.Module):
+    """Parameters: embedding [V, D], layers (stacked), final_norm, and head [V, D] unless tied.
+
+    Args:
+      config: the shape.
+      rngs: stream `params` seeds the initial values, which depend on nothing else.
+      vocab_rows: rows of embedding and head, at least vocab_size; those beyond it are zero.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, vocab_rows: int | None = None):
+        self.config = config
+        rows = vocab_rows or config.vocab_size
+        with nnx.use_eager_sharding(False):
+            self.embedding = self._vocab_matrix(rows, rngs)
+            self.layers = self._stack(rngs)
+            self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, rngs=rngs)
+            if not config.tie_embeddings:
+                self.head = self._vocab_matrix(rows, rngs)
+
+    def _vocab_matrix(self, rows: int, rngs: nnx.Rngs) -> nnx.Param:
+        V, D = self.config.vocab_size, self.config.hidden_size
+        return parameter(rngs, (V, D), ("vocab", "embed"), self.config.initializer_std, zero_rows=rows - V)
+
+    def _stack(self, rngs: nnx.Rngs) -> Block:
+        @nnx.split_rngs(splits=self.config.num_layers)
+        @partial(nnx.vmap, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(self.config, rngs=rngs)
+
+        return stack(rngs)
+
+    def hidden(
+        self,
+        tokens_BS: Int[Array, "B S"],
+        positions_BS: Int[Array, "B S"] | None = None,
+        segments_BS: Int[Array, "B S"] | None = None,
+        *,
+        ops: Ops = Ops(),
+        run_layers: RunLayers = scan_layers,
+    ) -> Float[Array, "B S D"]:
+        """The final hidden states, normalised, in the compute dtype.
+
+        Args:
+          tokens_BS: ids below vocab_size.
+          positions_BS: default 0 .. S-1 in every sequence.
+          segments_BS: document of each position; default: one document.
+          ops, run_layers: how attention, layouts and the layer loop are done.
+        """
+        if positions_BS is None:
+            positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None], tokens_BS.shape)
+        side = (rotary_table(self.config, positions_BS), segments_BS)
+        h_BSD = self.embedding[...].astype(self.config.compute_dtype)[tokens_BS]
+        h_BSD = ops.constrain(h_BSD, ("batch", "sequence_shard", "embed"))
+        graph, layers = nnx.split(self.layers)
+        h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, side)
+        return self.final_norm(h_BSD)
+
+    def head_matrix(self) -> Float[Array, "V D"]:
+        matrix = self.embedding if self.config.tie_embeddings else self.head
+        return matrix[...].astype(self.config.compute_dtype)
+
+    def __call__(self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, ops: Ops = Ops()):
+        """Logits, float32 [B, S, vocab_size]. Training never makes them whole: see loss.py."""
+        h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, ops=ops)
+        logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
+        return logits_BSV[..., : self.config.vocab_size]
+
+
+def apply_block(graph: nnx.GraphDef, ops: Ops, layer: Any, h_BSD: Float[Array, "B S D"], side: Side):
+    """One block as a plain function of its parameters."""
+    rotary, segments_BS = side
+    return nnx.merge(graph, layer)(h_BSD, rotary, segments_BS, ops)

@@ -1,0 +1,158 @@
+"""From named dims to mesh axes. A strategy is data: a table of rules, matched strictly.
+
+Every parameter declares its dims once, in the model. Here each dim name gets the mesh axis that splits it; a name without a
+rule, an axis used twice in one parameter and a size that does not divide are errors that say which parameter and why.
+
+A parameter has two layouts. `compute` is how the train step reads it: split over pipe and tensor alone. `master` is how the
+fp32 weight and its moments lie in memory: from ZeRO 1 on they are split over data x context too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
+from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES, axis_sizes
+
+Rules = Mapping[str, tuple[str, ...]]
+Dims = tuple[str, ...]
+
+ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
+"""Where ZeRO cuts: the first of these that a parameter has and that divides. Never `layers`: ZeRO 3 gathers layer by layer."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One line of the parameter table: what the model declared."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    dims: Dims
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a parameter lies: `compute` in the train step, `master` at rest, and the dim that ZeRO cuts (None: replicated)."""
+
+    compute: PartitionSpec
+    master: PartitionSpec
+    zero_dim: int | None
+
+
+def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tuple[str, ...]]:
+    """Rules for parameters.
+
+    Fewer key-value heads than tensor ranks: their projections are replicated over tensor, and each rank uses the one head its
+    query heads belong to, as Megatron-LM does. The config refuses what divides neither way.
+    """
+    return {
+        "layers": (PIPE,),
+        "vocab": (PIPE, TENSOR),
+        "embed": (),
+        "heads": (TENSOR,),
+        "kv_heads": (TENSOR,) if model.num_kv_heads % parallel.tensor == 0 else (),
+        "head_dim": (),
+        "mlp": (TENSOR,),
+    }
+
+
+ACTIVATION_RULES: Rules = {
+    # Batch and context are split by hand before the model sees them.
+    "batch": (),
+    "sequence": (),
+    # Between blocks the sequence is split over tensor too (Korthikanti et al., 2022: sequence parallelism).
+    "sequence_shard": (TENSOR,),
+    "embed": (),
+    "heads": (TENSOR,),
+    "mlp": (TENSOR,),
+}
+
+
+def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Mapping[str, int]) -> PartitionSpec:
+    """The partition of one array.
+
+    Raises:
+      ConfigError: a dim without a rule, an axis unknown or on two dims, or a size that does not divide; the message names
+        parameter, shape and axis.
+    """
+    where = f"Parameter {path} with dims {dims} and shape {shape}"
+    if len(dims) != len(shape):
+        raise ConfigError(f"{where}: {len(dims)} dims are declared for {len(shape)}; name every dim.")
+    used: dict[str, str] = {}
+    for dim, size in zip(dims, shape, strict=True):
+        if dim not in rules:
+            raise ConfigError(f"{where}: there is no sharding rule for {dim!r}; add one, or use one of {', '.join(rules)}.")
+        for axis in rules[dim]:
+            if axis not in sizes:
+                raise ConfigError(f"{where}: the rule for {dim!r} names {axis!r}, no mesh axis; use one of {', '.join(sizes)}.")
+            if axis in used:
+                raise ConfigError(f"{where}: dims {used[axis]!r} and {dim!r} both lie on mesh axis {axis!r}; change one rule.")
+            used[axis] = dim
+        ways = math.prod(sizes[axis] for axis in rules[dim])
+        if size % ways:
+            axes = " x ".join(f"{axis}={sizes[axis]}" for axis in rules[dim])
+            raise ConfigError(
+                f"{where}: {dim}={size} does not divide over {axes}; change parallel.{rules[dim][-1]} or the size."
+            )
+    return PartitionSpec(*[_entry(rules[dim]) for dim in dims])
+
+
+def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layout:
+    """Compute and master partition of one parameter."""
+    sizes = axis_sizes(parallel)
+    compute = match(parameter.path, parameter.shape, parameter.dims, rules, sizes)
+    ranks = math.prod(sizes[axis] for axis in ZERO_AXES)
+    if parallel.zero == 0 or ranks == 1:
+        return Layout(compute, compute, None)
+    for name in ZERO_DIMS:
+        if name in parameter.dims:
+            dim = parameter.dims.index(name)
+            taken = math.prod(sizes[axis] for axis in rules[name])
+            if parameter.shape[dim] % (taken * ranks) == 0:
+                master = list(compute)
+                master[dim] = _entry((*rules[name], *ZERO_AXES))
+                return Layout(compute, PartitionSpec(*master), dim)
+    raise ConfigError(
+        f"Parameter {parameter.path} with dims {parameter.dims} and shape {parameter.shape} has no dim that divides over "
+        f"data x context = {ranks}, as parallel.zero={parallel.zero} needs; set parallel.zero=0 or use fewer data ranks."
+    )
+
+
+def vocab_rows(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Rows of the embedding and the head: vocab_size padded to what divides over the axes it lies on.
+
+    The rows added are zero, take no part in the loss and are cut off on export.
+    """
+    ways = parallel.pipe * parallel.tensor
+    return -(-model.vocab_size // ways) * ways
+
+
+def named(mesh: Mesh, specs: Any) -> Any:
+    """A tree of PartitionSpecs as NamedShardings."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Array]:
+    """constrain(x, dims): pins an activation's layout over the axes the compiler handles."""
+    if sizes[TENSOR] == 1:
+        return lambda x, dims: x
+
+    def constrain(x: jax.Array, dims: Dims) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, match("activation", x.shape, dims, ACTIVATION_RULES, sizes))
+
+    return constrain
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return axes[0] if len(axes) == 1 else (axes or None)

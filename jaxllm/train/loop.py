@@ -1,0 +1,160 @@
+"""`jaxllm train`: the loop round the trainer. Resumes, logs, evaluates, saves, and says at the end what came out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import yaml
+
+from jaxllm import distributed
+from jaxllm.config import Config, ConfigError
+from jaxllm.data.baselines import ngram_baseline
+from jaxllm.inference.generate import sample
+from jaxllm.plan.flops import mfu, parameter_count
+from jaxllm.plan.hardware import gpu_from_device_kind
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.console import Console
+from jaxllm.train.metrics import Record, Sink, open_sinks
+from jaxllm.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+SAMPLE_PROMPT = b"def "
+
+
+def fit(config: Config) -> Trainer:
+    """Trains `config` to its last step, from its newest checkpoint if the run directory has one."""
+    folder = make_run_dir(config)
+    trainer = Trainer(config)
+    config = trainer.config
+    with ExitStack() as stack:
+        stack.callback(trainer.close)
+        console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
+        checkpoints = Checkpoints(folder, config.checkpoint)
+        stack.callback(checkpoints.close)
+        announce(console, trainer)
+        if checkpoints.latest_step is not None:
+            trainer.restore(checkpoints)
+            console.say(f"resumed from step {trainer.step} in {folder}")
+        sinks = open_sinks(config) if distributed.is_main_process() else []
+        for sink in sinks:
+            stack.callback(sink.close)
+        if distributed.is_main_process():
+            (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        train(trainer, checkpoints, console, sinks)
+        if config.data.held_out_fraction > 0:
+            conclude(trainer, console, sinks)
+        console.say(f"run directory {folder}")
+    return trainer
+
+
+def make_run_dir(config: Config) -> Path:
+    """run.dir, made if it is not there; ConfigError if it cannot be written."""
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written: choose another folder ({error.strerror}).") from None
+    return folder
+
+
+def train(trainer: Trainer, checkpoints: Checkpoints, console: Console, sinks: list[Sink]) -> None:
+    """The loop itself. Metrics arrive one step late; evaluation, saving and profiling wait for the step under way."""
+    config, first = trainer.config, trainer.step
+    peak_flops = peak_flops_of(trainer)
+
+    def publish(record: Record | None) -> None:
+        if record is None:
+            return
+        for sink in sinks:
+            sink.write(record)
+        rate = float(record["tokens_per_s_per_device"])
+        utilisation = mfu(rate, config.model, config.train.sequence_length, peak_flops) if peak_flops else None
+        due = record["step"] % config.log.every_steps == 0 or record["step"] in (first + 1, config.train.steps)
+        console.step(record, utilisation, due)
+
+    started = time.perf_counter()
+    while trainer.step < config.train.steps:
+        with profile(config, trainer.step + 1):
+            publish(trainer.advance())
+            if trainer.compile_s is not None and trainer.step == first + 1:
+                console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
+            step, last = trainer.step, trainer.step == config.train.steps
+            saves = last or is_multiple(step, config.checkpoint.every_steps)
+            evaluates = not last and is_multiple(step, config.train.eval_every_steps)
+            if saves or evaluates or ends_profile(config, step):
+                publish(trainer.finish())
+        if evaluates:
+            loss, _ = trainer.evaluate(config.train.eval_batches)
+            for sink in sinks:
+                sink.write({"step": step, "eval_loss": loss})
+            console.say(f"step {step}  held-out loss {loss:.4f}")
+        if saves:
+            checkpoints.save(step, trainer.state)
+    if trainer.step > first:
+        console.say(f"trained {trainer.step - first} steps in {time.perf_counter() - started:.0f} s")
+
+
+def announce(console: Console, trainer: Trainer) -> None:
+    config, devices = trainer.config, trainer.mesh.devices
+    kind = devices.flat[0].device_kind
+    axes = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
+    console.say(f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}")
+    M = config.num_microbatches
+    console.say(
+        f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
+        f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
+    )
+    console.say(trainer.corpus.description)
+
+
+def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
+    """Held-out loss over all held-out bytes, n-gram baselines on the same split, and a sample."""
+    corpus = trainer.corpus
+    loss, scored = trainer.evaluate()
+    for sink in sinks:
+        sink.write({"step": trainer.step, "eval_loss": loss})
+    for order, name in ((2, "bigrams"), (3, "trigrams")) if trainer.config.log.baselines else ():
+        baseline = ngram_baseline(corpus.train, corpus.held_out, order)
+        console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
+    console.say(f"{scored:,} held-out bytes in {corpus.held_out_files} files")
+    console.say(f"held-out loss {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits)")
+    if length := trainer.config.log.sample_tokens:
+        prompt = np.frombuffer(SAMPLE_PROMPT, np.uint8)
+        new = sample(trainer.model, prompt, length, window=trainer.config.train.sequence_length)
+        text = bytes(new.astype(np.uint8)).decode(errors="replace")
+        console.say("sample:\n" + SAMPLE_PROMPT.decode() + text)
+
+
+@contextmanager
+def profile(config: Config, step: int):
+    """Traces steps log.profile_steps = [first, last] into run.dir/profile."""
+    span = config.log.profile_steps
+    if span and step == span[0]:
+        jax.profiler.start_trace(str(Path(config.run.dir) / "profile"))
+    yield
+    if ends_profile(config, step):
+        jax.profiler.stop_trace()
+
+
+def ends_profile(config: Config, step: int) -> bool:
+    return bool(config.log.profile_steps) and step == config.log.profile_steps[1]
+
+
+def is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def peak_flops_of(trainer: Trainer) -> float | None:
+    """Dense peak of this chip in the compute dtype, FLOP/s, or None where the chip is unknown."""
+    gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
+    return gpu.dense_flops[trainer.config.model.compute_dtype] if gpu else None

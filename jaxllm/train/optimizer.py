@@ -1,0 +1,67 @@
+"""AdamW and the learning-rate schedule, counted in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxllm.config import Config
+from jaxllm.sharding import Parameter
+
+LearningRate = Callable[[jax.Array], jax.Array]
+
+
+def make_optimizer(config: Config, table: Any) -> optax.GradientTransformation:
+    """AdamW without the learning rate, which the step multiplies in. `table`: nested dict of Parameter.
+
+    Decay is on matrices only: parameters with at least two dims besides the layer stack's.
+    """
+    adamw = config.optimizer
+    decayed = jax.tree.map(lambda p: len([dim for dim in p.dims if dim != "layers"]) >= 2, table, is_leaf=_is_parameter)
+    return optax.chain(
+        optax.scale_by_adam(adamw.beta1, adamw.beta2, adamw.epsilon),
+        optax.add_decayed_weights(adamw.weight_decay, mask=decayed),
+    )
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    """step (int, the first is 0) -> learning rate, from the tokens consumed once that step is done.
+
+    Warm-up is linear from 0. With p the share of the tokens after it: cosine f + (1-f)(1+cos(pi p))/2, linear 1-(1-f)p, wsd
+    constant and then linear to f over decay_tokens; f is final_learning_rate_fraction.
+    """
+    o = config.optimizer
+    total = float(config.total_tokens)
+    decay_tokens = float(o.decay_tokens if o.decay_tokens is not None else total / 5)
+    final = o.final_learning_rate_fraction
+
+    def learning_rate(step: jax.Array) -> jax.Array:
+        # float32 is exact to 1e-7 of the run, and int32 would overflow at 2 billion tokens.
+        tokens = (step.astype(jnp.float32) + 1.0) * config.step_tokens
+        progress = jnp.clip((tokens - o.warmup_tokens) / max(total - o.warmup_tokens, 1.0), 0.0, 1.0)
+        decay = {
+            "cosine": final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+            "linear": 1 - (1 - final) * progress,
+            "wsd": 1 - (1 - final) * jnp.clip((tokens - (total - decay_tokens)) / max(decay_tokens, 1.0), 0.0, 1.0),
+            "constant": jnp.ones_like(progress),
+        }[o.schedule]
+        warmup = jnp.minimum(tokens / max(o.warmup_tokens, 1), 1.0)
+        return o.learning_rate * warmup * decay
+
+    return learning_rate
+
+
+def clip_by_norm(gradients: Any, norm: jax.Array, limit: float | None) -> Any:
+    """Gradients scaled down so that their global norm, given as `norm`, is at most `limit`."""
+    if limit is None:
+        return gradients
+    scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
+    return jax.tree.map(lambda g: g * scale, gradients)
+
+
+def _is_parameter(x: Any) -> bool:
+    return isinstance(x, Parameter)

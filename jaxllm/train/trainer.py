@@ -1,0 +1,193 @@
+"""A Trainer: mesh, model, state and data of one run, and the step that moves them on.
+
+    trainer = Trainer(load_config("configs/quickstart.yaml"))
+    for metrics in trainer.steps(20):
+        print(metrics["loss"])
+
+Metrics come one step behind the device: step n+1 is under way before the numbers of step n are read, so reading never makes
+the device wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm import distributed
+from jaxllm.config import Config, ConfigError
+from jaxllm.data.loader import Prefetcher, WindowLoader, held_out_batches
+from jaxllm.data.sources import load_corpus
+from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.model.llama import Llama
+from jaxllm.parallel.parallelize import merge_model, parallelize
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.metrics import Record
+from jaxllm.train.optimizer import make_learning_rate, make_optimizer
+from jaxllm.train.state import create_state, state_shardings
+from jaxllm.train.step import make_train_step
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run on the devices at hand (or on run.cpu_devices). Writes nothing; `fit` in loop.py does.
+
+    Raises:
+      ConfigError: the config does not fit the devices or the data.
+
+    Attributes:
+      config: with parallel.data filled in.
+      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor.
+      state: TrainState; replaced by each step (the old one's memory is reused).
+      step: steps done, as a Python int.
+      compile_s: seconds it took to compile the train step; None until the first step.
+    """
+
+    def __init__(self, config: Config):
+        distributed.start(config.run)
+        self.config = config = config.resolve(jax.device_count())
+        self.corpus = load_corpus(config.data)
+        self._loader = WindowLoader(self.corpus.train, config.train.sequence_length, config.train.seed)
+        self.mesh = make_mesh(config.parallel)
+        with jax.set_mesh(self.mesh):
+            self.parallelized = parallelize(config, self.mesh)
+            optimizer = make_optimizer(config, self.parallelized.table)
+            self.shardings = state_shardings(self.parallelized, optimizer, self.mesh)
+            self.state = create_state(config, self.parallelized, optimizer, self.shardings)
+        self.step = 0
+        self.compile_s: float | None = None
+        self.traces = 0
+        train_step = make_train_step(
+            self.parallelized.value_and_grad, optimizer, make_learning_rate(config), config.optimizer.clip_norm
+        )
+
+        def counted(state, batch):
+            self.traces += 1
+            return train_step(state, batch)
+
+        self.jitted_step = jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, None))
+        self._compiled_step: Any = None
+        self._loss_sum = jax.jit(self.parallelized.loss_sum)
+        self._batches: Prefetcher | None = None
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._last_finish_s: float | None = None
+
+    # ------------------------------------------------------------------------------------------------------------ training
+
+    def steps(self, count: int) -> Iterator[Record]:
+        """Trains `count` steps; yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
+        tokens_per_s_per_device. Stopping early is safe: the state is that of the last step started.
+        """
+        for _ in range(count):
+            record = self.advance()
+            if record is not None:
+                yield record
+        record = self.finish()
+        if record is not None:
+            yield record
+
+    def advance(self) -> Record | None:
+        """Starts one step; returns the metrics of the one before (None if there are none to read)."""
+        if self._batches is None:
+            self._batches = Prefetcher(self.train_batch, start=self.step, stop=sys.maxsize)
+        batch = next(self._batches)
+        with jax.set_mesh(self.mesh):
+            if self._compiled_step is None:
+                self.compile_step(batch)
+            self._last_finish_s = self._last_finish_s or time.perf_counter()
+            self.state, metrics = self._compiled_step(self.state, batch)
+        self.step += 1
+        previous, self._pending = self._pending, (self.step, metrics)
+        return self._read(previous)
+
+    def finish(self) -> Record | None:
+        """Waits for the step under way; returns its metrics. The clock of tokens_per_s_per_device stops until the next."""
+        pending, self._pending = self._pending, None
+        record, self._last_finish_s = self._read(pending), None
+        return record
+
+    def compile_step(self, batch: Any) -> None:
+        started = time.perf_counter()
+        self._compiled_step = self.jitted_step.lower(self.state, batch).compile()
+        self.compile_s = time.perf_counter() - started
+
+    def _read(self, pending) -> Record | None:
+        if pending is None:
+            return None
+        step, arrays = pending
+        values = {name: float(value) for name, value in jax.device_get(arrays).items()}  # waits for that step
+        now = time.perf_counter()
+        rate = self.config.step_tokens / (now - self._last_finish_s) / self.mesh.size
+        self._last_finish_s = now
+        return {"step": step, "tokens": step * self.config.step_tokens, **values, "tokens_per_s_per_device": rate}
+
+    def restore(self, checkpoints: Checkpoints) -> None:
+        """Takes up the newest saved state; data goes on from its step."""
+        self.close()
+        self.state = checkpoints.restore(self.state)
+        self.step = int(self.state.step)
+
+    # ---------------------------------------------------------------------------------------------------------------- data
+
+    def train_batch(self, step: int) -> dict[str, jax.Array]:
+        """Samples [step G, (step+1) G), laid out [microbatch, sequence, position] on the mesh; each host reads its share."""
+        config = self.config
+        G, M = config.train.global_batch_sequences, config.num_microbatches
+        samples = (step * G + np.arange(G)).reshape(M, G // M)
+        return self._place(lambda rows: self._loader.samples(samples[:, rows].reshape(-1)), M, G // M)
+
+    def _place(self, read, M: int, R: int) -> dict[str, jax.Array]:
+        """read(rows) -> arrays [M len(rows), S] for the rows of each microbatch that this process's devices hold."""
+        S = self.config.train.sequence_length
+        sharding = batch_sharding(self.mesh)
+        indices = sharding.addressable_devices_indices_map((M, R, S)).values()
+        mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
+        local = {name: array.reshape(M, len(mine), S) for name, array in read(mine).items()}
+
+        def shard(name):
+            def callback(index):
+                rows = np.searchsorted(mine, np.arange(R)[index[1]])
+                return local[name][index[0]][:, rows][:, :, index[2]]
+
+            return callback
+
+        return {name: jax.make_array_from_callback((M, R, S), sharding, shard(name)) for name in local}
+
+    # ---------------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, max_batches: int | None = None) -> tuple[float, int]:
+        """Held-out loss of the present state: (nats per token, tokens scored). All held-out text unless max_batches is given.
+
+        Raises:
+          ConfigError: nothing is held out.
+        """
+        rows = self.config.microbatch_sequences * int(self.config.parallel.data)
+        if self.corpus.held_out.size < 2:
+            raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
+        total, count = 0.0, 0
+        with jax.set_mesh(self.mesh):
+            for number, batch in enumerate(held_out_batches(self.corpus.held_out, self.config.train.sequence_length, rows)):
+                if max_batches is not None and number >= max_batches:
+                    break
+                placed = self._place(lambda wanted, batch=batch: {k: v[wanted] for k, v in batch.items()}, 1, rows)
+                part, tokens = self._loss_sum(self.state.params, placed)
+                # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
+                total, count = total + float(part), count + int(tokens)
+        return total / count, count
+
+    @property
+    def model(self) -> Llama:
+        """The network with the present parameters, in the compute dtype's place on the mesh."""
+        return merge_model(self.config, self.state.params)
+
+    def close(self) -> None:
+        """Stops the thread that reads ahead."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None

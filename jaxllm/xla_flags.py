@@ -1,0 +1,44 @@
+"""XLA's flags, set before JAX starts. With distributed.py the only reader of the environment."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+from pathlib import Path
+
+import jaxlib
+
+from jaxllm.config import RunConfig
+
+CPU_FLAGS = {
+    # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out
+    # nonzero where it is exactly 0 (tests/model/test_llama.py, a_document_never_sees_another). Without them it is right,
+    # and no slower.
+    "xla_cpu_experimental_ynn_fusion_type": "",
+    # Forced CPU devices share a few cores: a collective's last rank may arrive long after the first. XLA's own limits
+    # (20 s and 40 s) abort the process on a loaded machine.
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "600",
+}
+DETERMINISTIC_GPU_FLAGS = {"xla_gpu_deterministic_ops": "true"}
+
+
+def apply(run: RunConfig) -> None:
+    """Puts the flags of this run into XLA_FLAGS. What the user set there wins. Must run before JAX starts a device."""
+    flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
+    given = os.environ.get("XLA_FLAGS", "")
+    added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]
+    if added:
+        os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+
+
+@functools.cache
+def is_known(flag: str) -> bool:
+    """Whether the installed jaxlib has this flag. XLA aborts the process at one it does not know, so its libraries are searched
+    for the name (0.1 s)."""
+    for library in Path(jaxlib.__file__).parent.glob("*.so"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(flag.encode() + b"\0") != -1:
+                return True
+    return False

@@ -1,0 +1,164 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside it. Makes errors fatal, goes to the checkout and offers
+#
+#   prepare_environment [EXTRA...]  sets $python to an interpreter that has jaxllm with these extras, and CUDA if there
+#                                   is a GPU; installs only what pyproject.toml or the extras made necessary since
+#   run_check NAME COMMAND...       runs a command and remembers how it ended
+#   closing_summary                 prints what was remembered; returns the exit code of the first that failed
+#
+# PYTHON       the interpreter to build the environment from; default: the first of python3, python3.12 and python3.11
+#              that is new enough
+# JAXLLM_VENV  the folder of the environment; default: .venv in the checkout. `none` installs nothing and uses the
+#              current Python as it is, for machines that have JAX and no network
+
+set -euo pipefail
+
+caller_folder="$PWD"
+checkout="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$checkout"
+
+# Where a path given by the caller leads, now that we are elsewhere.
+absolute() {
+  case "$1" in
+    /*) echo "$1" ;;
+    *) echo "$caller_folder/$1" ;;
+  esac
+}
+
+venv="${JAXLLM_VENV:-$checkout/.venv}"
+[[ "$venv" == none ]] || venv="$(absolute "$venv")"
+python=""
+
+say() { echo "jaxllm: $*"; }
+
+refuse() {
+  say "$@" >&2
+  exit 2
+}
+
+have_gpu() { nvidia-smi >/dev/null 2>&1; }
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+prepare_environment() {
+  local cuda
+  if [[ "$venv" == none ]]; then
+    use_current_python
+    return
+  fi
+  [[ -x "$venv/bin/python" ]] || make_venv
+  python="$venv/bin/python"
+  is_new_enough "$python" || refuse "$venv holds a Python older than 3.11: remove it, or set JAXLLM_VENV."
+  cuda="$(cuda_extra)"
+  install_jaxllm "$@" ${cuda:+"$cuda"} || {
+    say "the installation failed; if there is no network here but Python has JAX, set JAXLLM_VENV=none." >&2
+    exit 1
+  }
+}
+
+use_current_python() {
+  python="$(find_python)"
+  export PYTHONPATH="$checkout${PYTHONPATH:+:$PYTHONPATH}"
+  local module
+  for module in jax flax optax orbax.checkpoint numpy pydantic yaml typer rich jaxtyping; do
+    has_module "$module" || refuse "JAXLLM_VENV=none, but $python has no $module: install it, or unset JAXLLM_VENV."
+  done
+}
+
+find_python() {
+  local candidate
+  if [[ -n "${PYTHON:-}" ]]; then
+    is_new_enough "$PYTHON" || refuse "PYTHON=$PYTHON is not a Python 3.11 or newer: correct or unset it."
+    command -v "$PYTHON"
+    return
+  fi
+  for candidate in python3 python3.12 python3.11; do
+    if is_new_enough "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  refuse "no Python 3.11 or newer found: install one, or set PYTHON to its path."
+}
+
+# Runs it rather than asks for its path: a version manager puts names on the PATH that lead nowhere.
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+has_module() {
+  "$python" -c '
+import importlib.util, sys
+try:
+    sys.exit(importlib.util.find_spec(sys.argv[1]) is None)
+except ModuleNotFoundError:
+    sys.exit(1)
+' "$1"
+}
+
+make_venv() {
+  local base
+  base="$(find_python)"
+  # Debian and Ubuntu ship Python without them.
+  "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+    refuse "$base cannot make virtual environments: install its venv module (Debian: apt-get install python3-venv)."
+  say "making a virtual environment in $venv with $("$base" --version)"
+  "$base" -m venv "$venv" || refuse "cannot make a virtual environment in $venv: set JAXLLM_VENV to another folder."
+}
+
+# cuda12 or cuda13 by what the driver can run; nothing without a GPU.
+cuda_extra() {
+  local table
+  table="$(nvidia-smi 2>/dev/null)" || return 0
+  # Newer drivers write "CUDA UMD Version".
+  if [[ "$table" =~ CUDA[A-Za-z\ ]*Version:\ *([0-9]+) ]] && ((BASH_REMATCH[1] >= 13)); then
+    echo cuda13
+  else
+    echo cuda12
+  fi
+}
+
+# install_jaxllm EXTRA...: jaxllm itself, editable, and the extras that this pyproject.toml has not brought in before.
+install_jaxllm() {
+  [[ "$venv" != none ]] || return 0
+  local stamp="$venv/jaxllm-installed" version extra line extras="" lines="" start=$SECONDS
+  version="$(cksum <pyproject.toml) $checkout"
+  for extra in "" "$@"; do
+    line="$version [$extra]"
+    if ! grep -qxF "$line" "$stamp" 2>/dev/null; then
+      lines+="$line"$'\n'
+      extras+="${extra:+${extras:+,}$extra}"
+    fi
+  done
+  [[ -n "$lines" ]] || return 0
+  say "installing jaxllm${extras:+[$extras]} into $venv, once; a minute or more ..."
+  pip_install --editable ".${extras:+[$extras]}" || return 1
+  printf '%s' "$lines" >>"$stamp"
+  say "installed in $((SECONDS - start)) s"
+}
+
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-input "$@" </dev/null; }
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+check_lines=""
+first_failure=0
+
+run_check() {
+  local name="$1" code=0 start=$SECONDS verdict
+  shift
+  echo
+  say "$name"
+  "$@" || code=$?
+  verdict="ok"
+  if ((code)); then
+    verdict="FAILED, exit code $code"
+    ((first_failure)) || first_failure=$code
+  fi
+  check_lines+="$(printf '  %-24s %5d s  %s' "$name" $((SECONDS - start)) "$verdict")"$'\n'
+}
+
+closing_summary() {
+  echo
+  say "summary"
+  printf '%s' "$check_lines"
+  return "$first_failure"
+}

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# What only a GPU can tell: launch/gpu_check.sh [--dry-run]
+# Runs the tests marked gpu and every benchmark, and keeps the output in $OUT/gpu_check.log, or in
+# runs/gpu_check/gpu_check.log without OUT. --dry-run goes through the same motions on a CPU at tiny sizes.
+# PYTHON and JAXLLM_VENV: see environment.sh.
+
+# shellcheck source-path=SCRIPTDIR source=environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+benchmarks=(benchmarks/step.py)
+dry_run=false
+for argument in "$@"; do
+  [[ "$argument" == --dry-run ]] || refuse "gpu_check.sh does not know $argument: it takes --dry-run or nothing."
+  dry_run=true
+done
+
+show_versions() {
+  "$python" -c '
+import importlib.metadata as metadata, platform
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+print("python", platform.python_version(), *(f"| {name} {version(name)}" for name in ("jax", "jaxlib", "flax")))'
+}
+
+collect_tests() {
+  local code=0
+  "$python" -m pytest --collect-only -q -m gpu || code=$?
+  # 5: there are none yet.
+  ((code == 5)) || return "$code"
+}
+
+check() {
+  local benchmark
+  if $dry_run; then
+    echo "no GPU used: dry run"
+  else
+    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+  fi
+  show_versions
+  if $dry_run; then
+    run_check "gpu tests, collected" collect_tests
+  else
+    run_check "gpu tests" "$python" -m pytest -m gpu
+  fi
+  for benchmark in "${benchmarks[@]}"; do
+    if $dry_run; then
+      run_check "$benchmark" "$python" "$benchmark" --dry-run
+    else
+      run_check "$benchmark" "$python" "$benchmark"
+    fi
+  done
+  closing_summary
+}
+
+if $dry_run; then
+  export JAX_PLATFORMS=cpu
+elif ! have_gpu; then
+  refuse "no NVIDIA GPU answers here (nvidia-smi fails): run this on a machine with one, or try --dry-run."
+fi
+
+out="$(absolute "${OUT:-$checkout/runs/gpu_check}")"
+mkdir -p "$out"
+prepare_environment test
+check 2>&1 | tee "$out/gpu_check.log"

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Style, imports and tests: launch/test.sh [--all] [pytest arguments ...]
+# Without --all the quick tests; with it also slow ones, launchers, notebooks and comparisons with PyTorch. GPU tests
+# are launch/gpu_check.sh. Everything is run, whatever fails; the exit code is that of the first failure.
+# PYTHON and JAXLLM_VENV: see environment.sh.
+
+# shellcheck source-path=SCRIPTDIR source=environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+markers="not slow and not gpu and not launcher and not notebook"
+all=false
+if [[ "${1:-}" == --all ]]; then
+  shift
+  all=true
+  markers="not gpu"
+fi
+
+# Where a CPU build of this release is on offer, pip prefers it ("2.13.0+cpu" sorts above "2.13.0"); left to choose, it
+# takes the newest release and with it gigabytes of CUDA.
+install_reference() {
+  if [[ "$(uname -sm)" == "Linux x86_64" ]] && ! have_gpu && ! has_module torch; then
+    say "installing PyTorch for the reference tests ..."
+    pip_install torch==2.13.0 || pip_install torch || return 1
+  fi
+  install_jaxllm reference
+}
+
+# Not every system has `timeout` (macOS); a hang is then for the caller to end.
+run_tests() {
+  local limit=""
+  if command -v timeout >/dev/null; then limit="timeout --kill-after=60 75m"; fi
+  # shellcheck disable=SC2086  # words, on purpose
+  $limit "$python" -m pytest -m "$markers" "$@"
+}
+
+prepare_environment test
+if $all && [[ "$venv" != none ]]; then
+  install_reference 2>/dev/null || say "PyTorch cannot be installed here: tests against it are skipped."
+fi
+
+run_check "ruff check" "$python" -m ruff check .
+run_check "ruff format" "$python" -m ruff format --check .
+run_check "import rules" "$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+run_check "pytest" run_tests "$@"
+closing_summary

@@ -1,0 +1,94 @@
+"""Between our nested dict of parameters and Hugging Face's state dict, for the reference tests.
+
+They keep one array per layer where we stack layers in front, write every projection [out, in], and merge heads with head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import ModelConfig
+
+# Ours, theirs, and the letters of our dims. L becomes one name per layer; on either side of D dims merge into one.
+TABLE = (
+    ("embedding", "model.embed_tokens.weight", "VD"),
+    ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "LD"),
+    ("layers.attention.query", "model.layers.{}.self_attn.q_proj.weight", "LDNH"),
+    ("layers.attention.key", "model.layers.{}.self_attn.k_proj.weight", "LDKH"),
+    ("layers.attention.value", "model.layers.{}.self_attn.v_proj.weight", "LDKH"),
+    ("layers.attention.out", "model.layers.{}.self_attn.o_proj.weight", "LNHD"),
+    ("layers.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD"),
+    ("layers.mlp.gate", "model.layers.{}.mlp.gate_proj.weight", "LDF"),
+    ("layers.mlp.up", "model.layers.{}.mlp.up_proj.weight", "LDF"),
+    ("layers.mlp.down", "model.layers.{}.mlp.down_proj.weight", "LFD"),
+    ("final_norm.scale", "model.norm.weight", "D"),
+    ("head", "lm_head.weight", "VD"),
+)
+
+
+def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
+    """(our path, their names, one per layer or a single one, our dims without L) of every parameter the model has."""
+    for ours, theirs, dims in TABLE:
+        if ours == "head" and model.tie_embeddings:
+            continue
+        names = [theirs.format(layer) for layer in range(model.num_layers)] if dims[0] == "L" else [theirs]
+        yield ours, names, dims.removeprefix("L")
+
+
+def shapes_of_theirs(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Their names and shapes: vectors [D], vocabulary matrices [V, D], projections [out, in]."""
+    sizes = letter_sizes(model)
+    shapes = {}
+    for _, names, dims in rows(model):
+        merged = [sizes["D"] if group == "D" else int(np.prod([sizes[d] for d in group])) for group in groups(dims)]
+        shapes |= dict.fromkeys(names, tuple(merged if dims == "VD" else reversed(merged)))
+    return shapes
+
+
+def to_ours(theirs: Mapping[str, np.ndarray], model: ModelConfig) -> dict[str, Any]:
+    """State dict -> nested dict of arrays, layers stacked."""
+    sizes = letter_sizes(model)
+    params: dict[str, Any] = {}
+    for path, names, dims in rows(model):
+        shape = [sizes[dim] for dim in dims]
+        arrays = [(theirs[name] if dims == "VD" else theirs[name].T).reshape(shape) for name in names]
+        *parents, leaf = path.split(".")
+        place = params
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = np.stack(arrays) if path.startswith("layers.") else arrays[0]
+    return params
+
+
+def to_theirs(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
+    """Nested dict of arrays -> state dict: to_ours backwards."""
+    shapes = shapes_of_theirs(model)
+    theirs = {}
+    for path, names, dims in rows(model):
+        array: Any = params
+        for key in path.split("."):
+            array = array[key]
+        layers = np.asarray(array) if path.startswith("layers.") else np.asarray(array)[None]
+        for name, layer in zip(names, layers, strict=True):
+            shape = shapes[name]
+            theirs[name] = layer.reshape(shape) if dims == "VD" else layer.reshape(shape[::-1]).T
+    return theirs
+
+
+def letter_sizes(model: ModelConfig) -> dict[str, int]:
+    return {
+        "V": model.vocab_size,
+        "D": model.hidden_size,
+        "F": model.intermediate_size,
+        "N": model.num_heads,
+        "K": model.num_kv_heads,
+        "H": model.head_dim,
+    }
+
+
+def groups(dims: str) -> list[str]:
+    """Our dims as their matrices see them: "DNH" -> D, NH; "NHD" -> NH, D."""
+    return [group for group in dims.partition("D") if group]

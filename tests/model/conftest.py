@@ -1,0 +1,10 @@
+"""The model's own arithmetic may not promote dtypes in silence. (Elsewhere optax does: float ** int32.)"""
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        yield

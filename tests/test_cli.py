@@ -1,0 +1,74 @@
+"""The command line as a user meets it: real processes, exit codes, one sentence."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxllm.config import config_folder
+
+ROOT = config_folder().parent
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "jaxllm.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "configs/quickstart.yaml", "train.stpes=3"], "Unknown key train.stpes: did you mean train.steps?"),
+        (["train", "configs/quickstrat.yaml"], "There is no config file configs/quickstrat.yaml: did you mean"),
+        (["train", "configs/quickstart.yaml", "run.cpu_devices=3", "parallel.data=2"], "is 2 devices, but there are 3"),
+        (["train", "configs/quickstart.yaml", "run.dir=/proc/nowhere", "train.steps=1"], "cannot be written: choose another"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_and_code_2(arguments, sentence):
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.strip().count("\n") == 0
+
+
+def test_overrides_may_stand_anywhere():
+    result = run("train", "train.stpes=3", "configs/quickstart.yaml")
+    assert result.returncode == 2
+    assert "did you mean train.steps?" in result.stderr
+
+
+def test_schema_prints_json_alone():
+    result = run("schema")
+    assert result.returncode == 0
+    assert "model" in json.loads(result.stdout)["properties"]
+
+
+def test_importing_is_quick_and_starts_nothing():
+    code = "import jaxllm, sys; assert 'jax' not in sys.modules and 'pydantic' not in sys.modules"
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert time.perf_counter() - started < 1.0
+
+
+def test_a_run_in_a_log_file_prints_plain_lines(tmp_path, text_file):
+    """Output that is no terminal: no escape codes, the lines the quickstart promises, the held-out loss after the baselines."""
+    sizes = ["model.num_layers=1", "model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=2"]
+    data = ["data.source=files", f"data.paths=[{text_file}]"]
+    small = ["train.steps=2", "train.sequence_length=16", "optimizer.warmup_tokens=0", "log.every_steps=1"]
+    result = run("train", "configs/quickstart.yaml", *sizes, *data, *small, f"run.dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
+    lines = result.stdout.splitlines()
+    losses = [i for i, line in enumerate(lines) if line.startswith("held-out loss ")]
+    baselines = [i for i, line in enumerate(lines) if line.startswith("baseline: ")]
+    assert len(losses) == 1
+    assert len(baselines) == 2
+    assert max(baselines) < losses[0]
+    import re
+
+    assert re.fullmatch(r"held-out loss \d\.\d{3} nats per byte \(\d\.\d{3} bits\)", lines[losses[0]])
+    assert sum(line.startswith("step ") for line in lines) == 2
+    assert any(line == f"run directory {tmp_path / 'run'}" for line in lines)

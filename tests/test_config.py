@@ -1,0 +1,133 @@
+"""Every refusal is one sentence that names the key and says what to change."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.config import ConfigError, config_folder, json_schema, load_config, published_models
+
+BASE = {
+    "model": {"name": "llama-3.1-8b"},
+    "train": {"steps": 10, "sequence_length": 128, "global_batch_sequences": 16},
+}
+
+REFUSALS = {
+    ("train.stpes=3",): "Unknown key train.stpes: did you mean train.steps?",
+    ("model.sequence_length=3",): "Unknown key model.sequence_length: did you mean train.sequence_length?",
+    ("trian.steps=3",): "Unknown key trian: did you mean train?",
+    ("model.name=llama-3-8",): "model.name=llama-3-8 is no published shape: did you mean llama-3-8b?",
+    ("model.num_kv_heads=5",): "model.num_heads=32 is not a multiple of model.num_kv_heads=5: use one of [1, 2, 4, 8, 16, 32]",
+    ("model.head_dim=33",): "model.head_dim=33 is odd, and rotary embeddings turn pairs: make it 34.",
+    ("parallel.zero=4",): "parallel.zero=4 is not one of the choices: use 0, 1, 2, 3.",
+    ("model.compute_dtype=fp16",): "model.compute_dtype=fp16 is not one of the choices: use bfloat16, float32.",
+    ("train.steps=0",): "train.steps=0 is not valid: it should be greater than or equal to 1.",
+    ("train.steps=ten",): "train.steps=ten is not valid: it should be a valid integer.",
+    ("model.hidden_size=true",): "model.hidden_size=true is not valid: it should be a valid integer.",
+    ("parallel.data=some",): "parallel.data=some is not valid: it should be a whole number of at least 1, or auto.",
+    ("parallel.tensor=9",): "model.num_heads=32 cannot be split over parallel.tensor=9: use one of [1, 2, 4, 8, 16, 32].",
+    (
+        "train.sequence_length=130",
+        "parallel.tensor=4",
+    ): "train.sequence_length=130 is not a multiple of parallel.tensor=4: make it 132",
+    ("parallel.data=3",): "train.global_batch_sequences=16 does not divide into parallel.data=3 ranks: use 15 or 18",
+    (
+        "parallel.data=4",
+        "train.microbatch_sequences=3",
+    ): "train.global_batch_sequences=16 does not divide into data ranks x microbatch = 4 x 3 = 12: use 12 or 24",
+    ("data.source=files",): "data.source=files needs data.paths: give files or glob patterns.",
+    ("data.source=files", "data.paths=[nope/*.txt]"): "data.paths: no file matches 'nope/*.txt'",
+    ("data.paths=[x]",): "data.paths is read only with data.source=files",
+    ("optimizer.warmup_tokens=100000",): "optimizer.warmup_tokens + decay_tokens exceed the 20480 tokens of the whole run",
+    ("optimizer.decay_tokens=5",): "optimizer.decay_tokens belongs to schedule=wsd, not cosine",
+    ("log.profile_steps=[5, 20]",): "log.profile_steps=[5, 20] is not [first, last] within 1..10.",
+    ("steps=3",): "Cannot read the override 'steps=3': write section.key=value, such as train.steps=100.",
+    ("train.steps.x=3",): "'train.steps.x=3' does not name a key: steps has no keys below it.",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSALS, ids=" ".join)
+def test_refusal_says_what_to_change(overrides):
+    with pytest.raises(ConfigError) as error:
+        load_config(BASE, overrides)
+    assert REFUSALS[overrides] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_sizes_and_sections_are_named():
+    with pytest.raises(ConfigError, match=r"^model.num_layers is missing: .*model.name for a published shape"):
+        load_config({**BASE, "model": {"num_heads": 4}})
+    with pytest.raises(ConfigError, match=r"^The section train is missing"):
+        load_config({"model": BASE["model"]})
+
+
+def test_files_that_are_not_recipes(tmp_path):
+    with pytest.raises(ConfigError, match=r"There is no config file .*quickstrat.yaml: did you mean .*quickstart.yaml"):
+        load_config(tmp_path / "quickstrat.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="holds no sections"):
+        load_config(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("model: [\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(tmp_path / "broken.yaml")
+
+
+def test_overrides_win_and_are_typed():
+    config = load_config(BASE, ["optimizer.learning_rate=3e-4", "train.steps=7", "train.steps=8", "model.tie_embeddings=true"])
+    assert (config.optimizer.learning_rate, config.train.steps, config.model.tie_embeddings) == (3e-4, 8, True)
+    assert (config.model.head_dim, config.model.num_kv_heads, config.model.rope_scaling.factor) == (128, 8, 8.0)
+
+
+def test_the_mesh_must_be_the_devices():
+    with pytest.raises(ConfigError, match=r"1 x 1 x 4 x 1 x 2 is 8 devices, but there are 16: set parallel.data=8"):
+        load_config(BASE, ["parallel.data=4", "parallel.tensor=2"]).resolve(16)
+    with pytest.raises(ConfigError, match=r"parallel.tensor=16 does not divide the 8 devices here"):
+        load_config(BASE, ["parallel.tensor=16"]).resolve(8)
+    with pytest.raises(ConfigError, match=r"does not divide into parallel.data=3 ranks"):
+        load_config(BASE).resolve(3)
+    assert load_config(BASE, ["parallel.tensor=2"]).resolve(8).parallel.data == 4
+
+
+def test_microbatches_follow_from_the_batch():
+    config = load_config(BASE, ["train.microbatch_sequences=2"]).resolve(4)
+    assert (config.microbatch_sequences, config.num_microbatches, config.step_tokens) == (2, 2, 2048)
+    assert load_config(BASE).resolve(4).num_microbatches == 1
+
+
+def test_published_shapes_are_the_contract():
+    contract = (
+        "llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3.1-8b llama-3.1-70b llama-3.1-405b "
+        "llama-3.2-1b llama-3.2-3b smollm2-135m smollm2-360m smollm2-1.7b"
+    )
+    assert published_models() == sorted(contract.split())
+    for name in published_models():
+        assert load_config({**BASE, "model": {"name": name}}).model.name == name
+
+
+def test_every_recipe_loads():
+    recipes = sorted(config_folder().glob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        assert load_config(path).train.steps > 0
+
+
+def test_configs_are_frozen():
+    config = load_config(BASE)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 3
+
+
+def test_schema_lists_every_section_and_describes_keys():
+    schema = json_schema()
+    assert set(schema["properties"]) == {"model", "parallel", "data", "optimizer", "train", "checkpoint", "log", "run"}
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    assert "optimizer step" in train["global_batch_sequences"]["description"]
+    assert json.loads(json.dumps(schema)) == schema
+
+
+def test_reading_a_config_starts_no_jax():
+    code = (
+        "import sys, jaxllm; jaxllm.load_config('configs/quickstart.yaml'); assert 'jax' not in sys.modules, 'jax was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=config_folder().parent)

@@ -1,0 +1,119 @@
+"""The train step against its definition: accumulation, clipping, decay, schedules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.mesh import make_mesh
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.train.optimizer import clip_by_norm, make_learning_rate, make_optimizer
+from jaxllm.train.state import create_state, state_shardings
+from jaxllm.train.step import make_train_step
+
+
+def build(config):
+    """(state, jitted step, functions, mesh) on one device."""
+    config = config.resolve(1)
+    mesh = make_mesh(config.parallel, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        functions = parallelize(config, mesh)
+        optimizer = make_optimizer(config, functions.table)
+        state = create_state(config, functions, optimizer, state_shardings(functions, optimizer, mesh))
+        step = make_train_step(functions.value_and_grad, optimizer, make_learning_rate(config), config.optimizer.clip_norm)
+        return state, jax.jit(step), functions, mesh
+
+
+def random_batch(microbatches, rows, S=16):
+    """Masks differ much from row to row; the first row counts nowhere."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 256, (microbatches * rows, S + 1))
+    mask = rng.random((microbatches * rows, S)) < np.linspace(0, 1, microbatches * rows)[:, None]
+    arrays = {
+        "tokens": ids[:, :-1].astype(np.int32),
+        "targets": ids[:, 1:].astype(np.int32),
+        "mask": mask,
+        "positions": np.tile(np.arange(S, dtype=np.int32), (microbatches * rows, 1)),
+    }
+    return {name: jnp.asarray(a.reshape(microbatches, rows, S)) for name, a in arrays.items()}
+
+
+def test_microbatches_equal_one_batch(tiny_config):
+    """Unequal masks: the loss is the mean over all valid targets, not a mean of means."""
+    results = {}
+    for rows in (8, 2, 1):
+        _, _, functions, mesh = build(tiny_config(f"train.microbatch_sequences={rows}"))
+        params = functions.initialize(jax.random.key(0))
+        with jax.set_mesh(mesh):
+            results[rows] = jax.jit(functions.value_and_grad)(params, random_batch(8 // rows, rows))
+            total, count = jax.jit(functions.loss_sum)(params, random_batch(8 // rows, rows))
+        np.testing.assert_allclose(results[rows][0], total / count.astype(jnp.float32), rtol=1e-6)
+        assert count == random_batch(1, 8)["mask"].sum()
+    for rows in (2, 1):
+        np.testing.assert_allclose(results[rows][0], results[8][0], rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-4), results[rows][1], results[8][1])
+
+
+def test_a_batch_without_targets_changes_no_parameter(tiny_config):
+    state, step, _, mesh = build(tiny_config("optimizer.weight_decay=0.0"))
+    batch = random_batch(1, 8)
+    batch["mask"] = jnp.zeros_like(batch["mask"])
+    with jax.set_mesh(mesh):
+        after, metrics = step(state, batch)
+    assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+
+
+def test_bfloat16_computes_from_float32_masters(tiny_config):
+    state, step, functions, mesh = build(tiny_config("model.compute_dtype=bfloat16"))
+    _, _, exact, _ = build(tiny_config())
+    batch = random_batch(2, 4)
+    with jax.set_mesh(mesh):
+        after, _ = step(state, batch)
+        loss, gradients = jax.jit(functions.value_and_grad)(state.params, batch)
+        exact_loss, exact_gradients = jax.jit(exact.value_and_grad)(state.params, batch)
+    arrays = [*jax.tree.leaves((after.params, gradients)), *jax.tree.leaves(after.opt_state)]
+    assert {str(a.dtype) for a in arrays} == {"float32", "int32"}
+    np.testing.assert_allclose(loss, exact_loss, rtol=2e-3)
+
+    def close(a, b):
+        assert np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b)
+
+    jax.tree.map(close, gradients, exact_gradients)
+
+
+def test_decay_is_on_matrices_only(tiny_config):
+    config = tiny_config("optimizer.weight_decay=0.5")
+    _, _, functions, _ = build(config)
+    ones = jax.tree.map(lambda p: jnp.ones(p.shape), functions.table)
+    zeros = jax.tree.map(jnp.zeros_like, ones)
+    optimizer = make_optimizer(config, functions.table)
+    updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        expected = 0.0 if "scale" in jax.tree_util.keystr(path) else 0.5
+        np.testing.assert_array_equal(update, expected)
+
+
+def test_clipping_scales_the_whole_gradient():
+    gradients = {"a": jnp.asarray([3.0]), "b": jnp.asarray([4.0])}
+    norm = jnp.asarray(5.0)
+    np.testing.assert_allclose(jax.tree.leaves(clip_by_norm(gradients, norm, 1.0)), [[0.6], [0.8]], rtol=1e-6)
+    np.testing.assert_array_equal(jax.tree.leaves(clip_by_norm(gradients, norm, 10.0)), [[3.0], [4.0]])
+    assert clip_by_norm(gradients, norm, None) is gradients
+
+
+SCHEDULES = {
+    # 100 steps of 128 tokens, peak 1, warm-up 10 steps, floor 0.1: rate after steps 5, 10, 55, 80, 90, 100.
+    "cosine": [0.5, 1.0, 0.55, 0.1 + 0.45 * (1 + np.cos(np.pi * 7 / 9)), 0.1 + 0.45 * (1 + np.cos(np.pi * 8 / 9)), 0.1],
+    "linear": [0.5, 1.0, 0.55, 0.3, 0.2, 0.1],
+    "wsd": [0.5, 1.0, 1.0, 1.0, 0.55, 0.1],
+    "constant": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_counted_in_tokens(tiny_config, name):
+    overrides = [f"optimizer.schedule={name}", "optimizer.learning_rate=1.0", "optimizer.warmup_tokens=1280", "train.steps=100"]
+    rate = make_learning_rate(tiny_config(*overrides))
+    rates = [float(rate(jnp.asarray(step - 1))) for step in (5, 10, 55, 80, 90, 100)]
+    np.testing.assert_allclose(rates, SCHEDULES[name], rtol=1e-5)

@@ -1,0 +1,107 @@
+"""A run from outside: metrics, evaluation, resume, one trace."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.config import ConfigError
+from jaxllm.train.loop import fit
+
+ONE_DEVICE = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_config, tmp_path_factory):
+    """(trainer, run folder, output) of one undisturbed run of four steps."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return fit(tiny_config(*ONE_DEVICE, f"run.dir={folder}")), folder
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_hold_what_the_contract_names(finished):
+    _, folder = finished
+    steps = [r for r in records(folder) if "loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert [r["tokens"] for r in steps] == [128, 256, 384, 512]
+    for r in steps:
+        assert set(r) == {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s_per_device"}
+        assert all(math.isfinite(value) for value in r.values())
+    evaluations = [r for r in records(folder) if "eval_loss" in r]
+    assert [r["step"] for r in evaluations] == [2, 4]
+    assert set(evaluations[0]) == {"step", "eval_loss"}
+    assert steps[0]["loss"] == pytest.approx(np.log(256), abs=0.1)
+
+
+def test_the_step_is_traced_once(finished):
+    assert finished[0].traces == 1
+
+
+def test_the_config_of_a_run_is_kept_and_loads(finished):
+    trainer, folder = finished
+    assert jaxllm.load_config(folder / "config.yaml") == trainer.config
+
+
+def test_resuming_equals_never_stopping(tiny_config, tmp_path):
+    """4 steps = 2 + restore + 2, bit for bit: parameters, moments and metrics. Stopped by a shorter train.steps with the same
+    schedule, so that both halves see the same learning rates.
+    """
+    flat = ("optimizer.schedule=constant", f"run.dir={tmp_path / 'halves'}")
+    whole = fit(tiny_config(*ONE_DEVICE, *flat[:1], f"run.dir={tmp_path / 'whole'}"))
+    fit(tiny_config(*ONE_DEVICE, *flat, "train.steps=2"))
+    resumed = fit(tiny_config(*ONE_DEVICE, *flat))
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
+    losses = [[r["loss"] for r in records(tmp_path / name) if "loss" in r] for name in ("halves", "whole")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+
+
+def test_a_finished_run_trains_no_further(finished, tiny_config, capsys):
+    _, folder = finished
+    before = len(records(folder))
+    again = fit(tiny_config(*ONE_DEVICE, f"run.dir={folder}"))
+    assert again.step == 4
+    assert again.compile_s is None
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert len(records(folder)) == before + 1  # the closing evaluation
+
+
+def test_steps_yields_every_step_and_stops_at_will(tiny_config):
+    trainer = jaxllm.Trainer(tiny_config("run.cpu_devices=8"))
+    assert [m["step"] for m in trainer.steps(3)] == [1, 2, 3]
+    for metrics in trainer.steps(5):
+        if metrics["step"] == 4:
+            break
+    assert trainer.step == int(trainer.state.step) == 5
+    trainer.close()
+
+
+def test_held_out_loss_is_per_byte_over_all_held_out_bytes(finished):
+    trainer, _ = finished
+    loss, scored = trainer.evaluate()
+    assert scored == trainer.corpus.held_out.size - 1
+    text = trainer.corpus.held_out.astype(np.int32)
+    S, targets = trainer.config.train.sequence_length, len(text) - 1
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(text, (0, S)), S)[:targets:S]
+    logits = np.asarray(jax.jit(lambda model, ids: model(ids))(trainer.model, windows)).reshape(-1, 256)[:targets]
+    log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    assert loss == pytest.approx(-log_p[np.arange(targets), text[1:]].mean(), rel=1e-5)
+
+
+def test_evaluating_nothing_is_refused(tiny_config):
+    trainer = jaxllm.Trainer(tiny_config("run.cpu_devices=8", "data.held_out_fraction=0.0"))
+    with pytest.raises(ConfigError, match=r"Nothing is held out .* set data.held_out_fraction above 0"):
+        trainer.evaluate()
+
+
+def test_the_learning_rate_is_the_one_logged(finished):
+    _, folder = finished
+    rates = [r["learning_rate"] for r in records(folder) if "loss" in r]
+    progress = np.arange(1, 5) / 4
+    np.testing.assert_allclose(rates, 3e-4 * (0.1 + 0.45 * (1 + np.cos(np.pi * progress))), rtol=1e-5)
