@@ -24,7 +24,8 @@ Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
-"""Where ZeRO cuts: the first of these that a parameter has and that divides. Never `layers`: ZeRO 3 gathers layer by layer."""
+"""Where ZeRO cuts: the first of these that a parameter has, that divides and that nothing else splits. Never `layers`: ZeRO 3
+gathers layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,11 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     for name in ZERO_DIMS:
         if name in parameter.dims:
             dim = parameter.dims.index(name)
+            # Not a dim that another axis splits: a rank would then hold every t-th piece of what it gathers.
             taken = math.prod(sizes[axis] for axis in rules[name])
-            if parameter.shape[dim] % (taken * ranks) == 0:
+            if taken == 1 and parameter.shape[dim] % ranks == 0:
                 master = list(compute)
-                master[dim] = _entry((*rules[name], *ZERO_AXES))
+                master[dim] = ZERO_AXES
                 return Layout(compute, PartitionSpec(*master), dim)
     raise ConfigError(
         f"Parameter {parameter.path} with dims {parameter.dims} and shape {parameter.shape} has no dim that divides over "

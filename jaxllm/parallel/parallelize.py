@@ -20,12 +20,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config
-from jaxllm.mesh import MANUAL, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
+from jaxllm.mesh import CONTEXT, DATA, MANUAL, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
 from jaxllm.model.attention import Attend, choose_attention
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.remat import POLICIES
+from jaxllm.parallel.zero import Zero, manual_spec, sink
 from jaxllm.sharding import Parameter, constrainer, layout, named, vocab_rows, weight_rules
 
 Params = Any
@@ -61,16 +62,25 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     compute_shardings = named(mesh, jax.tree.map(lambda spot: spot.compute, layouts))
 
     sizes = axis_sizes(parallel)
+    ranks = sizes[DATA] * sizes[CONTEXT]
     attend = attend_per_tensor_rank(choose_attention(model, mesh.devices.flat[0].platform), model.num_kv_heads, sizes[TENSOR])
     ops = Ops(attend=attend, constrain=constrainer(sizes))
     remat = POLICIES[parallel.remat]
-    unroll = 1 if model.scan_layers else True
+    # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
+    level = parallel.zero if ranks > 1 else 0
+    zero = Zero(level, layouts) if level >= 2 else None
 
-    def run_layers(block, layers, h_BSD, side):
-        return scan_layers(remat(block), layers, h_BSD, side, unroll=unroll)
+    def plain_layers(block, layers, h_BSD, side):
+        return scan_layers(remat(block), layers, h_BSD, side, unroll=1 if model.scan_layers else True)
 
-    def sums(weights: Params, rows: Batch, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(objective, loss) of one microbatch: sums of token losses times `scale`."""
+    def sums(sinks: Params | None, weights: Params, rows: Batch, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(objective, loss) of one microbatch: sums of token losses times `scale`. `sinks`: see zero.py."""
+        run_layers = plain_layers
+        if zero is not None:
+            rest = {name: w for name, w in weights.items() if name != "layers"}
+            rest = zero.read(rest, {name: sinks[name] for name in rest})
+            weights = {**rest, "layers": weights["layers"]}
+            run_layers = lambda block, *inputs: zero.run_layers(sinks["layers"], remat(block), *inputs)  # noqa: E731
         network = nnx.merge(graph, weights)
         h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)
         weights_BS = rows["mask"].astype(jnp.float32) * scale
@@ -79,41 +89,58 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
 
     def compute_copy(params: Params) -> Params:
-        # Cast first, gather then: the gather carries the compute dtype.
+        # Cast first, gather then: the gather carries the compute dtype. ZeRO 3 leaves each rank its share.
         cast = jax.tree.map(lambda p: p.astype(model.compute_dtype), params)
-        return jax.lax.with_sharding_constraint(cast, compute_shardings)
+        return jax.lax.with_sharding_constraint(cast, master_shardings if level == 3 else compute_shardings)
 
-    # ----------------------------------------------------- inside: per rank of (pipe, data, context), tensor left to XLA
+    # ------------------------------------------------------ inside: per rank of (pipe, data, context), tensor left to XLA
 
     def gradient_region(weights: Params, batch: Batch):
         scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ZERO_AXES), 1).astype(jnp.float32)
+        if zero is None:
+            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+            gradient = lambda rows: jax.value_and_grad(sums, 1, has_aux=True)(None, weights, rows, scale)  # noqa: E731
+        else:
+            zeros = jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts)
+            gradient = lambda rows: jax.value_and_grad(sums, 0, has_aux=True)(zeros, weights, rows, scale)  # noqa: E731
 
         def microbatch(carry, rows):
             gradients, loss = carry
-            (_, part), new = jax.value_and_grad(sums, has_aux=True)(weights, rows, scale)
+            (_, part), new = gradient(rows)
             return (jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, new), loss + part), None
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
         (gradients, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
-        return jax.lax.psum(loss, ZERO_AXES), jax.tree.map(lambda g: g[None], gradients)
+        if zero is None:
+            gradients = jax.tree.map(lambda g: g[None], gradients)
+        return jax.lax.psum(loss, ZERO_AXES), gradients
 
     def loss_region(weights: Params, batch: Batch):
         def microbatch(total, rows):
-            return total + sums(weights, rows, jnp.ones((), jnp.float32))[1], None
+            sinks = jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts) if zero else None
+            return total + sums(sinks, weights, rows, jnp.ones((), jnp.float32))[1], None
 
         total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
         return jax.lax.psum((total, batch["mask"].sum()), ZERO_AXES)
 
-    # ------------------------------------------------------------------------------------------------------------ outside
+    # ------------------------------------------------------------------------------------------------------------- outside
 
     per_rank = P(None, *batch_sharding(mesh).spec[1:])
-    region = partial(jax.shard_map, mesh=mesh, axis_names=set(MANUAL), in_specs=(P(), per_rank), check_vma=False)
+    share = jax.tree.map(manual_spec, layouts)
+    region = partial(
+        jax.shard_map,
+        mesh=mesh,
+        axis_names=set(MANUAL),
+        in_specs=(share if level == 3 else P(), per_rank),
+        check_vma=False,
+    )
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, partial_gradients = region(gradient_region, out_specs=(P(), P(ZERO_AXES)))(compute_copy(params), batch)
-        with jax.named_scope("reduce_gradients"):
-            gradients = jax.tree.map(lambda g: g.sum(0), partial_gradients)
-            return loss, jax.lax.with_sharding_constraint(gradients, master_shardings)
+        out_specs = (P(), P(ZERO_AXES) if zero is None else share)
+        loss, gradients = region(gradient_region, out_specs=out_specs)(compute_copy(params), batch)
+        if zero is None:
+            with jax.named_scope("reduce_gradients"):
+                gradients = jax.tree.map(lambda g: g.sum(0), gradients)
+        return loss, jax.lax.with_sharding_constraint(gradients, master_shardings)
 
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return region(loss_region, out_specs=P())(compute_copy(params), batch)

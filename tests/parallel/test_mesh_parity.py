@@ -1,0 +1,177 @@
+"""Loss and gradients of every mesh and ZeRO level equal one device's, and so does the loss over 20 steps."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.train.optimizer import make_learning_rate, make_optimizer
+from jaxllm.train.state import create_state, state_shardings
+from jaxllm.train.step import make_train_step
+
+MICROBATCHES, ROWS, S = 2, 8, 16
+VARIANTS = {
+    # Key-value heads: fewer than tensor ranks (1 on 2 and 4, 2 on 4), and as many. Vocabulary: 258 does not divide by 4.
+    "gqa-untied": ("model.num_kv_heads=2", "model.vocab_size=258"),
+    "mqa-tied": ("model.num_kv_heads=1", "model.tie_embeddings=true"),
+}
+MESHES = [(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2, 4) if data * tensor <= 8]
+COMBINATIONS = list(itertools.product((0, 1, 2, 3), MESHES, VARIANTS))
+# Every pair of (level, mesh), (level, variant) and (mesh, variant) that matters, and the largest meshes.
+DEFAULT = {
+    (0, (8, 1), "mqa-tied"),
+    (0, (2, 4), "gqa-untied"),
+    (1, (2, 2), "mqa-tied"),
+    (1, (4, 2), "gqa-untied"),
+    (1, (1, 4), "mqa-tied"),
+    (2, (4, 2), "mqa-tied"),
+    (2, (8, 1), "gqa-untied"),
+    (3, (2, 4), "mqa-tied"),
+    (3, (4, 2), "gqa-untied"),
+    (3, (8, 1), "mqa-tied"),
+}
+
+
+def batch(seed=0):
+    """Unequal masks over rows, so that ranks and microbatches hold different numbers of targets."""
+    rng = np.random.default_rng(seed)
+    shape = (MICROBATCHES, ROWS, S)
+    ids = rng.integers(0, 256, (*shape[:2], S + 1)).astype(np.int32)
+    keep = np.linspace(0, 1, MICROBATCHES * ROWS).reshape(MICROBATCHES, ROWS, 1)
+    return {
+        "tokens": ids[..., :-1],
+        "targets": ids[..., 1:],
+        "mask": rng.random(shape) < keep,
+        "positions": np.broadcast_to(np.arange(S, dtype=np.int32), shape).copy(),
+    }
+
+
+class Run:
+    """value_and_grad and the train step of one configuration."""
+
+    def __init__(self, config):
+        devices = jax.devices()[: int(config.parallel.data) * config.parallel.tensor]
+        self.config = config.resolve(len(devices))
+        self.mesh = make_mesh(self.config.parallel, devices)
+        with jax.set_mesh(self.mesh):
+            self.functions = parallelize(self.config, self.mesh)
+            optimizer = make_optimizer(self.config, self.functions.table)
+            self.shardings = state_shardings(self.functions, optimizer, self.mesh)
+            self.state = create_state(self.config, self.functions, optimizer, self.shardings)
+        self.step = make_train_step(
+            self.functions.value_and_grad, optimizer, make_learning_rate(self.config), self.config.optimizer.clip_norm
+        )
+
+    def place(self, arrays):
+        return {name: jax.device_put(a, batch_sharding(self.mesh)) for name, a in arrays.items()}
+
+    def gradients(self):
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(batch()))
+
+    def losses(self, steps):
+        step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []
+        with jax.set_mesh(self.mesh):
+            for number in range(steps):
+                state, metrics = step(state, self.place(batch(number)))
+                losses.append(float(metrics["loss"]))
+        return losses
+
+
+def trimmed(gradients, vocab_size):
+    """Without the rows that pad the vocabulary, whose gradient must be 0."""
+
+    def trim(path, g):
+        if path[0].key not in ("embedding", "head"):
+            return g
+        assert (g[vocab_size:] == 0).all()
+        return g[:vocab_size]
+
+    return jax.tree_util.tree_map_with_path(trim, jax.device_get(gradients))
+
+
+@pytest.fixture(scope="module")
+def make_run(tiny_config):
+    def make(level, mesh, variant, *more):
+        data, tensor = mesh
+        axes = (f"parallel.data={data}", f"parallel.tensor={tensor}", f"parallel.zero={level}")
+        sizes = ("train.global_batch_sequences=16", f"train.microbatch_sequences={8 // data}", "model.num_layers=3")
+        return Run(tiny_config(*VARIANTS[variant], *axes, *sizes, "optimizer.learning_rate=1e-2", "train.steps=20", *more))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_device(make_run):
+    cache = {}
+
+    def reference(variant):
+        if variant not in cache:
+            run = make_run(0, (1, 1), variant)
+            cache[variant] = (*run.gradients(), run.state.params)
+        return cache[variant]
+
+    return reference
+
+
+def check(run, variant, one_device):
+    expected_loss, expected, expected_params = one_device(variant)
+    vocab = run.config.model.vocab_size
+    initial = trimmed(run.state.params, vocab)
+    jax.tree.map(np.testing.assert_array_equal, initial, trimmed(expected_params, vocab))
+    loss, gradients = run.gradients()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+
+    def close(path, a, b):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < 2e-6, f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(close, trimmed(gradients, vocab), trimmed(expected, vocab))
+
+
+def parameters():
+    for combination in COMBINATIONS:
+        level, (data, tensor), variant = combination
+        marks = () if combination in DEFAULT else (pytest.mark.slow,)
+        yield pytest.param(*combination, marks=marks, id=f"zero{level}-data{data}-tensor{tensor}-{variant}")
+
+
+@pytest.mark.parametrize(("level", "mesh", "variant"), parameters())
+def test_loss_and_gradients_equal_one_device(make_run, one_device, level, mesh, variant):
+    check(make_run(level, mesh, variant), variant, one_device)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("level", [2, 3])
+def test_the_layer_loop_by_hand_takes_every_remat_policy(make_run, one_device, level, remat):
+    check(make_run(level, (2, 2), "gqa-untied", f"parallel.remat={remat}"), "gqa-untied", one_device)
+
+
+@pytest.mark.parametrize(("level", "mesh"), [(1, (4, 2)), (3, (2, 2))])
+def test_twenty_steps_equal_one_device(make_run, level, mesh):
+    expected = make_run(0, (1, 1), "gqa-untied").losses(20)
+    np.testing.assert_allclose(make_run(level, mesh, "gqa-untied").losses(20), expected, rtol=2e-5)
+    assert expected[0] == pytest.approx(np.log(258), abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", [(2, 1), (8, 1), (2, 4), (1, 4)])
+def test_twenty_steps_equal_one_device_everywhere(make_run, level, mesh, variant):
+    expected = make_run(0, (1, 1), variant).losses(20)
+    np.testing.assert_allclose(make_run(level, mesh, variant).losses(20), expected, rtol=2e-5)
+
+
+def test_evaluation_equals_one_device(make_run):
+    totals = {}
+    for level, mesh in ((0, (1, 1)), (1, (4, 2)), (3, (4, 2))):
+        run = make_run(level, mesh, "gqa-untied")
+        with jax.set_mesh(run.mesh):
+            totals[level] = jax.jit(run.functions.loss_sum)(run.state.params, run.place(batch()))
+    for level in (1, 3):
+        np.testing.assert_allclose(jnp.stack([x.astype(jnp.float32) for x in totals[level]]), totals[0], rtol=1e-6)
