@@ -187,9 +187,8 @@ def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
 
 
 def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:
-    """Attention with the heads split over `tensor` by hand: fused kernels cannot be partitioned by the compiler."""
-    if tensor == 1:
-        return attend
+    """Attention with the heads split over `tensor` by hand: fused kernels compile only where every axis is manual, also one
+    of size 1."""
     heads = P(None, None, TENSOR, None)
     split_kv = num_kv_heads % tensor == 0
 

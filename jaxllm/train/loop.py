@@ -157,4 +157,5 @@ def is_multiple(step: int, every: int | None) -> bool:
 def peak_flops_of(trainer: Trainer) -> float | None:
     """Dense peak of this chip in the compute dtype, FLOP/s, or None where the chip is unknown."""
     gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
-    return gpu.dense_flops[trainer.config.model.compute_dtype] if gpu else None
+    # XLA multiplies float32 matrices in TF32 on these chips.
+    return gpu.dense_flops["tf32" if trainer.config.model.compute_dtype == "float32" else "bfloat16"] if gpu else None

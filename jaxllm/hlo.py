@@ -1,0 +1,193 @@
+"""Reads XLA's optimised HLO text: which collectives run, how often, over which mesh axes, and what lies between their start and
+their done. Plain text work, no JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
+_BUFFER = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    op: str
+    result: str
+    """Type of the result, as written."""
+    text: str
+
+    @property
+    def called(self) -> list[str]:
+        names = [name for one, several in _CALLED.findall(self.text) for name in (one or several).split(",")]
+        return [name.strip().lstrip("%") for name in names]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction (the start of an asynchronous one)."""
+
+    kind: str
+    buffers: tuple[tuple[str, tuple[int, ...]], ...]
+    """dtype and shape of each result, per device."""
+    executed: int
+    """Times in one run of the program, loops multiplied out."""
+    loops: tuple[int, ...]
+    """Trip counts of the loops round it, outermost first."""
+    axes: tuple[str, ...]
+    """Mesh axes it runs over."""
+    asynchronous: bool
+    spans_matmul: bool
+    """Whether a matmul or fused attention, or a loop or call that holds one, lies between start and done."""
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.buffers)
+
+    @property
+    def bytes(self) -> int:
+        return sum(BYTES.get(dtype, 4) * math.prod(shape) for dtype, shape in self.buffers)
+
+
+@dataclass
+class Module:
+    """An HLO module.
+
+    Args:
+      text: `compiled.as_text()`.
+      axes: mesh axis names and sizes, in device order.
+    """
+
+    text: str
+    axes: Mapping[str, int]
+    computations: dict[str, list[Instruction]] = field(init=False)
+    entry: str = field(init=False)
+
+    def __post_init__(self):
+        self.computations, current = {}, None
+        for line in self.text.splitlines():
+            if (header := _HEADER.match(line)) and not line.startswith("HloModule"):
+                current = self.computations.setdefault(header[1], [])
+                if line.startswith("ENTRY"):
+                    self.entry = header[1]
+            elif current is not None and " = " in line:
+                current.append(_instruction(line))
+
+    def collectives(self) -> list[Collective]:
+        return list(self._walk(self.entry, 1, ()))
+
+    def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[Collective]:
+        instructions = self.computations[computation]
+        for position, instruction in enumerate(instructions):
+            kind = next((kind for kind in COLLECTIVES if instruction.op in (kind, f"{kind}-start")), None)
+            if kind:
+                yield self._collective(kind, instructions, position, executed, loops)
+            elif instruction.op == "while":
+                trips = int(found[1]) if (found := _TRIPS.search(instruction.text)) else 1
+                for name in instruction.called:
+                    yield from self._walk(name, executed * trips, (*loops, trips))
+            elif instruction.op in ("call", "conditional", "async-start"):
+                for name in instruction.called:
+                    yield from self._walk(name, executed, loops)
+
+    def _collective(self, kind, instructions, position, executed, loops) -> Collective:
+        start = instructions[position]
+        asynchronous = start.op.endswith("-start")
+        between: list[Instruction] = []
+        result = start.result
+        if asynchronous:
+            done = next(i for i in range(position, len(instructions)) if _reads(instructions[i], start.name, f"{kind}-done"))
+            between = instructions[position + 1 : done]
+            result = instructions[done].result
+        buffers = tuple((dtype, _shape(dims)) for dtype, dims in _BUFFER.findall(result))
+        spans = any(self._has_matmul(instruction) for instruction in between)
+        return Collective(kind, buffers, executed, loops, self._axes_of(start.text), asynchronous, spans)
+
+    def _has_matmul(self, instruction: Instruction) -> bool:
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
+        if instruction.op == "dot" or (target and re.search(r"gemm|cublas|cudnn", target[1])):
+            return True
+        inner = itertools.chain.from_iterable(self.computations.get(name, []) for name in instruction.called)
+        return any(self._has_matmul(i) for i in inner)
+
+    def _axes_of(self, text: str) -> tuple[str, ...]:
+        """The axes along which the devices of a group differ."""
+        names, sizes = tuple(self.axes), tuple(self.axes.values())
+        groups = _groups(text, math.prod(sizes))
+        varying = set()
+        for group in groups:
+            coordinates = [_coordinates(device, sizes) for device in group]
+            varying |= {name for i, name in enumerate(names) if len({c[i] for c in coordinates}) > 1}
+        return tuple(name for name in names if name in varying)
+
+
+def _instruction(line: str) -> Instruction:
+    name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
+    op = re.match(r"\s*([\w\-]+)\(", rest[end:])
+    return Instruction(name.lstrip("%"), op[1] if op else "", rest[:end], line)
+
+
+def _closing(text: str) -> int:
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return position
+    raise ValueError(f"unbalanced parentheses in {text[:80]}")
+
+
+def _reads(instruction: Instruction, name: str, op: str) -> bool:
+    return instruction.op == op and re.search(rf"%{re.escape(name)}\b(?![.\-\w])", instruction.text) is not None
+
+
+def _shape(dims: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in dims.split(",") if size)
+
+
+def _groups(text: str, devices: int) -> list[list[int]]:
+    """Device ids of each group; XLA writes them in three ways, and permutes as pairs."""
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
+        return [list(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])]
+    if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text):
+        groups = [_shape(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+        return [list(group) for group in groups] or [list(range(devices))]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, dims = _shape(iota[1]), _shape(iota[2])
+        order = _transposed(dims, _shape(iota[3]) if iota[3] else tuple(range(len(dims))))
+        size = shape[-1]
+        return [order[i : i + size] for i in range(0, len(order), size)]
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        inside = set(re.findall(r"'([^']+)'", mesh[2]))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for device in range(math.prod(axes.values())):
+            at = dict(zip(axes, _coordinates(device, tuple(axes.values())), strict=True))
+            groups.setdefault(tuple(c for name, c in at.items() if name not in inside), []).append(device)
+        return list(groups.values())
+    raise ValueError(f"no replica groups in {text[:200]}")
+
+
+def _coordinates(device: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    coordinates = []
+    for size in reversed(sizes):
+        coordinates.append(device % size)
+        device //= size
+    return tuple(reversed(coordinates))
+
+
+def _transposed(dims: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
+    """iota over `dims`, transposed to `order`, flat."""
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    ranges = [[index * strides[axis] for index in range(dims[axis])] for axis in order]
+    return [sum(parts) for parts in itertools.product(*ranges)]

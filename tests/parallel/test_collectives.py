@@ -1,0 +1,193 @@
+"""What the compiled step sends, how often and behind what; and what it keeps. On CPU devices, and compiled for eight H100s
+without one (skipped where the extra `aot` is not installed).
+"""
+
+import math
+
+import jax
+import pytest
+
+from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.hlo import Module
+from jaxllm.mesh import axis_sizes
+from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.flops import parameter_count
+
+L, M, DEVICES = 4, 4, 8
+SIZES = (
+    f"model.num_layers={L}",
+    "model.hidden_size=512",
+    "model.intermediate_size=1024",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+    "model.vocab_size=2048",
+    "model.compute_dtype=bfloat16",
+    "train.sequence_length=1024",
+    "optimizer.warmup_tokens=0",
+)
+needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+
+
+class Step:
+    """A compiled step and its collectives."""
+
+    def __init__(self, config, devices):
+        self.config = config.resolve(len(devices))
+        compiled = compile_step(config, devices)
+        self.memory = compiled.memory_analysis()
+        self.collectives = Module(compiled.as_text(), axis_sizes(self.config.parallel)).collectives()
+        self.parameters = parameter_count(config.model)
+        self.layer_parameters = sum(p.size for p in jax.tree.leaves(parameter_table(config)[1]["layers"])) // L
+
+    def over(self, *axes, large=1000):
+        """Collectives over exactly these axes that move more than counters and norms."""
+        return [c for c in self.collectives if c.axes == axes and c.elements >= large]
+
+
+def on(tiny_config, devices, zero, data=DEVICES, tensor=1):
+    batch = (f"train.global_batch_sequences={M * DEVICES}", f"train.microbatch_sequences={DEVICES // data}")
+    axes = (f"parallel.zero={zero}", f"parallel.data={data}", f"parallel.tensor={tensor}")
+    return Step(tiny_config(*SIZES, *batch, *axes), devices)
+
+
+@pytest.fixture(scope="module")
+def gpu_step(tiny_config):
+    cache = {}
+
+    def make(zero, data=DEVICES, tensor=1):
+        key = (zero, data, tensor)
+        if key not in cache:
+            cache[key] = on(tiny_config, gpu_devices(hosts=1, gpus_per_host=DEVICES), *key)
+        return cache[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def cpu_step(tiny_config):
+    cache = {}
+
+    def make(zero):
+        if zero not in cache:
+            small = ("model.hidden_size=64", "model.intermediate_size=128", "train.sequence_length=32")
+            batch = (f"train.global_batch_sequences={M * DEVICES}", "train.microbatch_sequences=1")
+            config = tiny_config(*SIZES, *small, *batch, f"parallel.zero={zero}", "model.compute_dtype=float32")
+            cache[zero] = Step(config, jax.devices())
+        return cache[zero]
+
+    return make
+
+
+# --------------------------------------------------------------------------------------------------- zero 0, 1: once a step
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_no_data_collective_in_the_accumulation_loop_on_cpu(cpu_step, zero):
+    step = cpu_step(zero)
+    moved = step.over("data", large=0)
+    assert moved
+    assert all(c.loops == () for c in moved)
+    reduced = sum(c.elements for c in moved if c.kind in ("all-reduce", "reduce-scatter"))
+    # The CPU compiler reduces whole and slices. Besides the gradients: loss, token count and norms.
+    assert step.parameters <= reduced < step.parameters + 100
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("zero", "kind", "share"), [(0, "all-reduce", 1), (1, "reduce-scatter", DEVICES)])
+def test_every_gradient_is_reduced_once_a_step_in_float32(gpu_step, zero, kind, share):
+    step = gpu_step(zero)
+    assert all(c.loops == () for c in step.over("data", large=0))
+    reductions = [c for c in step.over("data") if c.kind in ("all-reduce", "reduce-scatter")]
+    assert {c.kind for c in reductions} == {kind}
+    assert {dtype for c in reductions for dtype, _ in c.buffers} == {"f32"}
+    assert sum(c.elements * share * c.executed for c in reductions) == pytest.approx(step.parameters, abs=100)
+
+
+@needs_gpu_compiler
+def test_zero_1_gathers_weights_once_in_the_compute_dtype(gpu_step):
+    gathers = [c for c in gpu_step(1).over("data") if c.kind == "all-gather"]
+    assert {dtype for c in gathers for dtype, _ in c.buffers} == {"bf16"}
+    assert sum(c.elements * c.executed for c in gathers) == gpu_step(1).parameters
+
+
+# ------------------------------------------------------------------------------------------------- zero 2, 3: layer by layer
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_are_scattered_per_layer_and_microbatch_behind_matmuls(gpu_step, zero):
+    step = gpu_step(zero)
+    scatters = [c for c in step.over("data") if c.kind == "reduce-scatter"]
+    assert not [c for c in step.over("data") if c.kind == "all-reduce"]
+    assert {dtype for c in scatters for dtype, _ in c.buffers} == {"f32"}
+    scattered = sum(c.elements * DEVICES * c.executed for c in scatters)
+    # Each microbatch scatters each parameter once, and at most one layer of zeros where the loop begins.
+    assert M * step.parameters <= scattered <= M * (step.parameters + step.layer_parameters)
+    in_layers = [c for c in scatters if len(c.loops) == 2]
+    assert in_layers
+    assert all(c.asynchronous and c.spans_matmul for c in in_layers)
+    assert all(c.elements * DEVICES == step.layer_parameters for c in in_layers)
+
+
+@needs_gpu_compiler
+def test_zero_3_gathers_one_layer_at_a_time_behind_matmuls(gpu_step):
+    step = gpu_step(3)
+    gathers = [c for c in step.over("data") if c.kind == "all-gather"]
+    assert {dtype for c in gathers for dtype, _ in c.buffers} == {"bf16"}
+    in_layers = [c for c in gathers if len(c.loops) == 2]
+    # One loop forward, one backward; XLA may take one turn out of either.
+    assert len(in_layers) == 2
+    for c in in_layers:
+        assert c.asynchronous
+        assert c.spans_matmul
+        assert c.elements == step.layer_parameters
+        assert c.executed in (M * L, M * (L - 1))
+    largest = max(math.prod(shape) for c in gathers for _, shape in c.buffers)
+    assert largest <= 2048 * 512  # the embedding; never a stack of layers
+    total = sum(c.elements * c.executed for c in gathers)
+    layers, rest = L * step.layer_parameters, step.parameters - L * step.layer_parameters
+    assert total <= M * (2 * (layers + step.layer_parameters) + rest)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tensor
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("zero", [1, 3])
+def test_sequence_parallelism_gathers_and_scatters(gpu_step, zero):
+    """Per layer: forward 2 all-gathers and 2 reduce-scatters of the hidden states (Megatron's count), backward as many and 2
+    gathers more, of inputs that were kept in parts. No all-reduce, no weight, nothing transposed.
+    """
+    step = gpu_step(zero, data=2, tensor=4)
+    hidden = 4 * 1024 * 512  # B S D of one data rank
+    in_layers = [c for c in step.over("tensor", large=hidden // 8) if len(c.loops) == 2 or (zero == 3 and c.loops)]
+    assert {c.kind for c in in_layers} == {"all-gather", "reduce-scatter"}
+    for c in in_layers:
+        assert all(shape in ((4, 1024, 512), (4, 256, 512)) for _, shape in c.buffers)
+    if zero == 1:  # zero 3's loop loses a turn to XLA, which does not change what a layer does
+        gathered = sum(len(c.buffers) * c.executed for c in in_layers if c.kind == "all-gather")
+        scattered = sum(len(c.buffers) * c.executed for c in in_layers if c.kind == "reduce-scatter")
+        assert (gathered, scattered) == (6 * L * M, 4 * L * M)
+
+
+# ----------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_state_falls_with_the_level(cpu_step):
+    """Arguments are the state (12 bytes a parameter, shared out from level 1 on), the step's counters and the batch."""
+    parameters = cpu_step(0).parameters
+    batch = M * 32 * (3 * 4 + 1)  # of one device: three int32 and a bool a token
+    for zero in (0, 1, 2, 3):
+        share = 1 if zero == 0 else DEVICES
+        assert cpu_step(zero).memory.argument_size_in_bytes == 12 * parameters // share + batch + 2 * 4
+
+
+@needs_gpu_compiler
+def test_gradients_and_weights_fall_with_the_level(gpu_step):
+    """Temporaries: level 2 drops the whole float32 accumulator (and its sum's copy), level 3 the whole bfloat16 weights."""
+    one, two, three = (gpu_step(zero).memory.temp_size_in_bytes for zero in (1, 2, 3))
+    parameters, layer = gpu_step(1).parameters, gpu_step(1).layer_parameters
+    spared = 1 - 1 / DEVICES
+    # In exchange both keep a layer or two of gradients and, at level 3, of weights.
+    assert one - two > 4 * parameters * spared - 3 * 4 * layer
+    assert two - three > 2 * parameters * spared - 3 * 2 * layer - 2 * 2048 * 512 * 2
