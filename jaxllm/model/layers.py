@@ -25,11 +25,17 @@ MATMUL_OUTPUTS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up"
 The block's last output, mlp_down, is not among them: it is read only by the addition that ends the block."""
 
 
+def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    """Rows of the embedding. Through float32, so that the gradients of a token that occurs often are added in float32."""
+    return table_VD.astype(jnp.float32)[ids_BS].astype(table_VD.dtype)
+
+
 @dataclass(frozen=True)
 class Ops:
     """The functions a forward pass is built with, chosen before it is traced."""
 
     attend: Attend = xla_attention
+    look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up
     constrain: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, dims: x
 
 

@@ -82,7 +82,7 @@ class Llama(nnx.Module):
         if positions_BS is None:
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None], tokens_BS.shape)
         side = (rotary_table(self.config, positions_BS), segments_BS)
-        h_BSD = self.embedding[...].astype(self.config.compute_dtype)[tokens_BS]
+        h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
         h_BSD = ops.constrain(h_BSD, ("batch", "sequence_shard", "embed"))
         graph, layers = nnx.split(self.layers)
         h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, side)

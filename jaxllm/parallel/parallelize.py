@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.config import Config
 from jaxllm.mesh import CONTEXT, DATA, MANUAL, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
 from jaxllm.model.attention import Attend, choose_attention
-from jaxllm.model.layers import Ops
+from jaxllm.model.layers import Ops, look_up
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.remat import POLICIES
@@ -64,7 +64,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     sizes = axis_sizes(parallel)
     ranks = sizes[DATA] * sizes[CONTEXT]
     attend = attend_per_tensor_rank(choose_attention(model, mesh.devices.flat[0].platform), model.num_kv_heads, sizes[TENSOR])
-    ops = Ops(attend=attend, constrain=constrainer(sizes))
+    ops = Ops(attend=attend, look_up=look_up_over_tensor(sizes[TENSOR]), constrain=constrainer(sizes))
     remat = POLICIES[parallel.remat]
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
     level = parallel.zero if ranks > 1 else 0
@@ -210,5 +210,33 @@ def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> At
             check_vma=False,
         )
         return mapped(q_BSNH, k_BTKH, v_BTKH, segments_BS)
+
+    return split
+
+
+def look_up_over_tensor(tensor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The embedding with its rows split over `tensor` by hand: left to it, the compiler may gather the whole table.
+
+    Each rank looks up the ids that are its own; the sum over ranks is scattered along the sequence, as blocks want it.
+    """
+    if tensor == 1:
+        return look_up
+
+    def local(rows_VD, ids_BS):
+        own = ids_BS - jax.lax.axis_index(TENSOR) * rows_VD.shape[0]
+        is_mine = (own >= 0) & (own < rows_VD.shape[0])
+        found_BSD = jnp.where(is_mine[..., None], look_up(rows_VD, jnp.where(is_mine, own, 0)), 0)
+        # All but one rank add zero: exact in any dtype.
+        return jax.lax.psum_scatter(found_BSD, TENSOR, scatter_dimension=1, tiled=True)
+
+    def split(table_VD, ids_BS):
+        return jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            axis_names={TENSOR},
+            in_specs=(P(TENSOR), P()),
+            out_specs=P(None, TENSOR),
+            check_vma=False,
+        )(table_VD, ids_BS)
 
     return split
