@@ -68,10 +68,11 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     remat = POLICIES[parallel.remat]
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
     level = parallel.zero if ranks > 1 else 0
-    zero = Zero(level, layouts) if level >= 2 else None
+    unroll = 1 if model.scan_layers else True
+    zero = Zero(level, layouts, unroll) if level >= 2 else None
 
     def plain_layers(block, layers, h_BSD, side):
-        return scan_layers(remat(block), layers, h_BSD, side, unroll=1 if model.scan_layers else True)
+        return scan_layers(remat(block), layers, h_BSD, side, unroll=unroll)
 
     def sums(sinks: Params | None, weights: Params, rows: Batch, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(objective, loss) of one microbatch: sums of token losses times `scale`. `sinks`: see zero.py."""

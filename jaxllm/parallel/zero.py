@@ -33,9 +33,11 @@ class Zero:
     Args:
       level: 2: weights are whole on each rank; 3: each rank has its share.
       layouts: nested dict of Layout; under "layers" they count the layer dim, which the loop strips.
+      unroll: layers per turn of the loop; True: all.
     """
 
-    def __init__(self, level: int, layouts: Tree):
+    def __init__(self, level: int, layouts: Tree, unroll: int | bool = 1):
+        self._unroll = unroll
         layer = jax.tree.map(_without_layer_dim, layouts["layers"])
         rest = {name: spots for name, spots in layouts.items() if name != "layers"}
         self._layer_scatter, self._rest_scatter = _scatter(layer), _scatter(rest)
@@ -72,7 +74,7 @@ class Zero:
                 return (h_BSD, following), keep(vjp)
 
             start = (h_BSD, weights_of(layers, jnp.zeros((), layer_numbers.dtype)))
-            (h_BSD, last), kept = jax.lax.scan(body, start, layer_numbers)
+            (h_BSD, last), kept = jax.lax.scan(body, start, layer_numbers, unroll=self._unroll)
             return h_BSD, (layers, last, side, kept)
 
         @jax.custom_vjp
@@ -96,7 +98,7 @@ class Zero:
                 return (dh_BSD, before, dweights), scattered
 
             carry = (dh_BSD, last, pending)
-            (dh_BSD, _, first), later = jax.lax.scan(body, carry, (layer_numbers, kept), reverse=True)
+            (dh_BSD, _, first), later = jax.lax.scan(body, carry, (layer_numbers, kept), reverse=True, unroll=self._unroll)
             # The turn of layer i scattered the gradients of layer i+1; those of layer 0 are left over.
             gradients = jax.tree.map(lambda g, rest: jnp.concatenate([g[None], rest[:-1]]), scatter(first), later)
             return None, gradients, dh_BSD, None

@@ -147,6 +147,11 @@ def test_the_layer_loop_by_hand_takes_every_remat_policy(make_run, one_device, l
     check(make_run(level, (2, 2), "gqa-untied", f"parallel.remat={remat}"), "gqa-untied", one_device)
 
 
+@pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_unrolled_layers_take_every_level(make_run, one_device, level):
+    check(make_run(level, (2, 2), "mqa-tied", "model.scan_layers=false"), "mqa-tied", one_device)
+
+
 @pytest.mark.parametrize(("level", "mesh"), [(1, (4, 2)), (3, (2, 2))])
 def test_twenty_steps_equal_one_device(make_run, level, mesh):
     expected = make_run(0, (1, 1), "gqa-untied").losses(20)
