@@ -9,13 +9,16 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.config import ConfigError, json_schema, load_config
+from jaxllm.config import Config, ConfigError, json_schema, load_config
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML recipe, such as configs/quickstart.yaml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Override keys, such as train.steps=100.")
+Recipe = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONFIG [SECTION.KEY=VALUE]...",
+        help="A YAML recipe, such as configs/quickstart.yaml, and keys to override, such as train.steps=100, in any order.",
+    ),
 ]
 
 
@@ -25,18 +28,47 @@ def callback() -> None:
 
 
 @app.command()
-def train(config: ConfigArgument, overrides: Overrides = None) -> None:
+def train(recipe: Recipe) -> None:
     """Trains; resumes by itself from the run directory."""
-    loaded = load_config(config, overrides or ())
+    loaded = load(recipe)
     from jaxllm.train.loop import fit
 
     fit(loaded)
 
 
 @app.command()
+def inspect(
+    recipe: Recipe,
+    gpus: Annotated[int | None, typer.Option(help="Devices of the mesh; none of them need be here.")] = None,
+    gpus_per_host: Annotated[int | None, typer.Option(help="Default: the largest divisor of --gpus not above 8.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Shows the mesh, every parameter with its shardings and bytes per device, and where the mesh wastes work."""
+    loaded = load(recipe)
+    from jaxllm.report import inspect_config, render
+
+    report = inspect_config(loaded, gpus, gpus_per_host)
+    if as_json:
+        print(json.dumps(report.to_json()))
+        return
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(render(report))
+
+
+@app.command()
 def schema() -> None:
     """Prints the JSON schema of a recipe, for editors."""
     print(json.dumps(json_schema(), indent=2))
+
+
+def load(recipe: list[str]) -> Config:
+    """The config of a command line: one file, and section.key=value strings before or after it."""
+    files = [argument for argument in recipe if "=" not in argument]
+    if len(files) != 1:
+        given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
+        raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
+    return load_config(files[0], [argument for argument in recipe if "=" in argument])
 
 
 def main() -> None:

@@ -244,7 +244,7 @@ class RunConfig(Section):
     dir: str = "runs/default"
     """Checkpoints, metrics.jsonl and the config are kept here; a second start with the same directory resumes."""
     cpu_devices: PositiveInt | None = None
-    """Run on this many CPU devices of this machine, to try any mesh at home."""
+    """Run on this many CPU devices of this machine, to try any mesh at home. Of several processes, each has as many."""
     deterministic: Switch = False
     """Bit-equal reruns on GPU, at some cost in speed."""
 
@@ -288,8 +288,6 @@ class Config(Section):
                 )
         if parallel.data != AUTO:
             self.num_microbatches  # noqa: B018  # raises if the batch does not divide
-        if parallel.zero >= 2 and not model.scan_layers:
-            raise refuse("model.scan_layers=false unrolls the layer loop that parallel.zero=2 and 3 need: set it to true.")
         if self.optimizer.warmup_tokens + (self.optimizer.decay_tokens or 0) > tokens:
             raise refuse(
                 f"optimizer.warmup_tokens + decay_tokens exceed the {tokens} tokens of the whole run "

@@ -1,35 +1,86 @@
-"""Process start-up: which devices this process drives, alone or as one of many."""
+"""Process start-up: which devices this process drives, alone or as one of many.
+
+A run on several hosts is one process per host, each started with
+
+    JAXLLM_COORDINATOR      host:port of process 0, the same everywhere
+    JAXLLM_NUM_PROCESSES    how many there are
+    JAXLLM_PROCESS_ID       which this is, from 0
+    JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
+
+or with none of them, for a run on one host.
+"""
 
 from __future__ import annotations
 
+import atexit
+import errno
+import itertools
+import json
 import logging
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import jax
 
 from jaxllm import xla_flags
-from jaxllm.config import ConfigError, RunConfig
+from jaxllm.config import Config, ConfigError, RunConfig
 
-log = logging.getLogger(__name__)
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
+START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
+DEFAULT_START_TIMEOUT_S = 300
+FAREWELL_MS = 2000
+"""How long a process that failed waits for the others to fail too, so that all can say why."""
+
+_comparisons = itertools.count()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The place of this process among several."""
+
+    host: str
+    port: int
+    num_processes: int
+    process_id: int
+    start_timeout_s: int = DEFAULT_START_TIMEOUT_S
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def start(run: RunConfig) -> None:
     """Sets JAX up for a run. Call it before anything touches a device; a second call in one process must ask for the same.
+    With several processes it returns once all have met.
 
     Raises:
-      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for.
+      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; the JAXLLM_* variables make no sense;
+        the coordinator's port is taken, or it cannot be reached in time.
     """
     xla_flags.apply(run)
-    if run.cpu_devices is None:
-        return
+    cluster = cluster_from_environment()
     if _already_started():
-        if jax.default_backend() != "cpu" or jax.device_count() != run.cpu_devices:
+        if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
             raise ConfigError(
-                f"run.cpu_devices={run.cpu_devices}, but JAX already runs on {jax.device_count()} {jax.default_backend()} "
-                f"devices in this process: start a new one (in a notebook, restart the kernel)."
+                f"run.cpu_devices={run.cpu_devices}, but JAX already runs on {jax.local_device_count()} "
+                f"{jax.default_backend()} devices in this process: start a new one (in a notebook, restart the kernel)."
             )
+        if cluster and not jax.distributed.is_initialized():
+            raise ConfigError(f"{COORDINATOR} is set, but JAX already runs alone in this process: start a new one.")
         return
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+    if run.cpu_devices is None and not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver():
+        # Where the CUDA plugin is installed to compile for GPUs elsewhere, trying it here would fail with a page of errors.
+        jax.config.update("jax_platforms", "cpu")
+    if run.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+    if cluster and not jax.distributed.is_initialized():
+        _join(cluster)
 
 
 def is_main_process() -> bool:
@@ -37,8 +88,184 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-def _already_started() -> bool:
-    # Public since 0.4.36 as jax.extend.backend? No: only the private module knows without starting a backend.
-    from jax._src import xla_bridge
+def cluster_from_environment() -> Cluster | None:
+    """What the JAXLLM_* variables say; None for a run of one process.
 
+    Raises:
+      ConfigError: some but not all are set, or their values cannot be.
+    """
+    values = {name: os.environ.get(name, "") for name in REQUIRED}
+    missing = [name for name, value in values.items() if not value]
+    if len(missing) == len(REQUIRED):
+        return None
+    if missing:
+        given = [name for name in REQUIRED if name not in missing]
+        raise ConfigError(
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, but not {' and '.join(missing)}: "
+            f"set all of {', '.join(REQUIRED)} for each process, or none."
+        )
+    host, _, port = values[COORDINATOR].rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"{COORDINATOR}={values[COORDINATOR]} has no port: write host:port, such as host-0:29500, "
+            f"with the host of process 0."
+        )
+    count, rank = _whole_number(NUM_PROCESSES, at_least=1), _whole_number(PROCESS_ID, at_least=0)
+    if rank >= count:
+        raise ConfigError(
+            f"{PROCESS_ID}={rank} is not below {NUM_PROCESSES}={count}: processes are numbered from 0 to {count - 1}."
+        )
+    timeout_s = _whole_number(START_TIMEOUT_S, at_least=1) if os.environ.get(START_TIMEOUT_S) else DEFAULT_START_TIMEOUT_S
+    return Cluster(host.strip("[]"), int(port), count, rank, timeout_s) if count > 1 else None
+
+
+def require_same_config(config: Config) -> None:
+    """Compares the configs of all processes, through the coordinator and without a device. Every process must call it.
+
+    Raises:
+      ConfigError: on all processes, if one differs; names these processes and the keys.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    client, rank, count = _client(), jax.process_index(), jax.process_count()
+    # A value can be set once: every comparison has its own folder.
+    folder, limit_ms = f"jaxllm/config/{next(_comparisons)}", DEFAULT_START_TIMEOUT_S * 1000
+    here = config.model_dump_json()
+    if rank > 0:
+        client.key_value_set(f"{folder}/{rank}", here)
+    else:
+        texts = {other: client.blocking_key_value_get(f"{folder}/{other}", limit_ms) for other in range(1, count)}
+        client.key_value_set(
+            f"{folder}/verdict", _verdict(here, {other: text for other, text in texts.items() if text != here})
+        )
+    if verdict := client.blocking_key_value_get(f"{folder}/verdict", limit_ms):
+        raise ConfigError(verdict)
+
+
+def _verdict(here: str, different: dict[int, str]) -> str:
+    if not different:
+        return ""
+    mine, theirs = json.loads(here), json.loads(next(iter(different.values())))
+    keys = [f"{section}.{key}" for section in mine for key in mine[section] if mine[section][key] != theirs[section].get(key)]
+    return (
+        f"The processes were given different configs: {' and '.join(keys)} of process{'es' if len(different) > 1 else ''} "
+        f"{', '.join(map(str, different))} is not that of process 0; start all of them with the same config and overrides."
+    )
+
+
+@contextmanager
+def leaving_on_errors():
+    """Round what the processes of a run do together. After an error in here this process does not wait for the others when it
+    exits, as JAX would for five minutes: they may sit in a collective that it never joins.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.distributed.is_initialized():
+            # Runs before JAX's own farewell (last registered, first called), after the error was printed.
+            atexit.register(_leave, 2 if isinstance(error, ConfigError) else 1)
+        raise
+
+
+def _leave(code: int) -> None:
+    try:
+        # With process 0 the coordinator goes, and JAX aborts the others at once: let them speak first.
+        _client().wait_at_barrier("jaxllm/failed", FAREWELL_MS)
+    except Exception:
+        pass
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _join(cluster: Cluster) -> None:
+    deadline = time.monotonic() + cluster.start_timeout_s
+    if cluster.process_id == 0:
+        _require_free_port(cluster)
+    else:
+        _wait_for_coordinator(cluster, deadline)
+        # What all processes would say, process 0 says.
+        logging.getLogger("jaxllm").setLevel(logging.ERROR)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its handler would swallow SIGTERM: nothing here asks JAX whether one came.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Past its own limit JAX aborts the process from C++ with a stack trace: speak before it does.
+    remaining_s = max(deadline - time.monotonic(), 1)
+    timer = threading.Timer(remaining_s, _give_up, [cluster])
+    timer.daemon = True
+    timer.start()
+    jax.distributed.initialize(
+        cluster.address,
+        cluster.num_processes,
+        cluster.process_id,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(remaining_s) + 60,
+    )
+    timer.cancel()
+
+
+def _give_up(cluster: Cluster) -> None:
+    print(
+        f"jaxllm: Not all of the {cluster.num_processes} processes met at {cluster.address} within "
+        f"{cluster.start_timeout_s} s: start the missing ones, or set {START_TIMEOUT_S} to wait longer.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
+
+
+def _require_free_port(cluster: Cluster) -> None:
+    """JAX crashes where the port is taken, or shares it with another run's coordinator."""
+    family, address = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
+    with socket.socket(family) as probe:
+        # Closed connections of an earlier run may linger there; whoever listens is found all the same.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind((address, cluster.port))
+        except OSError as error:
+            why = "is taken on this host" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+            raise ConfigError(f"Port {cluster.port} of {COORDINATOR} {why}: choose another for all processes.") from None
+
+
+def _wait_for_coordinator(cluster: Cluster, deadline: float) -> None:
+    while True:
+        try:
+            socket.create_connection((cluster.host, cluster.port), timeout=max(deadline - time.monotonic(), 1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"Process {cluster.process_id} cannot reach process 0 at {cluster.address} after "
+                    f"{cluster.start_timeout_s} s ({error.strerror or error}): start it there, or correct {COORDINATOR}."
+                ) from None
+        time.sleep(0.1)
+
+
+def _whole_number(name: str, at_least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < at_least:
+        raise ConfigError(f"{name}={text} is not valid: it should be a whole number of at least {at_least}.")
+    return int(text)
+
+
+def _client():
+    # JAX has no public name for its key-value store.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _has_gpu_driver() -> bool:
+    """Whether a GPU's device node is here: NVIDIA's own, or that of Windows' Linux subsystem."""
+    return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def _already_started() -> bool:
+    # JAX has no public question for this that does not itself start a backend.
+    try:
+        from jax._src import xla_bridge
+    except ImportError:
+        return False
     return bool(getattr(xla_bridge, "_backends", None))

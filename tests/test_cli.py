@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, exit codes, one sentence."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -21,9 +22,11 @@ def run(*arguments, **options):
     ("arguments", "sentence"),
     [
         (["train", "configs/quickstart.yaml", "train.stpes=3"], "Unknown key train.stpes: did you mean train.steps?"),
+        (["train", "train.steps=3"], "One config file is needed and none was given"),
+        (["train", "a.yaml", "train.steps", "b.yaml"], "3 were given: a.yaml, train.steps, b.yaml"),
         (["train", "configs/quickstrat.yaml"], "There is no config file configs/quickstrat.yaml: did you mean"),
         (["train", "configs/quickstart.yaml", "run.cpu_devices=3", "parallel.data=2"], "is 2 devices, but there are 3"),
-        (["train", "configs/quickstart.yaml", "run.dir=/proc/nowhere", "train.steps=1"], "cannot be written: choose another"),
+        (["train", "configs/quickstart.yaml", "run.dir=/proc/nowhere"], "cannot be written: choose another"),
     ],
 )
 def test_mistakes_end_in_one_sentence_and_code_2(arguments, sentence):
@@ -67,8 +70,6 @@ def test_a_run_in_a_log_file_prints_plain_lines(tmp_path, text_file):
     assert len(losses) == 1
     assert len(baselines) == 2
     assert max(baselines) < losses[0]
-    import re
-
     assert re.fullmatch(r"held-out loss \d\.\d{3} nats per byte \(\d\.\d{3} bits\)", lines[losses[0]])
     assert sum(line.startswith("step ") for line in lines) == 2
     assert any(line == f"run directory {tmp_path / 'run'}" for line in lines)

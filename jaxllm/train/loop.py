@@ -32,10 +32,10 @@ SAMPLE_PROMPT = b"def "
 def fit(config: Config) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one."""
     folder = make_run_dir(config)
-    trainer = Trainer(config)
-    config = trainer.config
-    with ExitStack() as stack:
+    with distributed.leaving_on_errors(), ExitStack() as stack:
+        trainer = Trainer(config)
         stack.callback(trainer.close)
+        config = trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint)
         stack.callback(checkpoints.close)
@@ -132,6 +132,8 @@ def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
         prompt = np.frombuffer(SAMPLE_PROMPT, np.uint8)
         new = sample(trainer.model, prompt, length, window=trainer.config.train.sequence_length)
         text = bytes(new.astype(np.uint8)).decode(errors="replace")
+        # A young model samples control characters too, and a terminal would obey them.
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         console.say("sample:\n" + SAMPLE_PROMPT.decode() + text)
 
 

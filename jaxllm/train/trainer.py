@@ -23,7 +23,7 @@ from jaxllm import distributed
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import Prefetcher, WindowLoader, held_out_batches
 from jaxllm.data.sources import load_corpus
-from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.mesh import batch_sharding, make_mesh, replicated
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import merge_model, parallelize
 from jaxllm.train.checkpoint import Checkpoints
@@ -51,6 +51,7 @@ class Trainer:
 
     def __init__(self, config: Config):
         distributed.start(config.run)
+        distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
         self.corpus = load_corpus(config.data)
         self._loader = WindowLoader(self.corpus.train, config.train.sequence_length, config.train.seed)
@@ -71,9 +72,11 @@ class Trainer:
             self.traces += 1
             return train_step(state, batch)
 
-        self.jitted_step = jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, None))
+        # Numbers lie on every device, so that every process can read them.
+        everywhere = replicated(self.mesh)
+        self.jitted_step = jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, everywhere))
         self._compiled_step: Any = None
-        self._loss_sum = jax.jit(self.parallelized.loss_sum)
+        self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=everywhere)
         self._batches: Prefetcher | None = None
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None

@@ -1,0 +1,404 @@
+"""What a config means on a mesh: every parameter, its two layouts, its bytes on one device, and where the mesh wastes work.
+
+    report = inspect_config(config, gpus=16)
+    Console().print(render(report))
+
+Everything follows from the config and the parameter table. No device of the mesh is started, so any mesh can be looked at
+anywhere. Counted are weights, gradients and moments; activations are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from rich.console import Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from jaxllm import distributed
+from jaxllm.config import AUTO, Config, ConfigError
+from jaxllm.mesh import AXES, CONTEXT, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.flops import parameter_count
+from jaxllm.sharding import Parameter, layout, vocab_rows, weight_rules
+
+HOST_GPUS = 8
+"""GPUs of the usual host: a default host is no larger."""
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""Of the output tile that cuBLAS's fastest bfloat16 kernels compute on Hopper."""
+MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
+"""Each computes one output tile at a time, so a matmul of fewer tiles leaves some idle."""
+IDLE_PERCENT = 5
+"""A shard that wastes no more than this is not worth a warning."""
+WIDTH = 80
+"""Characters a line may take."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on one device."""
+
+    master: int
+    """The fp32 weights."""
+    moments: int
+    """AdamW's two, fp32."""
+    compute_copy: int
+    """In the compute dtype; 0 where the master weights serve as they are."""
+    gradients: int
+    """The fp32 accumulator."""
+
+    @property
+    def total(self) -> int:
+        return self.master + self.moments + self.compute_copy + self.gradients
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class ParameterLine:
+    """One parameter. The layer stack counts as its first dim, `layers`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[str, ...]
+    compute: tuple[tuple[str, ...], ...]
+    """For each dim the mesh axes that split it in the train step."""
+    master: tuple[tuple[str, ...], ...]
+    """The same for the fp32 weight and its moments."""
+    bytes_per_device: Bytes
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something that runs, and wastes."""
+
+    kind: str
+    """tiles | small | network"""
+    parameter: str | None
+    axis: str | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole of `jaxllm inspect`."""
+
+    mesh: dict[str, int]
+    """Axis -> size, slow network to fast."""
+    gpus: int
+    gpus_per_host: int
+    hosts: int
+    hosts_because: str
+    zero: int
+    """The level asked for."""
+    compute_dtype: str
+    parameter_count: int
+    """Without the rows that pad the vocabulary."""
+    vocabulary_padding_rows: int
+    parameters: tuple[ParameterLine, ...]
+    bytes_per_device: Bytes
+    notes: tuple[str, ...]
+    warnings: tuple[Warned, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return {**asdict(self), "total_bytes_per_device": self.bytes_per_device.total}
+
+
+def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int | None = None) -> Report:
+    """Works out a config on so many GPUs.
+
+    Args:
+      gpus: default: run.cpu_devices, else what the mesh in the config names, else (parallel.data=auto) the devices here.
+      gpus_per_host: default: the largest divisor of gpus not above 8.
+
+    Raises:
+      ConfigError: the mesh is not that many devices, a parameter does not fit it, or hosts do not divide.
+    """
+    gpus = count_devices(config, gpus)
+    config = config.resolve(gpus)
+    per_host, because = hosts_of(gpus, gpus_per_host)
+    sizes = axis_sizes(config.parallel)
+    _, tree = parameter_table(config)
+    table = jax.tree.leaves(tree)
+    lines = tuple(describe(parameter, config) for parameter in table)
+    padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
+    return Report(
+        mesh=sizes,
+        gpus=gpus,
+        gpus_per_host=per_host,
+        hosts=gpus // per_host,
+        hosts_because=because,
+        zero=config.parallel.zero,
+        compute_dtype=config.model.compute_dtype,
+        parameter_count=parameter_count(config.model),
+        vocabulary_padding_rows=padding,
+        parameters=lines,
+        bytes_per_device=sum((line.bytes_per_device for line in lines), Bytes(0, 0, 0, 0)),
+        notes=tuple(notes(config, lines, padding)),
+        warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, lines)),
+    )
+
+
+def count_devices(config: Config, gpus: int | None) -> int:
+    """How many devices to inspect for. Only parallel.data=auto, with no number given, asks JAX which are here."""
+    if gpus is not None and gpus < 1:
+        raise ConfigError(f"--gpus={gpus} is not valid: it should be at least 1.")
+    if gpus is not None:
+        return gpus
+    if config.run.cpu_devices is not None:
+        return config.run.cpu_devices
+    if config.parallel.data != AUTO:
+        return math.prod(axis_sizes(config.parallel).values()) * config.parallel.replica
+    distributed.start(config.run)
+    return jax.device_count()
+
+
+def hosts_of(gpus: int, per_host: int | None) -> tuple[int, str]:
+    """(GPUs per host, why)."""
+    if per_host is None:
+        per_host = max(n for n in range(1, min(gpus, HOST_GPUS) + 1) if gpus % n == 0)
+        return per_host, f"the largest divisor of {gpus} not above {HOST_GPUS}, or --gpus-per-host"
+    if per_host < 1 or gpus % per_host:
+        divisors = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
+        raise ConfigError(f"--gpus-per-host={per_host} does not divide the {gpus} GPUs: use one of {divisors}.")
+    return per_host, "as given"
+
+
+# ------------------------------------------------------------------------------------------------------------ parameters
+
+
+def describe(parameter: Parameter, config: Config) -> ParameterLine:
+    """Layouts and bytes on one device of one parameter."""
+    parallel, sizes = config.parallel, axis_sizes(config.parallel)
+    spot = layout(parameter, weight_rules(config.model, parallel), parallel)
+    compute = elements_per_device(parameter.shape, spot.compute, sizes)
+    master = elements_per_device(parameter.shape, spot.master, sizes)
+    gradients = master if parallel.zero >= 2 else compute
+    copy = master if parallel.zero == 3 else compute
+    dtype = np.dtype(config.model.compute_dtype)
+    # Casting to the dtype and layout it already has makes no array.
+    is_master = dtype == parameter.dtype and copy == master
+    return ParameterLine(
+        path=parameter.path,
+        shape=parameter.shape,
+        dtype=str(np.dtype(parameter.dtype)),
+        dims=parameter.dims,
+        compute=axes_by_dim(spot.compute),
+        master=axes_by_dim(spot.master),
+        bytes_per_device=Bytes(4 * master, 8 * master, 0 if is_master else dtype.itemsize * copy, 4 * gradients),
+    )
+
+
+def elements_per_device(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> int:
+    mesh = AbstractMesh(tuple(sizes.values()), AXES)
+    return math.prod(NamedSharding(mesh, spec).shard_shape(shape))
+
+
+def axes_by_dim(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    return tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec)
+
+
+def notes(config: Config, lines: tuple[ParameterLine, ...], padding: int) -> Iterator[str]:
+    """What the numbers do not say by themselves."""
+    model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
+    if padding:
+        yield f"{padding} rows of zeros pad the vocabulary from {model.vocab_size} to {model.vocab_size + padding}."
+    if parallel.zero and math.prod(sizes[axis] for axis in ZERO_AXES) == 1:
+        yield f"parallel.zero={parallel.zero} shards nothing here: data x context is 1."
+    if all(line.bytes_per_device.compute_copy == 0 for line in lines):
+        yield f"No compute copy: the master weights are {model.compute_dtype} already and lie where they are used."
+    if model.num_kv_heads % sizes[TENSOR]:
+        held = sum(line.bytes_per_device.total for line in lines if "kv_heads" in line.dims)
+        cost = held - held // sizes[TENSOR]
+        yield (
+            f"Key-value heads are replicated: {model.num_kv_heads} of them do not split over tensor={sizes[TENSOR]}, so each "
+            f"tensor rank holds all {model.num_kv_heads} and uses one. Beside an even split that costs {cost:,} bytes "
+            f"({readable(cost)}) more on each device."
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- warnings
+
+
+def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[Warned]:
+    together = sizes[CONTEXT] * sizes[TENSOR]
+    if per_host % together and per_host < gpus:
+        message = (
+            f"context x tensor = {together} devices do not lie within hosts of {per_host}: every layer waits for the network"
+        )
+        yield Warned("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
+
+
+def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterator[Warned]:
+    """Matmuls whose share is an awkward size for the GPU: one warning each for tiles and for size, where due.
+
+    The split side of a weight is judged even where the forward pass contracts it: in the backward pass it is the output's.
+    """
+    sizes = axis_sizes(config.parallel)
+    for line in lines:
+        # An embedding that is not also the head is looked up, not multiplied.
+        if "norm" in line.path or (line.path == "embedding" and not config.model.tie_embeddings):
+            continue
+        wide = [i for i, dim in enumerate(line.dims) if dim not in ("layers", "embed")]
+        whole = math.prod(line.shape[i] for i in wide)
+        axes = [axis for i in wide for axis in line.compute[i] if sizes[axis] > 1]
+        ways = math.prod(sizes[axis] for axis in axes)
+        columns, axis = whole // ways, " x ".join(axes) or None
+        tiles = -(-columns // TILE_COLUMNS)
+        idle = tiles * TILE_COLUMNS - columns
+        if ways > 1 and 100 * idle > IDLE_PERCENT * tiles * TILE_COLUMNS:
+            of = f"each {TILE_COLUMNS}-wide tile" if tiles == 1 else f"{tiles} {TILE_COLUMNS}-wide tiles"
+            percent = 100 * idle // (tiles * TILE_COLUMNS)
+            yield Warned("tiles", line.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {of} idle")
+
+        is_head = "vocab" in line.dims
+        output = config.model.hidden_size if line.dims[-1] == "embed" and not is_head else columns
+        rows = head_rows(config) if is_head else matmul_rows(config)
+        work = -(-rows // TILE_ROWS) * -(-output // TILE_COLUMNS)
+        if work < MULTIPROCESSORS:
+            message = (
+                f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output tiles of "
+                f"{TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of {MULTIPROCESSORS_OF}"
+            )
+            yield Warned("small", line.path, axis, message)
+
+
+def matmul_rows(config: Config) -> int:
+    """Tokens that one device multiplies at once: a microbatch's, over context. Tensor ranks gather the sequence first."""
+    return config.microbatch_sequences * config.train.sequence_length // config.parallel.context
+
+
+def head_rows(config: Config) -> int:
+    """The same for the head, which takes the sequence in chunks (model/loss.py)."""
+    S = config.train.sequence_length // config.parallel.context
+    chunks = min(S, -(-matmul_rows(config) // config.train.loss_chunk_tokens))
+    return config.microbatch_sequences * -(-S // chunks)
+
+
+# ------------------------------------------------------------------------------------------------------------- rendering
+
+
+def render(report: Report) -> Group:
+    """The report for a terminal of at least 80 columns."""
+    padded = f", {report.vocabulary_padding_rows} padding rows of the vocabulary not counted"
+    total = report.bytes_per_device.total
+    parts = [
+        Text(f"Mesh of {report.gpus} GPUs, slow network to fast:\n  {axes_line(report.mesh)}"),
+        Text(f"{report.hosts} {'host' if report.hosts == 1 else 'hosts'} of {report.gpus_per_host} ({report.hosts_because})"),
+        *mesh_drawing(report),
+        Text(f"\n{report.parameter_count:,} parameters{padded if report.vocabulary_padding_rows else ''}"),
+        Text("Axes that split each dim: `compute` in the train step, `master` at rest"),
+        layout_table(report),
+        Text(f"\nOn each device with ZeRO {report.zero}, compute in {report.compute_dtype}; activations not counted"),
+        bytes_table(report),
+        Text(f"Total {total / 2**30:.3f} GiB per device ({total:,} bytes)"),
+        *(Text(f"\nNote: {note}") for note in report.notes),
+    ]
+    if report.warnings:
+        parts.append(Text("\nWarnings"))
+        parts += [Padding(line, (0, 0, 0, 2)) for line in warning_lines(report)]
+    return Group(*parts)
+
+
+def axes_line(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def mesh_drawing(report: Report) -> Iterator[Padding]:
+    """Device ids in rows along the fastest axis; each host a box if there are several."""
+    for host in elided(list(range(report.hosts)), 4):
+        if host is None:
+            yield Padding("...", (0, 0, 0, 4))
+            continue
+        rows = "\n".join("..." if row is None else row for row in elided(host_rows(report, host), 8))
+        box = Text(rows) if report.hosts == 1 else Panel(Text(rows), title=f"host {host}", title_align="left", expand=False)
+        yield Padding(box, (0, 0, 0, 2), expand=False)
+
+
+def host_rows(report: Report, host: int) -> list[str]:
+    """'data 0, tensor 0..7: 0 1 2 3 4 5 6 7' for each row of devices of a host, at most as wide as a box may be.
+
+    mesh.make_mesh lays ids out in this order: by host, the fastest axis first.
+    """
+    used = {axis: size for axis, size in report.mesh.items() if size > 1} or {TENSOR: 1}
+    *slow, fast = used
+    length = used[fast]
+    ids = range(host * report.gpus_per_host, (host + 1) * report.gpus_per_host)
+    rows = []
+    for number, group in itertools.groupby(ids, lambda i: i // length):
+        row = list(group)
+        places = np.unravel_index(number, [used[axis] for axis in slow]) if slow else ()
+        label = [f"{axis} {place}" for axis, place in zip(slow, places, strict=True)]
+        label = ", ".join([*label, f"{fast} {row[0] % length}..{row[-1] % length}"]) + ": "
+        devices = " ".join(map(str, row))
+        # Eight for the box and its margin.
+        if len(label + devices) > WIDTH - 8:
+            devices = f"{row[0]} {row[1]} ... {row[-1]}"
+        rows.append(label + devices)
+    return rows
+
+
+def elided(items: list[Any], most: int) -> list[Any]:
+    """At most so many of the items, with None for those left out of the middle."""
+    return items if len(items) <= most else [*items[: most - 2], None, items[-1]]
+
+
+def layout_table(report: Report) -> Table:
+    """A row for each dim of each parameter; stacked layers show one layer."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("parameter", "dim", "size", "compute", "master"):
+        table.add_column(heading, overflow="fold", justify="right" if heading == "size" else "left")
+    for line in report.parameters:
+        stacked = line.dims[0] == "layers"
+        shape = line.shape[1:] if stacked else line.shape
+        times = f" x {line.shape[0]}" if stacked else ""
+        if stacked and report.mesh[line.compute[0][0]] > 1:
+            times += f" over {line.compute[0][0]}"
+        under = f"  {line.dtype} [{', '.join(map(str, shape))}]{times}"
+        rows = list(zip(line.dims, line.shape, line.compute, line.master, strict=True))[stacked:]
+        for left, row in itertools.zip_longest([line.path, under], rows):
+            dim, size, *specs = row or ("", "", None, None)
+            split = ["" if spec is None else " x ".join(a for a in spec if report.mesh[a] > 1) or "-" for spec in specs]
+            table.add_row(*map(Text, (left or "", dim, str(size), *split)))
+    return table
+
+
+def bytes_table(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("parameter", overflow="fold")
+    for heading in ("master", "moments", "copy", "gradients"):
+        table.add_column(heading, justify="right")
+    for line in report.parameters:
+        table.add_row(Text(line.path), *map(readable, asdict(line.bytes_per_device).values()))
+    table.add_row("total", *(f"{size / 2**30:.3f} GiB" for size in asdict(report.bytes_per_device).values()), style="bold")
+    return table
+
+
+def warning_lines(report: Report) -> Iterator[Text]:
+    """One paragraph for all parameters that share a warning."""
+    shared: dict[tuple[str | None, str], list[str]] = {}
+    for warned in report.warnings:
+        shared.setdefault((warned.axis, warned.message), []).extend([warned.parameter] if warned.parameter else [])
+    for (axis, message), names in shared.items():
+        over = " x ".join(f"{name}={report.mesh[name]}" for name in axis.split(" x ")) if axis else "not split"
+        yield Text(f"{', '.join(names) or 'mesh'} ({over}): {message}")
+
+
+def readable(size_bytes: int) -> str:
+    """'1.5 MiB': powers of 1024."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f} {unit}"
+    return f"{size_bytes} B"

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Plays N hosts on this machine: launch/local_cluster.sh N COMMAND...
+# Runs COMMAND as N processes that find each other, in the folder of the caller, and marks each line of output with its
+# process. The first that fails ends the others; the exit code is its own. Ctrl-C and SIGTERM are passed on. For example
+#
+#   bash launch/local_cluster.sh 2 jaxllm train configs/quickstart.yaml run.cpu_devices=4
+#
+# PYTHON and JAXLLM_VENV: see environment.sh.
+
+# shellcheck source-path=SCRIPTDIR source=environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+grace_s=10
+
+[[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || refuse "give the number of processes first, not '${1:-}': local_cluster.sh N COMMAND..."
+(($# > 1)) || refuse "local_cluster.sh $1 needs the command to run: local_cluster.sh N COMMAND..."
+count="$1"
+shift
+
+# shellcheck disable=SC2119  # "$@" is the command, not extras
+prepare_environment
+[[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"
+PATH="$(dirname "$python"):$PATH"
+cd "$caller_folder"
+
+port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
+export JAXLLM_COORDINATOR="127.0.0.1:$port" JAXLLM_NUM_PROCESSES="$count" PYTHONUNBUFFERED=1
+
+# Lives until its process has said everything, whatever signal comes.
+mark() {
+  trap '' INT TERM
+  local line
+  while IFS= read -r line || [[ -n "$line" ]]; do printf '[%s] %s\n' "$1" "$line"; done
+}
+
+# A process group each: a signal reaches what the processes start, and Ctrl-C comes through here alone.
+set -m
+pids=()
+for ((rank = 0; rank < count; rank++)); do
+  JAXLLM_PROCESS_ID="$rank" "$@" </dev/null > >(mark "$rank") 2> >(mark "$rank" >&2) &
+  pids+=($!)
+done
+set +m
+
+send() {
+  local pid
+  for pid in "${pids[@]}"; do kill -s "$1" -- "-$pid" 2>/dev/null || true; done
+}
+trap 'send INT' INT
+trap 'send TERM' TERM
+
+# Looks rather than waits: "wait -n" is not in every bash, and cannot say which process it was.
+first_code=0
+kill_at=""
+running=("${!pids[@]}")
+while ((${#running[@]})); do
+  left=()
+  for rank in "${running[@]}"; do
+    if kill -0 "${pids[rank]}" 2>/dev/null; then
+      left+=("$rank")
+      continue
+    fi
+    code=0
+    wait "${pids[rank]}" 2>/dev/null || code=$?
+    if ((code && !first_code)); then
+      first_code=$code
+      kill_at=$((SECONDS + grace_s))
+      say "process $rank failed with exit code $code; ending the others" >&2
+      send TERM
+    fi
+  done
+  running=(${left[@]+"${left[@]}"})
+  if [[ -n "$kill_at" ]] && ((SECONDS >= kill_at)); then send KILL; fi
+  ((${#running[@]} == 0)) || sleep 0.1
+done
+exit "$first_code"

@@ -1,0 +1,273 @@
+"""Several processes as several hosts: the same losses as one, checkpoints that change hands, refusals, the local launcher."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from conftest import TINY
+
+import jaxllm
+from jaxllm import cli
+from jaxllm.train.loop import fit
+
+CHECKOUT = Path(__file__).parents[1]
+LAUNCHER = CHECKOUT / "launch" / "local_cluster.sh"
+VARIABLES = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
+LIMIT_S = 300
+# Constant, so that a run of two steps sees the learning rates of one of four.
+COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "train.eval_batches=2")
+
+# Writes the initial parameters, then trains.
+PROGRAM = """
+import sys
+import jax, numpy as np
+from jax.experimental import multihost_utils
+import jaxllm
+from jaxllm.train.loop import fit
+
+config = jaxllm.load_config(sys.argv[2], sys.argv[3:])
+params = multihost_utils.process_allgather(jaxllm.Trainer(config).state.params, tiled=True)
+if jax.process_index() == 0:
+    np.savez(sys.argv[1], *jax.tree.leaves(params))
+fit(config)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(text_file, tmp_path_factory):
+    """TINY as a file."""
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
+    return path
+
+
+def environment(**variables: str) -> dict[str, str]:
+    # conftest's XLA_FLAGS come along: tiny programs compile fastest unoptimised.
+    return {**os.environ, "JAXLLM_VENV": "none", "PYTHON": sys.executable, "PYTHONPATH": str(CHECKOUT), **variables}
+
+
+def cluster(count: int, *command, **options) -> subprocess.CompletedProcess:
+    arguments = ["bash", str(LAUNCHER), str(count), *map(str, command)]
+    return subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, **options)
+
+
+def records(folder: Path, key: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    for key in ("loss", "eval_loss", "grad_norm"):
+        np.testing.assert_allclose(records(folder, key), records(reference, key), rtol=1e-6, err_msg=key)
+    assert records(folder, "step") == records(reference, "step")
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_two_processes_train_like_one_and_one_resumes_them(recipe, tmp_path):
+    mesh = ("parallel.data=2", "parallel.tensor=4", *COMMON)
+    program, initial, pair, alone = (tmp_path / name for name in ("program.py", "initial.npz", "pair", "alone"))
+    program.write_text(PROGRAM)
+    command = ("python", program, initial, recipe, "run.cpu_devices=4", *mesh, "train.steps=2", f"run.dir={pair}")
+    result = cluster(2, *command, "log.sample_tokens=2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[0] step 2/2" in result.stdout
+    assert "[0] sample:" in result.stdout
+    assert "[1] step" not in result.stdout
+
+    config = jaxllm.load_config(recipe, ["run.cpu_devices=8", *mesh, f"run.dir={alone}"])
+    expected = jax.tree.leaves(jaxllm.Trainer(config).state.params)
+    found = np.load(initial)
+    for mine, name in zip(expected, found.files, strict=True):
+        np.testing.assert_array_equal(mine, found[name])
+
+    fit(config)
+    resumed = fit(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(pair)})}))
+    assert resumed.step == 4
+    np.testing.assert_allclose(records(pair, "loss"), records(alone, "loss"), rtol=1e-6)
+    np.testing.assert_allclose(records(pair, "grad_norm"), records(alone, "grad_norm"), rtol=1e-6)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("processes", "devices", "data", "zero"),
+    [(2, 2, 2, 1), (4, 2, 4, 1), (2, 4, 2, 3), (4, 2, 4, 3), (2, 4, 8, 2)],
+    ids=lambda value: str(value),
+)
+def test_any_number_of_processes_trains_like_one(recipe, tmp_path, processes, devices, data, zero):
+    total = processes * devices
+    mesh = (f"parallel.data={data}", f"parallel.tensor={total // data}", f"parallel.zero={zero}", *COMMON)
+    for count, each, folder in ((processes, devices, "many"), (1, total, "one")):
+        result = cluster(count, "jaxllm", "train", recipe, f"run.cpu_devices={each}", *mesh, f"run.dir={folder}", cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert_same_run(tmp_path / "many", tmp_path / "one")
+
+
+@pytest.mark.launcher
+def test_processes_take_up_the_checkpoint_of_one(recipe, tmp_path):
+    """And two take up that of four, which hold the same mesh."""
+    mesh = ("parallel.data=4", "parallel.tensor=2", "parallel.zero=3", *COMMON)
+    config = jaxllm.load_config(recipe, ["run.cpu_devices=8", *mesh, "train.steps=6", f"run.dir={tmp_path / 'whole'}"])
+    fit(config)
+    half = {"train": config.train.model_copy(update={"steps": 2})}
+    fit(config.model_copy(update=half | {"run": config.run.model_copy(update={"dir": str(tmp_path / "relay")})}))
+    for count, steps in ((4, 4), (2, 6)):
+        overrides = (f"run.cpu_devices={8 // count}", *mesh, f"train.steps={steps}", "run.dir=relay")
+        result = cluster(count, "jaxllm", "train", recipe, *overrides, cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert f"[0] resumed from step {steps - 2}" in result.stdout
+    np.testing.assert_allclose(records(tmp_path / "relay", "loss"), records(tmp_path / "whole", "loss"), rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (("host:29500", None, None), "JAXLLM_COORDINATOR is set, but not JAXLLM_NUM_PROCESSES and JAXLLM_PROCESS_ID"),
+        ((None, "2", "0"), "JAXLLM_NUM_PROCESSES and JAXLLM_PROCESS_ID are set, but not JAXLLM_COORDINATOR: set all of"),
+        (("host", "2", "0"), "JAXLLM_COORDINATOR=host has no port: write host:port"),
+        (("host:http", "2", "0"), "JAXLLM_COORDINATOR=host:http has no port"),
+        (("host:29500", "two", "0"), "JAXLLM_NUM_PROCESSES=two is not valid: it should be a whole number of at least 1"),
+        (("host:29500", "0", "0"), "JAXLLM_NUM_PROCESSES=0 is not valid"),
+        (("host:29500", "2", "-1"), "JAXLLM_PROCESS_ID=-1 is not valid: it should be a whole number of at least 0"),
+        (
+            ("host:29500", "2", "2"),
+            "JAXLLM_PROCESS_ID=2 is not below JAXLLM_NUM_PROCESSES=2: processes are numbered from 0 to 1",
+        ),
+        # What can be known at once is in order: then it is JAX of this test that is in the way.
+        (("host:29500", "2", "1"), "JAXLLM_COORDINATOR is set, but JAX already runs alone in this process"),
+    ],
+)
+def test_variables_that_make_no_sense(values, sentence, recipe, tmp_path, monkeypatch, capsys):
+    jax.devices()
+    for name, value in zip(VARIABLES, values, strict=True):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["jaxllm", "train", str(recipe), f"run.dir={tmp_path}"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
+def process(recipe, folder, port: int, rank: int, *overrides: str, **variables: str) -> subprocess.Popen:
+    place = zip(VARIABLES, (f"127.0.0.1:{port}", "2", str(rank)), strict=True)
+    command = [sys.executable, "-m", "jaxllm.cli", "train", recipe, "run.cpu_devices=1", f"run.dir={folder}", *overrides]
+    return subprocess.Popen(
+        command, env=environment(**dict(place), **variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def refusal(process: subprocess.Popen) -> str:
+    _, error = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2, error
+    (line,) = (line for line in error.splitlines() if line.startswith("jaxllm: "))
+    assert "Traceback" not in error
+    return line
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_taken_port_is_refused(recipe, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = refusal(process(recipe, tmp_path, port, 0))
+    assert f"Port {port} of JAXLLM_COORDINATOR is taken on this host: choose another" in line
+
+
+def test_missing_processes_are_refused_after_the_time_limit(recipe, tmp_path, port):
+    limit = {"JAXLLM_START_TIMEOUT_S": "2"}
+    line = refusal(process(recipe, tmp_path, port, 1, **limit))
+    assert f"Process 1 cannot reach process 0 at 127.0.0.1:{port} after 2 s (Connection refused): start it there" in line
+    line = refusal(process(recipe, tmp_path, port, 0, **limit))
+    assert f"Not all of the 2 processes met at 127.0.0.1:{port} within 2 s: start the missing ones" in line
+
+
+def test_different_configs_are_refused(recipe, tmp_path, port):
+    pair = [process(recipe, tmp_path, port, 0), process(recipe, tmp_path, port, 1, "train.seed=1")]
+    for line in map(refusal, pair):
+        assert "different configs: train.seed of process 1 is not that of process 0" in line
+
+
+# ------------------------------------------------------------------------------------------------------------- launcher
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ((), "number of processes first, not ''"),
+        (("jaxllm", "train"), "number of processes first, not 'jaxllm'"),
+        (("0", "true"), "not '0'"),
+        (("2",), "local_cluster.sh 2 needs the command"),
+    ],
+)
+def test_usage_is_refused_in_a_sentence(arguments, hint):
+    result = subprocess.run(["bash", LAUNCHER, *arguments], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert hint in line
+
+
+def test_lines_are_marked_and_processes_placed(tmp_path):
+    words = 'echo "$JAXLLM_PROCESS_ID of $JAXLLM_NUM_PROCESSES in $PWD"; echo "$JAXLLM_COORDINATOR" >&2; printf end'
+    result = cluster(3, "bash", "-c", words, cwd=tmp_path)
+    assert result.returncode == 0
+    expected = [line for rank in range(3) for line in (f"[{rank}] {rank} of 3 in {tmp_path}", f"[{rank}] end")]
+    assert sorted(result.stdout.splitlines()) == sorted(expected)
+    coordinators = {line.split()[1] for line in result.stderr.splitlines()}
+    assert len(coordinators) == 1
+    assert coordinators.pop().startswith("127.0.0.1:")
+
+
+def test_the_first_failure_ends_the_others():
+    started = time.monotonic()
+    result = cluster(
+        3, "bash", "-c", '((JAXLLM_PROCESS_ID != 1)) || { echo bad; exit 7; }; trap "exit 5" TERM; sleep 60 & wait'
+    )
+    assert result.returncode == 7
+    assert result.stdout.splitlines() == ["[1] bad"]
+    assert "process 1 failed with exit code 7" in result.stderr
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 11), (signal.SIGTERM, 12)])
+def test_signals_are_passed_on(number, code):
+    words = 'trap "echo int; exit 11" INT; trap "echo term; exit 12" TERM; echo ready; while :; do sleep 0.1; done'
+    with subprocess.Popen(
+        ["bash", LAUNCHER, "2", "bash", "-c", words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        ready = {launcher.stdout.readline() for _ in range(2)}
+        assert ready == {"[0] ready\n", "[1] ready\n"}
+        launcher.send_signal(number)
+        out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == code
+    word = {11: "int", 12: "term"}[code]
+    assert sorted(out.splitlines()) == [f"[0] {word}", f"[1] {word}"]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+def test_shellcheck_finds_nothing():
+    result = subprocess.run(["shellcheck", "-x", LAUNCHER], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
