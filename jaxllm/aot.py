@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.mesh import batch_sharding, make_mesh
-from jaxllm.parallel.parallelize import parallelize
-from jaxllm.train.optimizer import make_learning_rate, make_optimizer
-from jaxllm.train.state import TrainState, state_shardings
-from jaxllm.train.step import make_train_step
+from jaxllm.mesh import batch_sharding, make_mesh, replicated
+from jaxllm.train.build import build_training
 
 # XLA's GpuTargetConfigProto. Sizes from NVIDIA's H100 SXM5 data sheet and CUDA's limits for compute capability 9.0. The memory
 # is far larger than the real 80 GB, so that XLA says what the program wants: near capacity it starts to rematerialise.
@@ -62,17 +58,16 @@ def gpu_devices(hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:
     return topologies.get_topology_desc(platform="cuda", target_config=H100_TARGET, topology=topology).devices
 
 
-def compile_step(config: Config, devices: Sequence[jax.Device]) -> Any:
-    """The compiled train step (jax.stages.Compiled) of `config` on `devices`. Nothing is computed, no array is made."""
+def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+    """The compiled train step of `config` on `devices`. Nothing is computed, no array is made."""
+    return lower_step(config, devices).compile()
+
+
+def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
+    """The train step as handed to XLA."""
     config = config.resolve(len(devices))
     mesh = make_mesh(config.parallel, devices)
-    functions = parallelize(config, mesh)
-    optimizer = make_optimizer(config, functions.table)
-    shardings = state_shardings(functions, optimizer, mesh)
-
-    def create():
-        params = functions.initialize(jax.random.key(0))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    training = build_training(config, mesh)
 
     def placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -81,9 +76,8 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> Any:
     shape = (M, config.train.global_batch_sequences // M, config.train.sequence_length)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "mask": jnp.bool_}
     batch = {name: placed(jax.ShapeDtypeStruct(shape, dtype), batch_sharding(mesh)) for name, dtype in dtypes.items()}
-    step = make_train_step(functions.value_and_grad, optimizer, make_learning_rate(config), config.optimizer.clip_norm)
     platform = "cpu" if devices[0].platform == "cpu" else "cuda"
     with jax.set_mesh(mesh):
-        state = jax.tree.map(placed, jax.eval_shape(create), shardings)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        return jitted.trace(state, batch).lower(lowering_platforms=(platform,)).compile()
+        state = jax.tree.map(placed, jax.eval_shape(training.create, 0), training.shardings)
+        jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, replicated(mesh)))
+        return jitted.trace(state, batch).lower(lowering_platforms=(platform,))

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 AUTO = "auto"
@@ -163,6 +165,11 @@ class DataConfig(Section):
     """Files or glob patterns (** for folders), for source=files."""
     held_out_fraction: Fraction = 0.05
 
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, paths: Any):
+        return (paths,) if isinstance(paths, str) else paths
+
     @model_validator(mode="after")
     def _check(self):
         if self.source == "files":
@@ -183,8 +190,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to it; null: never."""
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
     epsilon: PositiveFloat = 1e-8
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: half a cosine, a line, or (wsd) constant and then a line over the last decay_tokens."""
@@ -202,7 +209,7 @@ class TrainConfig(Section):
     """Sequences of one optimizer step, over all devices."""
     microbatch_sequences: PositiveInt | None = None
     """Sequences one data rank computes at once; default: its whole share, one microbatch a step."""
-    seed: Count = 0
+    seed: Seed = 0
     init_from: str | None = None
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4); the reported loss leaves it out."""
@@ -288,13 +295,19 @@ class Config(Section):
                 )
         if parallel.data != AUTO:
             self.num_microbatches  # noqa: B018  # raises if the batch does not divide
-        if self.optimizer.warmup_tokens + (self.optimizer.decay_tokens or 0) > tokens:
+        decay_tokens = self.optimizer.decay_tokens or (tokens // 5 if self.optimizer.schedule == "wsd" else 0)
+        if self.optimizer.warmup_tokens + decay_tokens > tokens:
             raise refuse(
                 f"optimizer.warmup_tokens + decay_tokens exceed the {tokens} tokens of the whole run "
                 f"(train.steps x global_batch_sequences x sequence_length): lower them or train longer."
             )
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
             raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
+        if self.data.held_out_fraction == 0 and (train.eval_every_steps or self.log.baselines):
+            raise refuse(
+                "train.eval_every_steps and log.baselines need held-out text: "
+                "set data.held_out_fraction above 0 or remove them."
+            )
         if self.log.profile_steps and not 1 <= self.log.profile_steps[0] <= self.log.profile_steps[1] <= train.steps:
             raise refuse(f"log.profile_steps={list(self.log.profile_steps)} is not [first, last] within 1..{train.steps}.")
         return self
@@ -404,7 +417,8 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
       ConfigError: one sentence that names the key and what to change.
     """
     values = _read_yaml(Path(path)) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
-    values = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
+    # A section whose keys are all commented out is None in YAML.
+    values = {section: dict(keys) if isinstance(keys, Mapping) else keys or {} for section, keys in values.items()}
     for override in overrides:
         _apply(override, values)
     model = values.get("model")

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ from jaxllm.config import Config, ConfigError, RunConfig
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
 START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
 DEFAULT_START_TIMEOUT_S = 300
+log = logging.getLogger(__name__)
+
 FAREWELL_MS = 2000
 """How long a process that failed waits for the others to fail too, so that all can say why."""
 
@@ -62,7 +65,7 @@ def start(run: RunConfig) -> None:
       ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; the JAXLLM_* variables make no sense;
         the coordinator's port is taken, or it cannot be reached in time.
     """
-    xla_flags.apply(run)
+    late_flags = xla_flags.apply(run)
     cluster = cluster_from_environment()
     if _already_started():
         if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
@@ -72,12 +75,17 @@ def start(run: RunConfig) -> None:
             )
         if cluster and not jax.distributed.is_initialized():
             raise ConfigError(f"{COORDINATOR} is set, but JAX already runs alone in this process: start a new one.")
+        if late_flags and run.deterministic:
+            raise ConfigError(
+                "run.deterministic=true comes too late, JAX already runs: start a new process (restart the kernel)."
+            )
+        if late_flags:
+            log.warning("JAX ran before jaxllm could set %s: make the first Trainer in a fresh process.", " ".join(late_flags))
         return
-    if run.cpu_devices is None and not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver():
-        # Where the CUDA plugin is installed to compile for GPUs elsewhere, trying it here would fail with a page of errors.
+    # Where the CUDA plugin is installed to compile for GPUs elsewhere, trying it here would fail with a page of errors.
+    if run.cpu_devices is not None or (not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()):
         jax.config.update("jax_platforms", "cpu")
     if run.cpu_devices is not None:
-        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
     if cluster and not jax.distributed.is_initialized():
         _join(cluster)
@@ -125,19 +133,31 @@ def require_same_config(config: Config) -> None:
     Raises:
       ConfigError: on all processes, if one differs; names these processes and the keys.
     """
+    _compare(config.model_dump_json(), _verdict)
+
+
+def require_same(text: str, otherwise: str) -> None:
+    """Compares a text over all processes; every process must call it.
+
+    Raises:
+      ConfigError: on all processes, if one differs: "Process 1 and process 0 " and `otherwise`.
+    """
+    _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}." if different else "")
+
+
+def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
+    """Raises ConfigError everywhere unless verdict_on(text of process 0, differing texts by process) is empty."""
     if not jax.distributed.is_initialized():
         return
     client, rank, count = _client(), jax.process_index(), jax.process_count()
     # A value can be set once: every comparison has its own folder.
-    folder, limit_ms = f"jaxllm/config/{next(_comparisons)}", DEFAULT_START_TIMEOUT_S * 1000
-    here = config.model_dump_json()
+    folder, limit_ms = f"jaxllm/same/{next(_comparisons)}", DEFAULT_START_TIMEOUT_S * 1000
     if rank > 0:
         client.key_value_set(f"{folder}/{rank}", here)
     else:
         texts = {other: client.blocking_key_value_get(f"{folder}/{other}", limit_ms) for other in range(1, count)}
-        client.key_value_set(
-            f"{folder}/verdict", _verdict(here, {other: text for other, text in texts.items() if text != here})
-        )
+        different = {other: text for other, text in texts.items() if text != here}
+        client.key_value_set(f"{folder}/verdict", verdict_on(here, different))
     if verdict := client.blocking_key_value_get(f"{folder}/verdict", limit_ms):
         raise ConfigError(verdict)
 

@@ -125,6 +125,9 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
                 master = list(compute)
                 master[dim] = ZERO_AXES
                 return Layout(compute, PartitionSpec(*master), dim)
+    if len(parameter.dims) - ("layers" in parameter.dims) == 1:
+        # A norm's scale: a few kilobytes, replicated rather than a reason to refuse the mesh.
+        return Layout(compute, compute, None)
     raise ConfigError(
         f"Parameter {parameter.path} with dims {parameter.dims} and shape {parameter.shape} has no dim that divides over "
         f"data x context = {ranks}, as parallel.zero={parallel.zero} needs; set parallel.zero=0 or use fewer data ranks."

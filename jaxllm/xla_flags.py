@@ -24,13 +24,16 @@ CPU_FLAGS = {
 DETERMINISTIC_GPU_FLAGS = {"xla_gpu_deterministic_ops": "true"}
 
 
-def apply(run: RunConfig) -> None:
-    """Puts the flags of this run into XLA_FLAGS. What the user set there wins. Must run before JAX starts a device."""
+def apply(run: RunConfig) -> list[str]:
+    """Puts the flags of this run into XLA_FLAGS; returns those that were not there. What the user set there wins. Once JAX has
+    started a device they have no effect.
+    """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
     given = os.environ.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+    return added
 
 
 @functools.cache

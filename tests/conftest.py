@@ -6,6 +6,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from tiny import TINY
 
 from jaxllm import xla_flags
 from jaxllm.config import Config, RunConfig, load_config
@@ -18,20 +19,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     xla_flags.apply(RunConfig(cpu_devices=NUM_DEVICES))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-TINY = {
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "vocab_size": 256,
-        "compute_dtype": "float32",
-    },
-    "train": {"steps": 4, "sequence_length": 16, "global_batch_sequences": 8},
-    "data": {"source": "files"},
-}
 
 
 @pytest.fixture(scope="session")

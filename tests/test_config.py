@@ -36,6 +36,9 @@ REFUSALS = {
         "parallel.data=4",
         "train.microbatch_sequences=3",
     ): "train.global_batch_sequences=16 does not divide into data ranks x microbatch = 4 x 3 = 12: use 12 or 24",
+    ("train.seed=4294967296",): "train.seed=4294967296 is not valid: it should be less than 2147483648.",
+    ("optimizer.beta2=1.0",): "optimizer.beta2=1.0 is not valid: it should be less than 1.",
+    ("data.held_out_fraction=0", "log.baselines=true"): "need held-out text: set data.held_out_fraction above 0",
     ("data.source=files",): "data.source=files needs data.paths: give files or glob patterns.",
     ("data.source=files", "data.paths=[nope/*.txt]"): "data.paths: no file matches 'nope/*.txt'",
     ("data.paths=[x]",): "data.paths is read only with data.source=files",
@@ -53,6 +56,12 @@ def test_refusal_says_what_to_change(overrides):
         load_config(BASE, overrides)
     assert REFUSALS[overrides] in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_one_path_is_a_list_of_one_and_an_empty_section_is_its_defaults():
+    config = load_config({**BASE, "parallel": None}, ["data.source=files", f"data.paths={__file__}"])
+    assert config.data.paths == (__file__,)
+    assert config.parallel.zero == 1
 
 
 def test_missing_sizes_and_sections_are_named():

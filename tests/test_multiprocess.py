@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from conftest import TINY
+from tiny import TINY
 
 import jaxllm
 from jaxllm import cli

@@ -14,10 +14,8 @@ from rich.console import Console
 
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.mesh import make_mesh
-from jaxllm.parallel.parallelize import parallelize
 from jaxllm.report import inspect_config, render
-from jaxllm.train.optimizer import make_optimizer
-from jaxllm.train.state import create_state, state_shardings
+from jaxllm.train.build import build_training
 
 ROOT = config_folder().parent
 PUBLISHED = {"train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 128, "microbatch_sequences": 1}}
@@ -71,9 +69,8 @@ def test_bytes_are_those_of_live_arrays(tiny_config, level, data, tensor, kv_hea
     report = inspect_config(config)
     mesh = make_mesh(config.parallel)
     with jax.set_mesh(mesh):
-        functions = parallelize(config, mesh)
-        optimizer = make_optimizer(config, functions.table)
-        state = create_state(config, functions, optimizer, state_shardings(functions, optimizer, mesh))
+        training = build_training(config, mesh)
+        functions, state = training.functions, training.create_state(0)
     held = report.bytes_per_device
     assert held.master == bytes_on_first_device(state.params)
     assert held.moments == bytes_on_first_device(state.opt_state) == 2 * held.master

@@ -49,10 +49,14 @@ def cudnn_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS=None) -> Float[Array, "B
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
 
 
-def why_not_cudnn(model: ModelConfig, platform: str) -> str | None:
-    """The reason cuDNN attention cannot run this model on this platform ('gpu', 'cpu'), or None."""
-    if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU and this is {platform}"
+def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
+    """The reason cuDNN attention cannot run this model on this device, or None."""
+    if device.platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU and this is {device.platform}"
+    # Descriptions of devices that are not there may not say.
+    capability = getattr(device, "compute_capability", None)
+    if capability is not None and float(capability) < 8.0:
+        return f"it needs Ampere (compute capability 8.0) or newer and {device.device_kind} has {capability}"
     if model.compute_dtype != "bfloat16":
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
     if model.head_dim % 8 or model.head_dim > 128:
@@ -60,17 +64,17 @@ def why_not_cudnn(model: ModelConfig, platform: str) -> str | None:
     return None
 
 
-def choose_attention(model: ModelConfig, platform: str) -> Attend:
-    """The function `model.attention` names, on 'gpu' or 'cpu'.
+def choose_attention(model: ModelConfig, device: jax.Device) -> Attend:
+    """The function `model.attention` names, on this kind of device.
 
     Raises:
       ConfigError: cudnn was asked for by name and cannot run here. Only `auto` may fall back, and says so.
     """
-    reason = why_not_cudnn(model, platform)
+    reason = why_not_cudnn(model, device)
     if model.attention == "cudnn" and reason:
         raise ConfigError(f"model.attention=cudnn cannot run here, because {reason}: set model.attention=auto or xla.")
     if model.attention == "xla" or reason:
-        if model.attention == "auto" and platform != "cpu":
+        if model.attention == "auto" and device.platform != "cpu":
             log.warning("model.attention=auto takes xla, not cudnn: %s.", reason)
         return xla_attention
     return cudnn_attention

@@ -63,9 +63,9 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
 
     sizes = axis_sizes(parallel)
     ranks = sizes[DATA] * sizes[CONTEXT]
-    attend = attend_per_tensor_rank(choose_attention(model, mesh.devices.flat[0].platform), model.num_kv_heads, sizes[TENSOR])
+    attend = attend_per_tensor_rank(choose_attention(model, mesh.devices.flat[0]), model.num_kv_heads, sizes[TENSOR])
     ops = Ops(attend=attend, look_up=look_up_over_tensor(sizes[TENSOR]), constrain=constrainer(sizes))
-    remat = POLICIES[parallel.remat]
+    remat = partial(POLICIES[parallel.remat], in_loop=model.scan_layers and model.num_layers > 1)
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
     level = parallel.zero if ranks > 1 else 0
     unroll = 1 if model.scan_layers else True

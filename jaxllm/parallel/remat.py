@@ -10,19 +10,19 @@ from jaxllm.model.layers import MATMUL_OUTPUTS
 from jaxllm.model.llama import BlockFunction
 
 
-def _none(block: BlockFunction) -> BlockFunction:
-    return block
+def _keep(policy: Callable) -> Callable[[BlockFunction, bool], BlockFunction]:
+    def remat(block: BlockFunction, in_loop: bool) -> BlockFunction:
+        # In a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, and keep everything after all.
+        return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
+
+    return remat
 
 
-def _selective(block: BlockFunction) -> BlockFunction:
-    # A plain JAX block keeps about 67 bytes per token and unit of width (norms, SiLU and casts keep theirs): the tagged
-    # matmul outputs are a third of that, and what is between them is cheap to compute again.
-    return jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*MATMUL_OUTPUTS), prevent_cse=False)
-
-
-def _full(block: BlockFunction) -> BlockFunction:
-    return jax.checkpoint(block, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-
-
-# prevent_cse=False: the block runs in a scan, whose forward and backward loops XLA cannot merge anyway.
-POLICIES: dict[str, Callable[[BlockFunction], BlockFunction]] = {"none": _none, "selective": _selective, "full": _full}
+POLICIES: dict[str, Callable[[BlockFunction, bool], BlockFunction]] = {
+    "none": lambda block, in_loop: block,
+    # A plain JAX block keeps about 67 bytes per token and unit of width (norms, SiLU and casts keep theirs): the tagged matmul
+    # outputs are a third of that, and what is between them is cheap to compute again, but for the attention kernel itself.
+    "selective": _keep(jax.checkpoint_policies.save_only_these_names(*MATMUL_OUTPUTS)),
+    "full": _keep(jax.checkpoint_policies.nothing_saveable),
+}
+"""name -> function (block, whether it runs in a loop of several turns) -> block."""

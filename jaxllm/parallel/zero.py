@@ -123,16 +123,21 @@ def manual_spec(spot: Layout) -> P:
 
 def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
     def local(weights):
-        return jax.tree.map(lambda w, spot: jax.lax.all_gather(w, ZERO_AXES, axis=spot.zero_dim, tiled=True), weights, layouts)
+        def one(w, spot):
+            return w if spot.zero_dim is None else jax.lax.all_gather(w, ZERO_AXES, axis=spot.zero_dim, tiled=True)
+
+        return jax.tree.map(one, weights, layouts)
 
     return partial(_per_tensor_rank, local, layouts)
 
 
 def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
-    """Sums over the ranks in float32; each keeps its share."""
+    """Sums over the ranks in float32; each keeps its share, or all of what is not shared out."""
 
     def local(gradients):
         def one(g, spot):
+            if spot.zero_dim is None:
+                return jax.lax.psum(g.astype(jnp.float32), ZERO_AXES)
             return jax.lax.psum_scatter(g.astype(jnp.float32), ZERO_AXES, scatter_dimension=spot.zero_dim, tiled=True)
 
         return jax.tree.map(one, gradients, layouts)
@@ -153,4 +158,5 @@ def _has_tensor(entry: Any) -> bool:
 
 
 def _without_layer_dim(spot: Layout) -> Layout:
-    return Layout(P(*spot.compute[1:]), P(*spot.master[1:]), spot.zero_dim - 1)
+    zero_dim = None if spot.zero_dim is None else spot.zero_dim - 1
+    return Layout(P(*spot.compute[1:]), P(*spot.master[1:]), zero_dim)

@@ -17,6 +17,7 @@ from jaxllm import distributed
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
+from jaxllm.model.attention import choose_attention
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.train.checkpoint import Checkpoints
@@ -41,16 +42,19 @@ def fit(config: Config) -> Trainer:
         stack.callback(checkpoints.close)
         announce(console, trainer)
         if checkpoints.latest_step is not None:
+            require_same_run(folder, config)
             trainer.restore(checkpoints)
             console.say(f"resumed from step {trainer.step} in {folder}")
-        sinks = open_sinks(config) if distributed.is_main_process() else []
+        first = trainer.step
+        if first >= config.train.steps:
+            console.say(f"nothing to train: train.steps={config.train.steps}")
+        sinks = open_sinks(config, first) if distributed.is_main_process() else []
         for sink in sinks:
             stack.callback(sink.close)
         if distributed.is_main_process():
             (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         train(trainer, checkpoints, console, sinks)
-        if config.data.held_out_fraction > 0:
-            conclude(trainer, console, sinks)
+        conclude(trainer, console, sinks if trainer.step > first else [])
         console.say(f"run directory {folder}")
     return trainer
 
@@ -65,6 +69,27 @@ def make_run_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written: choose another folder ({error.strerror}).") from None
     return folder
+
+
+def require_same_run(folder: Path, config: Config) -> None:
+    """Refuses to go on with a run under a config that would change its model, its text or where each step reads.
+
+    Raises:
+      ConfigError: names the first such key, with both values.
+    """
+    file = folder / "config.yaml"
+    if not file.exists():
+        return
+    before, now = yaml.safe_load(file.read_text()), config.model_dump(mode="json")
+    free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype")}
+    keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
+    keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
+    for section, key in keys:
+        old, new = before.get(section, {}).get(key), now[section][key]
+        if old != new:
+            raise ConfigError(
+                f"{folder} holds a run with {section}.{key}={old}, not {new}: go on with that value, or choose another run.dir."
+            )
 
 
 def train(trainer: Trainer, checkpoints: Checkpoints, console: Console, sinks: list[Sink]) -> None:
@@ -84,7 +109,7 @@ def train(trainer: Trainer, checkpoints: Checkpoints, console: Console, sinks: l
 
     started = time.perf_counter()
     while trainer.step < config.train.steps:
-        with profile(config, trainer.step + 1):
+        with profile(config, trainer.step + 1, first + 1):
             publish(trainer.advance())
             if trainer.compile_s is not None and trainer.step == first + 1:
                 console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
@@ -93,13 +118,13 @@ def train(trainer: Trainer, checkpoints: Checkpoints, console: Console, sinks: l
             evaluates = not last and is_multiple(step, config.train.eval_every_steps)
             if saves or evaluates or ends_profile(config, step):
                 publish(trainer.finish())
+        if saves:
+            checkpoints.save(step, trainer.state)
         if evaluates:
             loss, _ = trainer.evaluate(config.train.eval_batches)
             for sink in sinks:
                 sink.write({"step": step, "eval_loss": loss})
             console.say(f"step {step}  held-out loss {loss:.4f}")
-        if saves:
-            checkpoints.save(step, trainer.state)
     if trainer.step > first:
         console.say(f"trained {trainer.step - first} steps in {time.perf_counter() - started:.0f} s")
 
@@ -114,20 +139,22 @@ def announce(console: Console, trainer: Trainer) -> None:
         f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
     )
-    console.say(trainer.corpus.description)
+    attention = choose_attention(config.model, devices.flat[0]).__name__.removesuffix("_attention")
+    console.say(f"attention {attention}; remat {config.parallel.remat}; {trainer.corpus.description}")
 
 
 def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
     """Held-out loss over all held-out bytes, n-gram baselines on the same split, and a sample."""
     corpus = trainer.corpus
-    loss, scored = trainer.evaluate()
-    for sink in sinks:
-        sink.write({"step": trainer.step, "eval_loss": loss})
-    for order, name in ((2, "bigrams"), (3, "trigrams")) if trainer.config.log.baselines else ():
-        baseline = ngram_baseline(corpus.train, corpus.held_out, order)
-        console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
-    console.say(f"{scored:,} held-out bytes in {corpus.held_out_files} files")
-    console.say(f"held-out loss {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits)")
+    if corpus.held_out.size > 1:
+        loss, scored = trainer.evaluate()
+        for sink in sinks:
+            sink.write({"step": trainer.step, "eval_loss": loss})
+        for order, name in ((2, "bigrams"), (3, "trigrams")) if trainer.config.log.baselines else ():
+            baseline = ngram_baseline(corpus.train, corpus.held_out, order)
+            console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
+        console.say(f"{scored:,} held-out bytes in {corpus.held_out_files} files")
+        console.say(f"held-out loss {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits)")
     if length := trainer.config.log.sample_tokens:
         prompt = np.frombuffer(SAMPLE_PROMPT, np.uint8)
         new = sample(trainer.model, prompt, length, window=trainer.config.train.sequence_length)
@@ -138,10 +165,10 @@ def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
 
 
 @contextmanager
-def profile(config: Config, step: int):
-    """Traces steps log.profile_steps = [first, last] into run.dir/profile."""
+def profile(config: Config, step: int, first_step: int):
+    """Traces steps log.profile_steps = [first, last] into run.dir/profile; from `first_step` where a run resumes in between."""
     span = config.log.profile_steps
-    if span and step == span[0]:
+    if span and step == max(span[0], first_step) and step <= span[1]:
         jax.profiler.start_trace(str(Path(config.run.dir) / "profile"))
     yield
     if ends_profile(config, step):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -19,13 +21,23 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One object per line, flushed, appended to what an earlier start of the run wrote."""
+    """One object per line, flushed, after those an earlier start of the run wrote for steps up to `last_step`.
 
-    def __init__(self, path: Path):
+    Lines of later steps, which will be done again, go to a file beside it: metrics-1.jsonl and so on.
+    """
+
+    def __init__(self, path: Path, last_step: int):
+        before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in before if _step_of(line) <= last_step]
+        if len(kept) < len(before):
+            path.rename(next(aside for n in itertools.count(1) if not (aside := path.with_stem(f"{path.stem}-{n}")).exists()))
+            path.write_text("".join(kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        # JSON has no NaN or infinity: null.
+        finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -58,15 +70,27 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_sinks(config: Config) -> list[Sink]:
-    """The sinks a config asks for; the run directory must exist. Raises ConfigError where a package is missing."""
+def open_sinks(config: Config, last_step: int) -> list[Sink]:
+    """The sinks a config asks for, for a run that goes on after `last_step`; the run directory must exist.
+
+    Raises:
+      ConfigError: a package is missing.
+    """
     folder = Path(config.run.dir)
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", last_step)]
     if config.log.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard"))
     if config.log.wandb_project:
         sinks.append(WeightsAndBiases(config.log.wandb_project, config))
     return sinks
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinity for one that a crash cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf
 
 
 def _require(module: str, key: str, extra: str):

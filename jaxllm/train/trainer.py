@@ -25,12 +25,10 @@ from jaxllm.data.loader import Prefetcher, WindowLoader, held_out_batches
 from jaxllm.data.sources import load_corpus
 from jaxllm.mesh import batch_sharding, make_mesh, replicated
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.parallelize import merge_model, parallelize
+from jaxllm.parallel.parallelize import merge_model
+from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import Record
-from jaxllm.train.optimizer import make_learning_rate, make_optimizer
-from jaxllm.train.state import create_state, state_shardings
-from jaxllm.train.step import make_train_step
 
 log = logging.getLogger(__name__)
 
@@ -54,23 +52,21 @@ class Trainer:
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
         self.corpus = load_corpus(config.data)
+        # The description ends in a digest of the text.
+        distributed.require_same(self.corpus.description, "read different text; give all hosts the same files and Python")
         self._loader = WindowLoader(self.corpus.train, config.train.sequence_length, config.train.seed)
         self.mesh = make_mesh(config.parallel)
+        training = build_training(config, self.mesh)
+        self.parallelized, self.shardings = training.functions, training.shardings
         with jax.set_mesh(self.mesh):
-            self.parallelized = parallelize(config, self.mesh)
-            optimizer = make_optimizer(config, self.parallelized.table)
-            self.shardings = state_shardings(self.parallelized, optimizer, self.mesh)
-            self.state = create_state(config, self.parallelized, optimizer, self.shardings)
+            self.state = training.create_state(config.train.seed)
         self.step = 0
         self.compile_s: float | None = None
         self.traces = 0
-        train_step = make_train_step(
-            self.parallelized.value_and_grad, optimizer, make_learning_rate(config), config.optimizer.clip_norm
-        )
 
         def counted(state, batch):
             self.traces += 1
-            return train_step(state, batch)
+            return training.step(state, batch)
 
         # Numbers lie on every device, so that every process can read them.
         everywhere = replicated(self.mesh)
@@ -133,7 +129,11 @@ class Trainer:
     def restore(self, checkpoints: Checkpoints) -> None:
         """Takes up the newest saved state; data goes on from its step."""
         self.close()
-        self.state = checkpoints.restore(self.state)
+        self._pending = self._last_finish_s = None
+        layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        # Two states would not fit where one does.
+        jax.tree.map(lambda x: x.delete(), self.state)
+        self.state = checkpoints.restore(layout)
         self.step = int(self.state.step)
 
     # ---------------------------------------------------------------------------------------------------------------- data

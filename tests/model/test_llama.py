@@ -152,21 +152,35 @@ def test_llama3_scaling_stretches_slow_pairs_only(tiny_config):
     assert ((after < before) & (after > before / 8))[between].all()
 
 
+class Device:
+    """As much of a jax.Device as the choice of a kernel looks at."""
+
+    def __init__(self, platform, compute_capability=None):
+        self.platform, self.device_kind = platform, f"some {platform}"
+        if compute_capability:
+            self.compute_capability = compute_capability
+
+
+CPU, HOPPER, TURING = Device("cpu"), Device("gpu", "9.0"), Device("gpu", "7.5")
+
+
 def test_a_named_kernel_that_cannot_run_is_an_error(tiny_config):
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot run here, because it needs an NVIDIA GPU"):
-        choose_attention(tiny_config("model.attention=cudnn").model, "cpu")
+        choose_attention(tiny_config("model.attention=cudnn").model, CPU)
     with pytest.raises(ConfigError, match=r"model.compute_dtype is float32"):
-        choose_attention(tiny_config("model.attention=cudnn").model, "gpu")
+        choose_attention(tiny_config("model.attention=cudnn").model, HOPPER)
+    with pytest.raises(ConfigError, match=r"needs Ampere .* and some gpu has 7.5"):
+        choose_attention(tiny_config("model.attention=cudnn").model, TURING)
     with pytest.raises(ConfigError, match=r"cannot mask packed documents"):
         cudnn_attention(None, None, None, jnp.zeros((1, 1), jnp.int32))
 
 
 def test_only_auto_falls_back_and_says_so(tiny_config, caplog):
-    assert choose_attention(tiny_config().model, "cpu") is xla_attention
+    assert choose_attention(tiny_config().model, CPU) is xla_attention
     assert not caplog.records
-    assert choose_attention(tiny_config().model, "gpu") is xla_attention
+    assert choose_attention(tiny_config().model, HOPPER) is xla_attention
     assert "takes xla, not cudnn: it computes in bfloat16" in caplog.text
-    assert choose_attention(tiny_config("model.compute_dtype=bfloat16").model, "gpu") is cudnn_attention
+    assert choose_attention(tiny_config("model.compute_dtype=bfloat16").model, HOPPER) is cudnn_attention
 
 
 def test_the_program_does_not_grow_with_depth(tiny_config):

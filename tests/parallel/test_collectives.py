@@ -7,11 +7,12 @@ import math
 import jax
 import pytest
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
 from jaxllm.hlo import Module
-from jaxllm.mesh import axis_sizes
+from jaxllm.mesh import axis_sizes, make_mesh
 from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.plan.flops import parameter_count
+from jaxllm.train.build import build_training
 
 L, M, DEVICES = 4, 4, 8
 SIZES = (
@@ -191,3 +192,26 @@ def test_gradients_and_weights_fall_with_the_level(gpu_step):
     # In exchange both keep a layer or two of gradients and, at level 3, of weights.
     assert one - two > 4 * parameters * spared - 3 * 4 * layer
     assert two - three > 2 * parameters * spared - 3 * 2 * layer - 2 * 2048 * 512 * 2
+
+
+def test_the_state_is_born_in_shares(tiny_config):
+    """No device computes more than its share of the initial state, and a little for the random numbers."""
+    config = tiny_config(*SIZES, "parallel.zero=1", "parallel.data=8", "train.global_batch_sequences=8").resolve(DEVICES)
+    mesh = make_mesh(config.parallel)
+    training = build_training(config, mesh)
+    with jax.set_mesh(mesh):
+        memory = jax.jit(training.create, out_shardings=training.shardings).lower(0).compile().memory_analysis()
+    share = 12 * parameter_count(config.model) // DEVICES
+    assert memory.output_size_in_bytes == pytest.approx(share, rel=0.01)
+    assert memory.temp_size_in_bytes < share
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_step_does_not_grow_with_depth(tiny_config, zero):
+    """HLO of the train step with 32 layers is within 5% of that with 4."""
+
+    def size(layers):
+        config = tiny_config(f"model.num_layers={layers}", f"parallel.zero={zero}")
+        return len(lower_step(config, jax.devices()).as_text())
+
+    assert size(32) == pytest.approx(size(4), rel=0.05)

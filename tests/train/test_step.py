@@ -6,22 +6,17 @@ import numpy as np
 import pytest
 
 from jaxllm.mesh import make_mesh
-from jaxllm.parallel.parallelize import parallelize
+from jaxllm.train.build import build_training
 from jaxllm.train.optimizer import clip_by_norm, make_learning_rate, make_optimizer
-from jaxllm.train.state import create_state, state_shardings
-from jaxllm.train.step import make_train_step
 
 
 def build(config):
     """(state, jitted step, functions, mesh) on one device."""
     config = config.resolve(1)
     mesh = make_mesh(config.parallel, jax.devices()[:1])
+    training = build_training(config, mesh)
     with jax.set_mesh(mesh):
-        functions = parallelize(config, mesh)
-        optimizer = make_optimizer(config, functions.table)
-        state = create_state(config, functions, optimizer, state_shardings(functions, optimizer, mesh))
-        step = make_train_step(functions.value_and_grad, optimizer, make_learning_rate(config), config.optimizer.clip_norm)
-        return state, jax.jit(step), functions, mesh
+        return training.create_state(0), jax.jit(training.step), training.functions, mesh
 
 
 def random_batch(microbatches, rows, S=16):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -10,15 +11,16 @@ import pytest
 import jaxllm
 from jaxllm.config import ConfigError
 from jaxllm.train.loop import fit
+from jaxllm.train.metrics import JsonLines
 
-ONE_DEVICE = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
+EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_config, tmp_path_factory):
-    """(trainer, run folder, output) of one undisturbed run of four steps."""
+    """(trainer, run folder) of one undisturbed run of four steps."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    return fit(tiny_config(*ONE_DEVICE, f"run.dir={folder}")), folder
+    return fit(tiny_config(*EIGHT, f"run.dir={folder}")), folder
 
 
 def records(folder):
@@ -53,9 +55,9 @@ def test_resuming_equals_never_stopping(tiny_config, tmp_path):
     schedule, so that both halves see the same learning rates.
     """
     flat = ("optimizer.schedule=constant", f"run.dir={tmp_path / 'halves'}")
-    whole = fit(tiny_config(*ONE_DEVICE, *flat[:1], f"run.dir={tmp_path / 'whole'}"))
-    fit(tiny_config(*ONE_DEVICE, *flat, "train.steps=2"))
-    resumed = fit(tiny_config(*ONE_DEVICE, *flat))
+    whole = fit(tiny_config(*EIGHT, *flat[:1], f"run.dir={tmp_path / 'whole'}"))
+    fit(tiny_config(*EIGHT, *flat, "train.steps=2"))
+    resumed = fit(tiny_config(*EIGHT, *flat))
     jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
     losses = [[r["loss"] for r in records(tmp_path / name) if "loss" in r] for name in ("halves", "whole")]
     assert losses[0] == losses[1]
@@ -65,11 +67,11 @@ def test_resuming_equals_never_stopping(tiny_config, tmp_path):
 def test_a_finished_run_trains_no_further(finished, tiny_config, capsys):
     _, folder = finished
     before = len(records(folder))
-    again = fit(tiny_config(*ONE_DEVICE, f"run.dir={folder}"))
+    again = fit(tiny_config(*EIGHT, f"run.dir={folder}"))
     assert again.step == 4
     assert again.compile_s is None
-    assert "resumed from step 4" in capsys.readouterr().out
-    assert len(records(folder)) == before + 1  # the closing evaluation
+    assert "nothing to train: train.steps=4" in capsys.readouterr().out
+    assert len(records(folder)) == before
 
 
 def test_steps_yields_every_step_and_stops_at_will(tiny_config):
@@ -105,3 +107,39 @@ def test_the_learning_rate_is_the_one_logged(finished):
     rates = [r["learning_rate"] for r in records(folder) if "loss" in r]
     progress = np.arange(1, 5) / 4
     np.testing.assert_allclose(rates, 3e-4 * (0.1 + 0.45 * (1 + np.cos(np.pi * progress))), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("model.hidden_size=64", "holds a run with model.hidden_size=32, not 64: go on with that value, or choose another"),
+        ("train.seed=1", "holds a run with train.seed=0, not 1"),
+        ("train.global_batch_sequences=16", "holds a run with train.global_batch_sequences=8, not 16"),
+    ],
+)
+def test_a_run_goes_on_only_as_the_same_run(finished, tiny_config, change, sentence):
+    _, folder = finished
+    before = (folder / "config.yaml").read_text(), (folder / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        fit(tiny_config(*EIGHT, f"run.dir={folder}", change))
+    assert before == ((folder / "config.yaml").read_text(), (folder / "metrics.jsonl").read_text())
+
+
+def test_metrics_after_a_crash_hold_each_step_once(tmp_path):
+    """Steps past the checkpoint are done again; their first lines are kept aside, a line cut short with them."""
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    for step in (1, 2, 3):
+        sink.write({"step": step, "loss": float("nan") if step == 2 else 1.0})
+    sink.close()
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    sink = JsonLines(path, 2)
+    sink.write({"step": 3, "loss": 2.0})
+    sink.close()
+    assert records(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 2.0}]
+    assert (tmp_path / "metrics-1.jsonl").read_text().count("\n") == 3
+
+
+def test_a_profile_is_written(tiny_config, tmp_path):
+    fit(tiny_config("run.cpu_devices=8", f"run.dir={tmp_path}", "log.profile_steps=[2, 3]", "data.held_out_fraction=0.0"))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
