@@ -295,7 +295,7 @@ def render(report: Report) -> Group:
     padded = f", {report.vocabulary_padding_rows} padding rows of the vocabulary not counted"
     total = report.bytes_per_device.total
     parts = [
-        Text(f"Mesh of {report.gpus} GPUs, slow network to fast:\n  {axes_line(report.mesh)}"),
+        Text(f"Mesh of {report.gpus} devices, slow network to fast:\n  {axes_line(report.mesh)}"),
         Text(f"{report.hosts} {'host' if report.hosts == 1 else 'hosts'} of {report.gpus_per_host} ({report.hosts_because})"),
         *mesh_drawing(report),
         Text(f"\n{report.parameter_count:,} parameters{padded if report.vocabulary_padding_rows else ''}"),
@@ -303,7 +303,7 @@ def render(report: Report) -> Group:
         layout_table(report),
         Text(f"\nOn each device with ZeRO {report.zero}, compute in {report.compute_dtype}; activations not counted"),
         bytes_table(report),
-        Text(f"Total {total / 2**30:.3f} GiB per device ({total:,} bytes)"),
+        Text(f"Total {readable(total)} per device ({total:,} bytes)"),
         *(Text(f"\nNote: {note}") for note in report.notes),
     ]
     if report.warnings:
@@ -382,7 +382,7 @@ def bytes_table(report: Report) -> Table:
         table.add_column(heading, justify="right")
     for line in report.parameters:
         table.add_row(Text(line.path), *map(readable, asdict(line.bytes_per_device).values()))
-    table.add_row("total", *(f"{size / 2**30:.3f} GiB" for size in asdict(report.bytes_per_device).values()), style="bold")
+    table.add_row("total", *(readable(size) for size in asdict(report.bytes_per_device).values()), style="bold")
     return table
 
 
