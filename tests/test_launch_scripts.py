@@ -1,6 +1,7 @@
 """The shell scripts of launch/ and .ci/: their syntax, what they refuse, and what they decide before anything runs."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,3 +186,16 @@ def test_none_uses_the_current_python(tmp_path):
     python, path = result.stdout.splitlines()
     assert python == sys.executable
     assert path.split(":")[0] == str(CHECKOUT)
+
+
+@pytest.mark.slow
+def test_gpu_check_goes_through_its_motions_on_a_cpu(tmp_path):
+    environment = {**os.environ, "JAXLLM_VENV": "none", "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    environment.pop("XLA_FLAGS", None)
+    command = ["bash", str(CHECKOUT / "launch" / "gpu_check.sh"), "--dry-run"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    log = (tmp_path / "gpu_check.log").read_text()
+    assert "tests/gpu/test_cudnn_attention.py" in log
+    for part in ("gpu tests, collected", "benchmarks/step.py"):
+        assert re.search(rf"{re.escape(part)}\s+\d+ s  ok", log)

@@ -77,12 +77,13 @@ def open_sinks(config: Config, last_step: int) -> list[Sink]:
       ConfigError: a package is missing.
     """
     folder = Path(config.run.dir)
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", last_step)]
+    sinks: list[Sink] = []
     if config.log.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard"))
     if config.log.wandb_project:
         sinks.append(WeightsAndBiases(config.log.wandb_project, config))
-    return sinks
+    # Last, so that a missing package touches nothing.
+    return [*sinks, JsonLines(folder / "metrics.jsonl", last_step)]
 
 
 def _step_of(line: str) -> float:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import jaxllm
 from jaxllm.config import ConfigError
 from jaxllm.train.loop import fit
-from jaxllm.train.metrics import JsonLines
+from jaxllm.train.metrics import JsonLines, open_sinks
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
 
@@ -143,3 +144,9 @@ def test_metrics_after_a_crash_hold_each_step_once(tmp_path):
 def test_a_profile_is_written(tiny_config, tmp_path):
     fit(tiny_config("run.cpu_devices=8", f"run.dir={tmp_path}", "log.profile_steps=[2, 3]", "data.held_out_fraction=0.0"))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"log.tensorboard=true needs the package tensorboardX: .*'jaxllm\[tensorboard\]'"):
+        open_sinks(tiny_config(f"run.dir={tmp_path}", "log.tensorboard=true"), 0)
