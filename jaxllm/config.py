@@ -11,14 +11,15 @@ from __future__ import annotations
 import difflib
 import glob
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from jaxllm.config_errors import ConfigError, one_sentence, refuse
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -29,15 +30,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 AUTO = "auto"
-
-
-class ConfigError(ValueError):
-    """A config that cannot be run. The message is one sentence that says what to change."""
-
-
-def refuse(sentence: str) -> PydanticCustomError:
-    """An error for validators: pydantic carries the sentence out as it is."""
-    return PydanticCustomError("jaxllm", "{sentence}", {"sentence": sentence})
 
 
 class Section(BaseModel):
@@ -427,7 +419,7 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_one_sentence(error)) from None
+        raise ConfigError(one_sentence(error, Config)) from None
 
 
 def json_schema() -> dict[str, Any]:
@@ -490,58 +482,3 @@ def _published_shape(name: Any) -> dict[str, Any]:
         hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
         raise ConfigError(f"model.name={name} is no published shape: {hint}")
     return _read_yaml(path)
-
-
-def _one_sentence(error: ValidationError) -> str:
-    """The first thing wrong, in words a user can act on."""
-    first = error.errors()[0]
-    # Unions put the tried member's tag behind the key; those never name a key of ours.
-    where = [str(part) for part in first["loc"] if not re.search(r"[\[-]|^(int|float|bool)$", str(part))]
-    path, kind, given = ".".join(where), first["type"], first.get("input")
-    if kind == "jaxllm":
-        return first["msg"]
-    if kind == "extra_forbidden":
-        keys = list(_section_class(where[:-1]).model_fields)
-        nearest = difflib.get_close_matches(where[-1], keys, n=1, cutoff=0.5)
-        home = next((s for s, f in Config.model_fields.items() if where[-1] in getattr(f.annotation, "model_fields", {})), None)
-        if nearest:
-            hint = f"did you mean {'.'.join([*where[:-1], nearest[0]])}?"
-        elif home:
-            hint = f"did you mean {home}.{where[-1]}?"
-        else:
-            hint = f"the keys there are {', '.join(keys)}."
-        return f"Unknown key {path}: {hint}"
-    if kind == "missing":
-        if len(where) == 1:
-            return f"The section {path} is missing: add it to the config."
-        hint = " (or model.name for a published shape)" if where[0] == "model" else ""
-        return f"{path} is missing: set it in the config or with {path}=VALUE{hint}."
-    if kind == "literal_error":
-        choices = _literal_choices(where) or first["ctx"]["expected"]
-        return f"{path}={_plain(given)} is not one of the choices: use {choices}."
-    if path == "parallel.data":
-        return f"{path}={_plain(given)} is not valid: it should be a whole number of at least 1, or auto."
-    expectation = first["msg"].replace("Input should be", "it should be")
-    return f"{path}={_plain(given)} is not valid: {expectation}."
-
-
-def _section_class(where: Sequence[str]) -> type[Section]:
-    node: Any = Config
-    for key in where:
-        annotation = node.model_fields[key].annotation
-        options = [annotation, *get_args(annotation)]
-        node = next(option for option in options if isinstance(option, type) and issubclass(option, Section))
-    return node
-
-
-def _literal_choices(where: Sequence[str]) -> str | None:
-    annotation = _section_class(where[:-1]).model_fields[where[-1]].annotation
-    choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
-    return ", ".join(choices) or None
-
-
-def _plain(value: Any) -> str:
-    """A value as the user wrote it in YAML."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

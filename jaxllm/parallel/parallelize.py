@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config import Config
+from jaxllm.config import Config, ModelConfig
 from jaxllm.mesh import CONTEXT, DATA, MANUAL, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
 from jaxllm.model.attention import Attend, choose_attention
 from jaxllm.model.layers import Ops, look_up
@@ -54,99 +54,123 @@ class Parallelized:
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     """Builds the functions of a resolved config for a mesh. Raises ConfigError if a parameter does not fit the mesh."""
-    model, parallel = config.model, config.parallel
+    model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
     graph, table = parameter_table(config)
     rules = weight_rules(model, parallel)
     layouts = jax.tree.map(lambda p: layout(p, rules, parallel), table)
     master_shardings = named(mesh, jax.tree.map(lambda spot: spot.master, layouts))
     compute_shardings = named(mesh, jax.tree.map(lambda spot: spot.compute, layouts))
 
-    sizes = axis_sizes(parallel)
-    ranks = sizes[DATA] * sizes[CONTEXT]
     attend = attend_per_tensor_rank(choose_attention(model, mesh.devices.flat[0]), model.num_kv_heads, sizes[TENSOR])
     ops = Ops(attend=attend, look_up=look_up_over_tensor(sizes[TENSOR]), constrain=constrainer(sizes))
-    remat = partial(POLICIES[parallel.remat], in_loop=model.scan_layers and model.num_layers > 1)
+    ranks = sizes[DATA] * sizes[CONTEXT]
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
     level = parallel.zero if ranks > 1 else 0
-    unroll = 1 if model.scan_layers else True
-    zero = Zero(level, layouts, unroll) if level >= 2 else None
+    zero = Zero(level, layouts, unroll=unrolling(model)) if level >= 2 else None
+    sums = microbatch_sums(config, graph, ops, zero)
 
-    def plain_layers(block, layers, h_BSD, side):
-        return scan_layers(remat(block), layers, h_BSD, side, unroll=unroll)
-
-    def sums(sinks: Params | None, weights: Params, rows: Batch, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(objective, loss) of one microbatch: sums of token losses times `scale`. `sinks`: see zero.py."""
-        run_layers = plain_layers
-        if zero is not None:
-            rest = {name: w for name, w in weights.items() if name != "layers"}
-            rest = zero.read(rest, {name: sinks[name] for name in rest})
-            weights = {**rest, "layers": weights["layers"]}
-            run_layers = lambda block, *inputs: zero.run_layers(sinks["layers"], remat(block), *inputs)  # noqa: E731
-        network = nnx.merge(graph, weights)
-        h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)
-        weights_BS = rows["mask"].astype(jnp.float32) * scale
-        chunk, z = config.train.loss_chunk_tokens, config.train.z_loss_weight
-        h_BSD = ops.constrain(h_BSD, ("batch", "sequence", "embed"))
-        return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
+    def new_sinks() -> Params | None:
+        return jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts) if zero else None
 
     def compute_copy(params: Params) -> Params:
         # Cast first, gather then: the gather carries the compute dtype. ZeRO 3 leaves each rank its share.
         cast = jax.tree.map(lambda p: p.astype(model.compute_dtype), params)
         return jax.lax.with_sharding_constraint(cast, master_shardings if level == 3 else compute_shardings)
 
-    # ------------------------------------------------------ inside: per rank of (pipe, data, context), tensor left to XLA
-
-    def gradient_region(weights: Params, batch: Batch):
-        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ZERO_AXES), 1).astype(jnp.float32)
-        if zero is None:
-            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-            gradient = lambda rows: jax.value_and_grad(sums, 1, has_aux=True)(None, weights, rows, scale)  # noqa: E731
-        else:
-            zeros = jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts)
-            gradient = lambda rows: jax.value_and_grad(sums, 0, has_aux=True)(zeros, weights, rows, scale)  # noqa: E731
-
-        def microbatch(carry, rows):
-            gradients, loss = carry
-            (_, part), new = gradient(rows)
-            return (jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, new), loss + part), None
-
-        (gradients, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
-        if zero is None:
-            gradients = jax.tree.map(lambda g: g[None], gradients)
-        return jax.lax.psum(loss, ZERO_AXES), gradients
-
-    def loss_region(weights: Params, batch: Batch):
-        def microbatch(total, rows):
-            sinks = jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts) if zero else None
-            return total + sums(sinks, weights, rows, jnp.ones((), jnp.float32))[1], None
-
-        total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
-        return jax.lax.psum((total, batch["mask"].sum()), ZERO_AXES)
-
-    # ------------------------------------------------------------------------------------------------------------- outside
-
-    per_rank = P(None, *batch_sharding(mesh).spec[1:])
     share = jax.tree.map(manual_spec, layouts)
-    region = partial(
-        jax.shard_map,
-        mesh=mesh,
-        axis_names=set(MANUAL),
-        in_specs=(share if level == 3 else P(), per_rank),
-        check_vma=False,
-    )
+    per_rank = P(None, *batch_sharding(mesh).spec[1:])
+    in_specs = (share if level == 3 else P(), per_rank)
+    region = partial(jax.shard_map, mesh=mesh, axis_names=set(MANUAL), in_specs=in_specs, check_vma=False)
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        out_specs = (P(), P(ZERO_AXES) if zero is None else share)
-        loss, gradients = region(gradient_region, out_specs=out_specs)(compute_copy(params), batch)
+        out_specs = (P(), share if zero else P(ZERO_AXES))
+        loss, gradients = region(gradient_region(sums, new_sinks), out_specs=out_specs)(compute_copy(params), batch)
         if zero is None:
             with jax.named_scope("reduce_gradients"):
                 gradients = jax.tree.map(lambda g: g.sum(0), gradients)
         return loss, jax.lax.with_sharding_constraint(gradients, master_shardings)
 
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return region(loss_region, out_specs=P())(compute_copy(params), batch)
+        return region(loss_region(sums, new_sinks), out_specs=P())(compute_copy(params), batch)
 
     return Parallelized(value_and_grad, loss_sum, partial(initial_params, config), master_shardings, table, layouts)
+
+
+Sums = Callable[[Params | None, Params, Batch, jax.Array], tuple[jax.Array, jax.Array]]
+"""(sinks, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. Sinks: see zero.py;
+None where the gradients are those of the weights."""
+
+
+def microbatch_sums(config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | None) -> Sums:
+    """The forward pass of one microbatch, as differentiated."""
+    model, train = config.model, config.train
+    remat = partial(POLICIES[config.parallel.remat], in_loop=model.scan_layers and model.num_layers > 1)
+
+    def sums(sinks, weights, rows, scale):
+        if zero is None:
+
+            def run_layers(block, layers, h_BSD, side):
+                return scan_layers(remat(block), layers, h_BSD, side, unroll=unrolling(model))
+        else:
+            rest = {name: w for name, w in weights.items() if name != "layers"}
+            weights = {**zero.read(rest, {name: sinks[name] for name in rest}), "layers": weights["layers"]}
+
+            def run_layers(block, layers, h_BSD, side):
+                return zero.run_layers(sinks["layers"], remat(block), layers, h_BSD, side)
+
+        network = nnx.merge(graph, weights)
+        h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)
+        h_BSD = ops.constrain(h_BSD, ("batch", "sequence", "embed"))
+        weights_BS = rows["mask"].astype(jnp.float32) * scale
+        chunk, z = train.loss_chunk_tokens, train.z_loss_weight
+        return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
+
+    return sums
+
+
+def unrolling(model: ModelConfig) -> int | bool:
+    """How many layers a turn of the layer loop holds, as `lax.scan` wants it; True: all."""
+    return 1 if model.scan_layers else True
+
+
+# Regions: run by each rank of (pipe, data, context) on its own weights and rows, with `tensor` left to XLA.
+
+
+def gradient_region(sums: Sums, new_sinks: Callable[[], Params | None]) -> Callable[[Params, Batch], tuple[jax.Array, Params]]:
+    """Mean loss over the global batch, and float32 gradients summed over the rank's microbatches: those of the sinks, reduced
+    already, or without sinks the rank's own part with a leading dim of 1.
+    """
+
+    def region(weights: Params, batch: Batch):
+        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ZERO_AXES), 1).astype(jnp.float32)
+        sinks = new_sinks()
+        zeros = sinks or jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+        gradient = jax.value_and_grad(sums, argnums=1 if sinks is None else 0, has_aux=True)
+
+        def microbatch(carry, rows):
+            gradients, loss = carry
+            (_, part), new = gradient(sinks, weights, rows, scale)
+            return (jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, new), loss + part), None
+
+        (gradients, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
+        if sinks is None:
+            gradients = jax.tree.map(lambda g: g[None], gradients)
+        return jax.lax.psum(loss, ZERO_AXES), gradients
+
+    return region
+
+
+def loss_region(sums: Sums, new_sinks: Callable[[], Params | None]) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    """Sum of token losses over the global batch, and the number of targets."""
+
+    def region(weights: Params, batch: Batch):
+        def microbatch(total, rows):
+            return total + sums(new_sinks(), weights, rows, jnp.ones((), jnp.float32))[1], None
+
+        total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
+        return jax.lax.psum((total, batch["mask"].sum()), ZERO_AXES)
+
+    return region
 
 
 def build_model(config: Config, key: jax.Array) -> Llama:

@@ -1,0 +1,75 @@
+"""What is wrong with a config, in one sentence that names the key and says what to change."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run. The message is one sentence that says what to change."""
+
+
+def refuse(sentence: str) -> PydanticCustomError:
+    """An error for validators: pydantic carries the sentence out as it is."""
+    return PydanticCustomError("jaxllm", "{sentence}", {"sentence": sentence})
+
+
+def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
+    """The first thing wrong with a config of class `root`, in words a user can act on."""
+    first = error.errors()[0]
+    # Unions put the tried member's tag behind the key; those never name a key of ours.
+    where = [str(part) for part in first["loc"] if not re.search(r"[\[-]|^(int|float|bool)$", str(part))]
+    path, kind, given = ".".join(where), first["type"], first.get("input")
+    if kind == "jaxllm":
+        return first["msg"]
+    if kind == "extra_forbidden":
+        keys = list(_section_class(root, where[:-1]).model_fields)
+        nearest = difflib.get_close_matches(where[-1], keys, n=1, cutoff=0.5)
+        home = next((s for s, f in root.model_fields.items() if where[-1] in getattr(f.annotation, "model_fields", {})), None)
+        if nearest:
+            hint = f"did you mean {'.'.join([*where[:-1], nearest[0]])}?"
+        elif home:
+            hint = f"did you mean {home}.{where[-1]}?"
+        else:
+            hint = f"the keys there are {', '.join(keys)}."
+        return f"Unknown key {path}: {hint}"
+    if kind == "missing":
+        if len(where) == 1:
+            return f"The section {path} is missing: add it to the config."
+        hint = " (or model.name for a published shape)" if where[0] == "model" else ""
+        return f"{path} is missing: set it in the config or with {path}=VALUE{hint}."
+    if kind == "literal_error":
+        choices = _literal_choices(root, where) or first["ctx"]["expected"]
+        return f"{path}={_plain(given)} is not one of the choices: use {choices}."
+    if path == "parallel.data":
+        return f"{path}={_plain(given)} is not valid: it should be a whole number of at least 1, or auto."
+    expectation = first["msg"].replace("Input should be", "it should be")
+    return f"{path}={_plain(given)} is not valid: {expectation}."
+
+
+def _section_class(root: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
+    node: Any = root
+    for key in where:
+        annotation = node.model_fields[key].annotation
+        options = [annotation, *get_args(annotation)]
+        node = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return node
+
+
+def _literal_choices(root: type[BaseModel], where: Sequence[str]) -> str | None:
+    annotation = _section_class(root, where[:-1]).model_fields[where[-1]].annotation
+    choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
+    return ", ".join(choices) or None
+
+
+def _plain(value: Any) -> str:
+    """A value as the user wrote it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
