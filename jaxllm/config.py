@@ -188,6 +188,7 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: half a cosine, a line, or (wsd) constant and then a line over the last decay_tokens."""
     warmup_tokens: Count = 0
+    """A run shorter than this ends on the way up, and says so at the start."""
     decay_tokens: Count | None = None
     """wsd only; default: the last fifth of training."""
     final_learning_rate_fraction: Fraction = 0.1
@@ -262,7 +263,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        model, parallel, train, tokens = self.model, self.parallel, self.train, self.total_tokens
+        model, parallel, train = self.model, self.parallel, self.train
         if self.data.source in ("python_stdlib", "files") and model.vocab_size < 256:
             raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={self.data.source} needs 256.")
         if model.num_heads % parallel.tensor:
@@ -287,12 +288,6 @@ class Config(Section):
                 )
         if parallel.data != AUTO:
             self.num_microbatches  # noqa: B018  # raises if the batch does not divide
-        decay_tokens = self.optimizer.decay_tokens or (tokens // 5 if self.optimizer.schedule == "wsd" else 0)
-        if self.optimizer.warmup_tokens + decay_tokens > tokens:
-            raise refuse(
-                f"optimizer.warmup_tokens + decay_tokens exceed the {tokens} tokens of the whole run "
-                f"(train.steps x global_batch_sequences x sequence_length): lower them or train longer."
-            )
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
             raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
         if self.data.held_out_fraction == 0 and (train.eval_every_steps or self.log.baselines):

@@ -139,6 +139,8 @@ def announce(console: Console, trainer: Trainer) -> None:
         f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
     )
+    if config.total_tokens < config.optimizer.warmup_tokens:
+        console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
     attention = choose_attention(config.model, devices.flat[0]).__name__.removesuffix("_attention")
     console.say(f"attention {attention}; remat {config.parallel.remat}; {trainer.corpus.description}")
 

@@ -146,6 +146,12 @@ def test_a_profile_is_written(tiny_config, tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
+def test_a_run_that_ends_in_its_warm_up_says_so(tiny_config, tmp_path, capsys):
+    fit(tiny_config(*EIGHT, f"run.dir={tmp_path}", "train.steps=1", "optimizer.warmup_tokens=256"))
+    assert "note: the run ends within its warm-up of 256 tokens" in capsys.readouterr().out
+    assert records(tmp_path)[0]["learning_rate"] == pytest.approx(3e-4 / 2)
+
+
 def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"log.tensorboard=true needs the package tensorboardX: .*'jaxllm\[tensorboard\]'"):
