@@ -19,15 +19,25 @@ VARIANTS = {
 }
 MESHES = [(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2, 4) if data * tensor <= 8]
 COMBINATIONS = list(itertools.product((0, 1, 2, 3), MESHES, VARIANTS))
-# Each level, each variant and the largest meshes; key-value heads divided, replicated and one per rank.
-DEFAULT = {
-    (0, (2, 4), "gqa-untied"),
-    (1, (4, 2), "gqa-untied"),
-    (1, (1, 4), "mqa-tied"),
-    (2, (4, 2), "mqa-tied"),
-    (3, (2, 4), "mqa-tied"),
-    (3, (8, 1), "gqa-untied"),
-}
+
+
+def pairwise(combinations):
+    """A small subset in which every two values of (level, data, tensor, variant) that occur together do so again: greedily the
+    combination with most pairs not seen yet.
+    """
+
+    def pairs(combination):
+        level, (data, tensor), variant = combination
+        return set(itertools.combinations(enumerate((level, data, tensor, variant)), 2))
+
+    chosen, missing = [], set().union(*map(pairs, combinations))
+    while missing:
+        chosen.append(max(combinations, key=lambda c: len(pairs(c) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+DEFAULT = pairwise(COMBINATIONS)
 
 
 def batch(seed=0):
