@@ -41,9 +41,10 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 def can_compile_for_gpus() -> bool:
     """Whether the CUDA plugin and NVIDIA's assembler are installed."""
-    return (
-        importlib.util.find_spec("jax_plugins.xla_cuda13") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
-    )
+    try:
+        return all(importlib.util.find_spec(name) for name in ("jax_plugins.xla_cuda13", "nvidia.cudnn", "nvidia.cu13"))
+    except ModuleNotFoundError:  # not even the parent package
+        return False
 
 
 def gpu_devices(hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.config import ConfigError
 from jaxllm.hlo import Module
 from jaxllm.mesh import axis_sizes, make_mesh
 from jaxllm.parallel.parallelize import parameter_table
@@ -215,3 +216,14 @@ def test_the_step_does_not_grow_with_depth(tiny_config, zero):
         return len(lower_step(config, jax.devices()).as_text())
 
     assert size(32) == pytest.approx(size(4), rel=0.05)
+
+
+def test_missing_gpu_packages_are_named(monkeypatch):
+    """As on a machine with none of them, where even asking for a submodule fails."""
+
+    def find_spec(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("jaxllm.aot.importlib.util.find_spec", find_spec)
+    with pytest.raises(ConfigError, match=r"needs NVIDIA's packages: pip install 'jaxllm\[aot\]'"):
+        gpu_devices(hosts=1, gpus_per_host=1)
