@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
@@ -53,10 +52,6 @@ class Collective:
     @property
     def elements(self) -> int:
         return sum(math.prod(shape) for _, shape in self.buffers)
-
-    @property
-    def bytes(self) -> int:
-        return sum(BYTES.get(dtype, 4) * math.prod(shape) for dtype, shape in self.buffers)
 
 
 @dataclass

@@ -148,6 +148,20 @@ def named(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
+def over_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` run on each tensor rank's part, inside a region that is manual over the other axes: there nothing is left to
+    the compiler. Specs name the tensor axis alone.
+    """
+
+    def mapped(*inputs: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(function, mesh=mesh, axis_names={TENSOR}, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+            *inputs
+        )
+
+    return mapped
+
+
 def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Array]:
     """constrain(x, dims): pins an activation's layout over the axes the compiler handles."""
     if sizes[TENSOR] == 1:

@@ -27,7 +27,7 @@ from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.remat import POLICIES
 from jaxllm.parallel.zero import Zero, manual_spec, sink
-from jaxllm.sharding import Parameter, constrainer, layout, named, vocab_rows, weight_rules
+from jaxllm.sharding import Parameter, constrainer, layout, named, over_tensor, vocab_rows, weight_rules
 
 Params = Any
 """Nested dict of arrays."""
@@ -50,6 +50,8 @@ class Parallelized:
     """Nested dict of Parameter."""
     layouts: Any
     """Nested dict of Layout."""
+    attention: str
+    """The kernel taken: xla or cudnn."""
 
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
@@ -61,7 +63,8 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     master_shardings = named(mesh, jax.tree.map(lambda spot: spot.master, layouts))
     compute_shardings = named(mesh, jax.tree.map(lambda spot: spot.compute, layouts))
 
-    attend = attend_per_tensor_rank(choose_attention(model, mesh.devices.flat[0]), model.num_kv_heads, sizes[TENSOR])
+    attention = choose_attention(model, mesh.devices.flat[0])
+    attend = attend_per_tensor_rank(attention, model.num_kv_heads, sizes[TENSOR])
     ops = Ops(attend=attend, look_up=look_up_over_tensor(sizes[TENSOR]), constrain=constrainer(sizes))
     ranks = sizes[DATA] * sizes[CONTEXT]
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
@@ -93,7 +96,10 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return region(loss_region(sums, new_sinks), out_specs=P())(compute_copy(params), batch)
 
-    return Parallelized(value_and_grad, loss_sum, partial(initial_params, config), master_shardings, table, layouts)
+    kernel = attention.__name__.removesuffix("_attention")
+    return Parallelized(
+        value_and_grad, loss_sum, partial(initial_params, config), master_shardings, table, layouts, attention=kernel
+    )
 
 
 Sums = Callable[[Params | None, Params, Batch, jax.Array], tuple[jax.Array, jax.Array]]
@@ -224,19 +230,8 @@ def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> At
             k_BTKH, v_BTKH = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_BTKH, v_BTKH))
         return attend(q_BSNH, k_BTKH, v_BTKH, segments_BS)
 
-    def split(q_BSNH, k_BTKH, v_BTKH, segments_BS=None):
-        kv = heads if split_kv else P()
-        mapped = jax.shard_map(
-            local,
-            mesh=jax.sharding.get_abstract_mesh(),
-            axis_names={TENSOR},
-            in_specs=(heads, kv, kv, P()),
-            out_specs=heads,
-            check_vma=False,
-        )
-        return mapped(q_BSNH, k_BTKH, v_BTKH, segments_BS)
-
-    return split
+    kv = heads if split_kv else P()
+    return over_tensor(local, in_specs=(heads, kv, kv, P()), out_specs=heads)
 
 
 def look_up_over_tensor(tensor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -254,14 +249,4 @@ def look_up_over_tensor(tensor: int) -> Callable[[jax.Array, jax.Array], jax.Arr
         # All but one rank add zero: exact in any dtype.
         return jax.lax.psum_scatter(found_BSD, TENSOR, scatter_dimension=1, tiled=True)
 
-    def split(table_VD, ids_BS):
-        return jax.shard_map(
-            local,
-            mesh=jax.sharding.get_abstract_mesh(),
-            axis_names={TENSOR},
-            in_specs=(P(TENSOR), P()),
-            out_specs=P(None, TENSOR),
-            check_vma=False,
-        )(table_VD, ids_BS)
-
-    return split
+    return over_tensor(local, in_specs=(P(TENSOR), P()), out_specs=P(None, TENSOR))

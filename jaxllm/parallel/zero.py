@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.mesh import TENSOR, ZERO_AXES
 from jaxllm.model.llama import BlockFunction, Side
 from jaxllm.parallel.residuals import keep, rebuild
-from jaxllm.sharding import Layout
+from jaxllm.sharding import Layout, over_tensor
 
 Tree = Any
 
@@ -148,9 +148,7 @@ def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:
     """Runs `function` on each tensor rank's part. Left to the compiler, a gather over data would first gather over tensor."""
     specs = jax.tree.map(lambda spot: P(*[TENSOR if _has_tensor(entry) else None for entry in spot.compute]), layouts)
-    mesh = jax.sharding.get_abstract_mesh()
-    mapped = jax.shard_map(function, mesh=mesh, axis_names={TENSOR}, in_specs=(specs,), out_specs=specs, check_vma=False)
-    return mapped(tree)
+    return over_tensor(function, in_specs=(specs,), out_specs=specs)(tree)
 
 
 def _has_tensor(entry: Any) -> bool:

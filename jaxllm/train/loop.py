@@ -17,7 +17,6 @@ from jaxllm import distributed
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
-from jaxllm.model.attention import choose_attention
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.train.checkpoint import Checkpoints
@@ -141,8 +140,7 @@ def announce(console: Console, trainer: Trainer) -> None:
     )
     if config.total_tokens < config.optimizer.warmup_tokens:
         console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
-    attention = choose_attention(config.model, devices.flat[0]).__name__.removesuffix("_attention")
-    console.say(f"attention {attention}; remat {config.parallel.remat}; {trainer.corpus.description}")
+    console.say(f"attention {trainer.parallelized.attention}; remat {config.parallel.remat}; {trainer.corpus.description}")
 
 
 def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
