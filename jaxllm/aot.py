@@ -76,6 +76,8 @@ def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowe
     M = config.num_microbatches
     shape = (M, config.train.global_batch_sequences // M, config.train.sequence_length)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "mask": jnp.bool_}
+    if config.data.mask_documents:
+        dtypes["segments"] = jnp.int32
     batch = {name: placed(jax.ShapeDtypeStruct(shape, dtype), batch_sharding(mesh)) for name, dtype in dtypes.items()}
     platform = "cpu" if devices[0].platform == "cpu" else "cuda"
     with jax.set_mesh(mesh):

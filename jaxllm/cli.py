@@ -12,6 +12,8 @@ import typer
 from jaxllm.config import Config, ConfigError, json_schema, load_config
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Text into tokens.")
+app.add_typer(data_app, name="data")
 
 Recipe = Annotated[
     list[str],
@@ -57,6 +59,64 @@ def inspect(
 
 
 @app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
+    step: Annotated[int | None, typer.Option(help="This checkpoint of a run; default: the newest.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+) -> None:
+    """Writes the weights alone: for train.init_from, for other machines, or to keep."""
+    from jaxllm.train.weights import export as export_weights
+
+    found = export_weights(source, destination, step, dtype)
+    print(f"exported {found.description} to {destination} as {dtype}")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: an object a line; .parquet: rows; "
+            "any other text file: one document. .gz and .zst are decompressed.",
+        ),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run goes on in it.")],
+    tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
+    text_key: Annotated[str, typer.Option(help="The field or column that holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one for each CPU.")] = None,
+    shard: Annotated[
+        str, typer.Option(metavar="I/N", help="Make the I-th of N parts of the work, from 0; all with the same --out.")
+    ] = "0/1",
+    shard_megabytes: Annotated[
+        int | None, typer.Option(help="MiB of input that become one shard, about; default: a 64th of it, but 4 to 256.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Tokenizes text once into a folder to train on, with several processes; run it again to go on."""
+    from jaxllm.data.prepare import parse_shard, prepare
+
+    try:
+        summary = prepare(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            text_key=text_key,
+            workers=workers,
+            shard=parse_shard(shard),
+            shard_bytes=None if shard_megabytes is None else shard_megabytes * 2**20,
+            strict=strict,
+            progress=not as_json,
+        )
+    except KeyboardInterrupt as stopped:
+        print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(json.dumps(summary.to_json()) if as_json else "\n".join(summary.lines()))
+
+
+@app.command()
 def schema() -> None:
     """Prints the JSON schema of a recipe, for editors."""
     print(json.dumps(json_schema(), indent=2))
@@ -73,6 +133,8 @@ def load(recipe: list[str]) -> Config:
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Orbax logs a page for each error of a save, and raises it too: one sentence from us is enough.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         app()
     except ConfigError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxllm.config_errors import ConfigError, one_sentence, refuse
@@ -148,31 +148,80 @@ class ParallelConfig(Section):
         return self
 
 
+SourceKind = Literal["python_stdlib", "files", "prepared", "megatron"]
+PATHS_MEAN = {"files": "files or glob patterns", "prepared": "folders", "megatron": "files without their .bin or .idx"}
+
+
+def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
+    if source == "python_stdlib":
+        if paths:
+            raise refuse(
+                f"{where}.paths is not read with {where}.source=python_stdlib: name another source, or remove the paths."
+            )
+    elif not paths:
+        raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
+    if source == "files":
+        for pattern in paths:
+            if not any(Path(p).is_file() for p in glob.iglob(pattern, recursive=True)):
+                raise refuse(f"{where}.paths: no file matches {pattern!r}; check the path (it is relative to {Path.cwd()}).")
+
+
+def _one_path_is_a_list(paths: Any) -> Any:
+    return (paths,) if isinstance(paths, str) else paths
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list)]
+
+
+class SourceConfig(Section):
+    """One part of a mixture."""
+
+    name: str
+    """What logs call it; unique in the mixture."""
+    source: SourceKind
+    paths: Paths = ()
+    weight: PositiveFloat
+    """Its share of the samples, relative to the other weights."""
+
+
 class DataConfig(Section):
-    """What is read. Held-out files are chosen by a hash of their path, so the split never depends on the machine."""
+    """What is read, and how documents become samples. Which documents are held out does not depend on the machine."""
 
-    source: Literal["python_stdlib", "files"] = "python_stdlib"
-    """python_stdlib: the sources of the running Python's standard library; files: those of `paths`. Read as bytes."""
-    paths: tuple[str, ...] = ()
-    """Files or glob patterns (** for folders), for source=files."""
+    source: SourceKind = "python_stdlib"
+    """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; prepared: folders
+    that `jaxllm data prepare` wrote; megatron: Megatron-LM's .bin and .idx."""
+    paths: Paths = ()
+    """files: files or glob patterns (** for folders); prepared: folders; megatron: files without their .bin or .idx."""
+    mixture: tuple[SourceConfig, ...] = ()
+    """Several sources by weight, instead of source and paths."""
+    tokenizer: str | None = None
+    """A folder with tokenizer.json, or bytes. Default: bytes for texts, for prepared folders the tokenizer they were made
+    with."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """concat: documents one after another, cut where a sequence is full; best_fit: documents are put together so that none
+    that fits into a sequence is cut."""
+    mask_documents: Switch = True
+    """A token sees its own document alone, and the end of one does not predict the next. False: one endless text."""
     held_out_fraction: Fraction = 0.05
-
-    @field_validator("paths", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, paths: Any):
-        return (paths,) if isinstance(paths, str) else paths
 
     @model_validator(mode="after")
     def _check(self):
-        if self.source == "files":
-            if not self.paths:
-                raise refuse("data.source=files needs data.paths: give files or glob patterns.")
-            for pattern in self.paths:
-                if not any(Path(p).is_file() for p in glob.iglob(pattern, recursive=True)):
-                    raise refuse(f"data.paths: no file matches {pattern!r}; check the path (it is relative to {Path.cwd()}).")
-        elif self.paths:
-            raise refuse("data.paths is read only with data.source=files: set that, or remove the paths.")
+        if not self.mixture:
+            _check_paths("data", self.source, self.paths)
+        elif extra := self.model_fields_set & {"source", "paths"}:
+            raise refuse(f"data.mixture and data.{sorted(extra)[0]} both say what to read: remove one of them.")
+        for number, part in enumerate(self.mixture):
+            _check_paths(f"data.mixture[{number}]", part.source, part.paths)
+            if part.name in [other.name for other in self.mixture[:number]]:
+                raise refuse(f"data.mixture holds two sources named {part.name}: give each a name of its own.")
+        if self.packing == "best_fit" and not self.mask_documents:
+            raise refuse("data.packing=best_fit keeps documents apart: set data.mask_documents=true, or packing=concat.")
         return self
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The mixture, or the one source as a mixture of one."""
+        return self.mixture or (SourceConfig(name=self.source, source=self.source, paths=self.paths, weight=1.0),)
 
 
 class OptimizerConfig(Section):
@@ -204,6 +253,7 @@ class TrainConfig(Section):
     """Sequences one data rank computes at once; default: its whole share, one microbatch a step."""
     seed: Seed = 0
     init_from: str | None = None
+    """Start from the weights alone of a run directory, one of its checkpoints, or a folder `jaxllm export` wrote."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4); the reported loss leaves it out."""
     loss_chunk_tokens: PositiveInt = 4096
@@ -213,18 +263,20 @@ class TrainConfig(Section):
     eval_batches: PositiveInt | None = None
     """Batches of held-out text in each evaluation on the way; default: all of it. The last one reads all."""
 
-    @model_validator(mode="after")
-    def _check(self):
-        if self.init_from is not None:
-            raise refuse("train.init_from is not built yet: remove it.")
-        return self
-
 
 class CheckpointConfig(Section):
+    """The last step is saved in any case, and so is the present one when a signal ends the run."""
+
     every_steps: PositiveInt | None = None
-    """Save so often; the last step is saved in any case. null: only the last step."""
+    """Save so often, counted in steps."""
+    every_minutes: PositiveFloat | None = None
+    """Save so often by the clock, also between the steps above."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
+    keep_every_steps: PositiveInt | None = None
+    """Checkpoints of multiples of this step are saved, and kept for good."""
+    asynchronous: Switch = True
+    """Write while training goes on: the run waits only for the copy from the devices."""
 
 
 class LogConfig(Section):
@@ -234,6 +286,8 @@ class LogConfig(Section):
     """At the end, print byte bigram and trigram losses on the same held-out text."""
     sample_tokens: Count = 0
     """Length of the text sampled at the end."""
+    sample_prompt: Annotated[str, Field(min_length=1)] = "The "
+    """What that text begins with."""
     tensorboard: Switch = False
     wandb_project: str | None = None
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
@@ -264,8 +318,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self):
         model, parallel, train = self.model, self.parallel, self.train
-        if self.data.source in ("python_stdlib", "files") and model.vocab_size < 256:
-            raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={self.data.source} needs 256.")
+        kinds = {part.source for part in self.data.sources}
+        reads_bytes = self.data.tokenizer in (None, "bytes") and "prepared" not in kinds
+        for part in self.data.sources if reads_bytes and model.vocab_size < 256 else ():
+            if part.source in ("python_stdlib", "files"):
+                raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={part.source} needs 256.")
         if model.num_heads % parallel.tensor:
             usable = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
             raise refuse(
@@ -295,6 +352,8 @@ class Config(Section):
                 "train.eval_every_steps and log.baselines need held-out text: "
                 "set data.held_out_fraction above 0 or remove them."
             )
+        if self.log.baselines and not (reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"}):
+            raise refuse("log.baselines counts bytes of one text in memory: remove it, or read files without a tokenizer.")
         if self.log.profile_steps and not 1 <= self.log.profile_steps[0] <= self.log.profile_steps[1] <= train.steps:
             raise refuse(f"log.profile_steps={list(self.log.profile_steps)} is not [first, last] within 1..{train.steps}.")
         return self

@@ -39,7 +39,10 @@ log = logging.getLogger(__name__)
 FAREWELL_MS = 2000
 """How long a process that failed waits for the others to fail too, so that all can say why."""
 
-_comparisons = itertools.count()
+EXCHANGE_LIMIT_MS = 3_600_000
+"""Process 0 may have a checkpoint of terabytes to look through while the others wait."""
+
+_exchanges, _boards = itertools.count(), itertools.count()
 
 
 @dataclass(frozen=True)
@@ -145,20 +148,62 @@ def require_same(text: str, otherwise: str) -> None:
     _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}." if different else "")
 
 
-def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
-    """Raises ConfigError everywhere unless verdict_on(text of process 0, differing texts by process) is empty."""
+def broadcast(text: str) -> str:
+    """Process 0's text, on all processes; every process must call it. What the others give is not looked at."""
+    return exchange(text, lambda texts: texts[0])
+
+
+def first_said(text: str) -> str:
+    """The first text over the processes that is not empty, the same on all of them; every process must call it."""
+    return exchange(text, lambda texts: next(filter(None, texts), ""))
+
+
+def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
+    """combine(texts of all processes, by rank), called on process 0 and returned on all; every process must call it. It goes
+    through the coordinator, without a device; process 0 may take an hour to say its text.
+    """
     if not jax.distributed.is_initialized():
-        return
+        return combine([here])
     client, rank, count = _client(), jax.process_index(), jax.process_count()
-    # A value can be set once: every comparison has its own folder.
-    folder, limit_ms = f"jaxllm/same/{next(_comparisons)}", DEFAULT_START_TIMEOUT_S * 1000
+    # A value can be set once: every exchange has its own folder.
+    folder = f"jaxllm/same/{next(_exchanges)}"
     if rank > 0:
         client.key_value_set(f"{folder}/{rank}", here)
     else:
-        texts = {other: client.blocking_key_value_get(f"{folder}/{other}", limit_ms) for other in range(1, count)}
-        different = {other: text for other, text in texts.items() if text != here}
-        client.key_value_set(f"{folder}/verdict", verdict_on(here, different))
-    if verdict := client.blocking_key_value_get(f"{folder}/verdict", limit_ms):
+        texts = [here, *(client.blocking_key_value_get(f"{folder}/{other}", EXCHANGE_LIMIT_MS) for other in range(1, count))]
+        client.key_value_set(f"{folder}/result", combine(texts))
+    return client.blocking_key_value_get(f"{folder}/result", EXCHANGE_LIMIT_MS)
+
+
+class Board:
+    """Short texts by name that all processes of a run see as soon as one has put them up; nothing waits.
+
+    Every process must make its boards in the same order. With one process it is a dict.
+    """
+
+    def __init__(self) -> None:
+        self._folder = f"jaxllm/board/{next(_boards)}/"
+        self._alone: dict[str, str] = {}
+
+    def put(self, name: str, text: str) -> None:
+        if jax.distributed.is_initialized():
+            _client().key_value_set(self._folder + name, text, allow_overwrite=True)
+        else:
+            self._alone[name] = text
+
+    def read(self) -> dict[str, str]:
+        if not jax.distributed.is_initialized():
+            return dict(self._alone)
+        return {key.rpartition("/")[2]: text for key, text in _client().key_value_dir_get(self._folder)}
+
+
+def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
+    """Raises ConfigError everywhere unless verdict_on(text of process 0, differing texts by process) is empty."""
+
+    def combine(texts: list[str]) -> str:
+        return verdict_on(texts[0], {rank: text for rank, text in enumerate(texts) if text != texts[0]})
+
+    if verdict := exchange(here, combine):
         raise ConfigError(verdict)
 
 
@@ -183,7 +228,10 @@ def leaving_on_errors():
     except BaseException as error:
         if jax.distributed.is_initialized():
             # Runs before JAX's own farewell (last registered, first called), after the error was printed.
-            atexit.register(_leave, 2 if isinstance(error, ConfigError) else 1)
+            code = 2 if isinstance(error, ConfigError) else 1
+            atexit.register(_leave, code)
+            # Python first waits for threads, and one of Orbax's may wait for a process that never comes.
+            threading.Thread(target=_leave_after_main, args=[code], daemon=True).start()
         raise
 
 
@@ -196,6 +244,12 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _leave_after_main(code: int) -> None:
+    threading.main_thread().join()
+    time.sleep(1)
+    _leave(code)
 
 
 def _join(cluster: Cluster) -> None:

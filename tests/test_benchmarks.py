@@ -1,4 +1,4 @@
-"""benchmarks/step.py at its smallest: it runs, and its figures agree with each other."""
+"""The benchmarks at their smallest: they run, and their figures agree with each other."""
 
 import json
 import os
@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 STEP = Path(__file__).parents[1] / "benchmarks" / "step.py"
+CHECKPOINT = STEP.with_name("checkpoint.py")
 
 
-def run(*arguments) -> subprocess.CompletedProcess:
+def run(*arguments, script=STEP) -> subprocess.CompletedProcess:
     """On one CPU device, whatever the tests around it forced."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, STEP, *arguments]
+    command = [sys.executable, script, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -55,3 +56,15 @@ def test_a_wrong_override_is_one_sentence():
     assert finished.returncode == 2
     assert "num_heads" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_the_cost_of_a_save_is_measured_both_ways():
+    finished = run("--quick", "--json", script=CHECKPOINT)
+    assert finished.returncode == 0, finished.stderr
+    report = json.loads(finished.stdout)
+    assert report["command"] == "python benchmarks/checkpoint.py --quick --json"
+    for kind in ("asynchronous", "synchronous"):
+        waits, writes = report[kind]["wait_s"], report[kind]["write_s"]
+        assert len(waits) == len(writes) == report["saves"] == 2
+        assert all(0 < wait <= write for wait, write in zip(waits, writes, strict=True))
+    assert report["synchronous"]["step_s"] == []

@@ -41,7 +41,7 @@ REFUSALS = {
     ("data.held_out_fraction=0", "log.baselines=true"): "need held-out text: set data.held_out_fraction above 0",
     ("data.source=files",): "data.source=files needs data.paths: give files or glob patterns.",
     ("data.source=files", "data.paths=[nope/*.txt]"): "data.paths: no file matches 'nope/*.txt'",
-    ("data.paths=[x]",): "data.paths is read only with data.source=files",
+    ("data.paths=[x]",): "data.paths is not read with data.source=python_stdlib",
     ("optimizer.decay_tokens=5",): "optimizer.decay_tokens belongs to schedule=wsd, not cosine",
     ("log.profile_steps=[5, 20]",): "log.profile_steps=[5, 20] is not [first, last] within 1..10.",
     ("steps=3",): "Cannot read the override 'steps=3': write section.key=value, such as train.steps=100.",

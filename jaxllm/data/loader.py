@@ -1,188 +1,235 @@
-"""From a stream of token ids to the rows of a batch.
+"""The training stream: sample k of a run, for any k, in any order, on any host.
 
-Sample k of a run is a pure function of (seed, k): no state to save, and any host can make any rows. A row is a dict of
+Sample k is a pure function of (seed, k, sources and weights): there is no state to save, a global batch is samples
+[start, start + size), and how many hosts, microbatches or devices share it changes nothing. A batch is a dict of
 
-    tokens     int32 [S]   what the model reads
-    targets    int32 [S]   the token after each of them
-    mask       bool  [S]   targets that count in the loss
-    positions  int32 [S]   0..S-1
+    tokens     int32 [B, S]   what the model reads; 0 where a sequence has room left
+    targets    int32 [B, S]   the token after each of them
+    mask       bool  [B, S]   targets that count in the loss: not at the end of a document, nor where there is room left
+    positions  int32 [B, S]   from 0 in each piece of a document
+    segments   int32 [B, S]   1, 2, ... by piece of a document, 0 where there is room left
 
-and a batch stacks B of them. In names here, B is sequences and S sequence_length.
+With data.mask_documents=false a sequence is one text: no segments, positions 0..S-1, and a document's last token predicts the
+first of the next.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import grain
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from grain.experimental import index_shuffle
 
 from jaxllm.config import ConfigError
+from jaxllm.data.documents import Documents
+from jaxllm.data.packing import PACKINGS, Pieces
 
+Batch = dict[str, np.ndarray]
 Result = TypeVar("Result")
 
+PERIOD = 4096
+"""Samples over which a mixture keeps its weights exactly: a weight is a whole number of 4096ths, at least one."""
+# Of the cipher behind index_shuffle, which permutes without making a table; Grain's own shuffle uses as many.
+_ROUNDS = 4
+# It works on 16 bits at least and retries what falls outside: 3 ms an index for 10 samples, 4 us from here on.
+_SMALL = 2**16
 
-class WindowLoader:
-    """Training samples: windows of S + 1 tokens cut from a stream, in a new order every epoch.
 
-    Neighbouring windows share one token, the last target of one and the first input of the next, so no token goes
-    unpredicted. An epoch visits each of `num_windows` windows once, in a seeded order, on a grid that starts at a
-    seeded place: windows differ from epoch to epoch, and the ends of the stream get their turn.
-    """
+class PackedDocuments:
+    """Some documents of a source, packed: rows of a batch by sample and rotation."""
 
-    def __init__(self, stream: np.ndarray, sequence_length: int, seed: int):
+    def __init__(
+        self,
+        name: str,
+        documents: Documents,
+        order: np.ndarray,
+        sequence_length: int,
+        packing: str,
+        mask_documents: bool,
+        vocab_size: int,
+    ):
         """
         Args:
-          stream: integer token ids, [tokens].
-          sequence_length: S, in tokens.
+          name: of the source, for error messages.
+          order: which documents, and in what order they are packed.
+          packing: concat or best_fit.
+          mask_documents: whether documents of one sequence are kept apart.
+        """
+        self.name, self._documents, self._masks = name, documents, mask_documents
+        self._sequence_length, self._vocab_size = sequence_length, vocab_size
+        self.packing = PACKINGS[packing](documents.lengths, order, sequence_length)
+
+    def in_order(self, samples: Sequence[int]) -> Batch:
+        """Samples by number, documents in the order given; past the last one, empty rows. Raises as `rows`."""
+        return self.rows([(sample, 0) if sample < self.packing.num_samples else None for sample in samples])
+
+    def rows(self, wanted: Sequence[tuple[int, int] | None]) -> Batch:
+        """One row for each (sample, rotation); None gives an empty row.
+
+        Raises:
+          ConfigError: a token id that the vocabulary does not have.
+        """
+        nothing = Pieces(*np.zeros((3, 0), np.int64))
+        found = [nothing if one is None else self.packing.pieces(*one) for one in wanted]
+        pieces = Pieces(*map(np.concatenate, zip(*found, strict=True))) if found else nothing
+        lengths = np.asarray(self._documents.lengths[pieces.documents], np.int64)
+        # One token more than the row holds: the last one's target.
+        read = self._documents.read(pieces.documents, pieces.starts, np.minimum(pieces.stops + 1, lengths))
+        batch = empty_rows(len(found), self._sequence_length, segments=self._masks)
+        texts = iter(zip(read, (pieces.stops - pieces.starts).tolist(), strict=True))
+        for row, here in enumerate(found):
+            self._fill({key: array[row] for key, array in batch.items()}, [next(texts) for _ in here.documents])
+        for ids in (batch["tokens"], batch["targets"]):
+            if ids.min(initial=0) < 0 or ids.max(initial=0) >= self._vocab_size:
+                strange = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
+                raise ConfigError(
+                    f"Source {self.name} holds the token id {strange} and model.vocab_size={self._vocab_size}: "
+                    f"it was tokenised for another model; prepare it again or change the model."
+                )
+        return batch
+
+    def _fill(self, row: Batch, texts: list[tuple[np.ndarray, int]]) -> None:
+        """Writes the pieces of one row: ids with the one after them, where the document has it, and how many go in."""
+        at = 0
+        for number, (ids, size) in enumerate(texts, start=1):
+            stop = at + size
+            row["tokens"][at:stop] = ids[:size]
+            if not self._masks and at and not row["mask"][at - 1]:
+                row["targets"][at - 1], row["mask"][at - 1] = ids[0], True
+            with_target = at + len(ids) - 1
+            row["targets"][at:with_target] = ids[1:]
+            row["mask"][at:with_target] = True
+            if self._masks:
+                row["positions"][at:stop] = np.arange(size)
+                row["segments"][at:stop] = number
+            at = stop
+        if not self._masks:
+            row["positions"][:] = np.arange(self._sequence_length)
+
+
+def empty_rows(num_rows: int, sequence_length: int, segments: bool) -> Batch:
+    shape = (num_rows, sequence_length)
+    batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions")} | {"mask": np.zeros(shape, bool)}
+    return batch | ({"segments": np.zeros(shape, np.int32)} if segments else {})
+
+
+class SampleStream:
+    """Samples of one source or of a mixture, without end: each epoch of a source in a new order.
+
+    Its documents are put in an order of their own once, cut into samples at another place every epoch, and those are read in a
+    new order every epoch.
+    """
+
+    def __init__(self, sources: Sequence[PackedDocuments], weights: Sequence[float], seed: int):
+        """
+        Args:
+          sources: each with at least one sample.
+          weights: the share of samples each gives, relative to the others.
           seed: a whole number from 0.
 
         Raises:
-          ConfigError: fewer than 2 S tokens.
+          ConfigError: a weight below one in PERIOD.
         """
-        self.num_windows = len(stream) // sequence_length - 1
-        if self.num_windows < 1:
+        self.sources = tuple(sources)
+        # Of a few epochs and periods: a batch touches two of each source, and a prefetching thread may be ahead.
+        self._word = functools.lru_cache(maxsize=64)(functools.partial(word, seed))
+        self.counts = shares(weights, PERIOD)
+        if 0 in self.counts:
+            name = self.sources[self.counts.index(0)].name
             raise ConfigError(
-                f"The training text has {len(stream)} tokens, and train.sequence_length={sequence_length} needs at "
-                f"least {2 * sequence_length}: give more text or use sequences of at most {len(stream) // 2}."
+                f"The weight of {name} in data.mixture is less than one in {PERIOD}: raise it or leave the source out."
             )
-        self.sequence_length = sequence_length
-        self._seed = seed % 2**64
-        self._num_offsets = len(stream) - self.num_windows * sequence_length
-        self._windows = sliding_window_view(stream, sequence_length + 1)
-        # A batch touches two epochs at most (or the corpus is tiny), and a prefetching thread may be an epoch ahead.
-        self._starts = functools.lru_cache(maxsize=4)(self._draw_starts)
+        self._offsets = np.cumsum([0, *self.counts])
 
-    def sample(self, k: int) -> dict[str, np.ndarray]:
-        """Sample k of the run, from 0: the arrays above without a batch dim."""
-        return {name: rows[0] for name, rows in self.samples(np.array([k])).items()}
-
-    def samples(self, ks: np.ndarray) -> dict[str, np.ndarray]:
+    def samples(self, ks: np.ndarray) -> Batch:
         """Samples ks, integers [B] in any order, stacked to [B, S].
 
         Raises:
           ValueError: a negative sample number.
+          ConfigError: the text does not fit the vocabulary, or cannot be read.
         """
-        ks = np.asarray(ks)
-        if ks.size and ks.min() < 0:
-            raise ValueError(f"Samples are numbered from 0, not {ks.min()}.")
-        epochs, places = np.divmod(ks, self.num_windows)
-        starts_B = np.empty(len(ks), np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            starts_B[here] = self._starts(int(epoch))[places[here]]
-        window_BS1 = self._windows[starts_B]
-        return _rows(window_BS1[:, :-1], window_BS1[:, 1:], np.ones((len(ks), self.sequence_length), np.bool_))
+        wanted: list[list[tuple[int, int]]] = [[] for _ in self.sources]
+        rows: list[list[int]] = [[] for _ in self.sources]
+        for row, k in enumerate(np.asarray(ks).tolist()):
+            source, *place = self.locate(k)
+            wanted[source].append(tuple(place))
+            rows[source].append(row)
+        parts = [source.rows(these) for source, these in zip(self.sources, wanted, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        batch = {name: np.empty((len(ks), *array.shape[1:]), array.dtype) for name, array in parts[0].items()}
+        for part, here in zip(parts, rows, strict=True):
+            for name, array in part.items():
+                batch[name][here] = array
+        return batch
 
-    def _draw_starts(self, epoch: int) -> np.ndarray:
-        """Where each window of an epoch starts, in the order of its samples: int64 [num_windows], 8 bytes a window."""
-        # Ordering raw random words instead of calling Generator.permutation: numpy promises to keep a bit generator's
-        # words from version to version but not what Generator makes of them, and a run may outlive a numpy upgrade.
-        words = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
-        offset = int(words[0] % np.uint64(self._num_offsets))
-        return offset + self.sequence_length * np.argsort(words[1:], kind="stable")
+    def locate(self, k: int) -> tuple[int, int, int]:
+        """(source, sample, rotation) of sample k of the run."""
+        if k < 0:
+            raise ValueError(f"Samples are numbered from 0, not {k}.")
+        period, place = divmod(k, PERIOD)
+        source, number = 0, k
+        if len(self.sources) > 1:
+            slot = permuted(place, PERIOD, self._word("mixture", period))
+            source = int(np.searchsorted(self._offsets, slot, side="right")) - 1
+            number = period * self.counts[source] + slot - int(self._offsets[source])
+        packing = self.sources[source].packing
+        epoch, sample = divmod(number, packing.num_samples)
+        rotation = self._word("cut", source, epoch) % packing.num_rotations
+        return source, permuted(sample, packing.num_samples, self._word("samples", source, epoch)), rotation
+
+    def epochs(self, num_samples: int) -> dict[str, float]:
+        """How often each source has been read after so many samples; within a period a mixture is taken to be even."""
+        return {
+            source.name: num_samples * count / PERIOD / source.packing.num_samples
+            for source, count in zip(self.sources, self.counts, strict=True)
+        }
 
 
-def num_held_out_batches(stream: np.ndarray, sequence_length: int, batch_sequences: int) -> int:
-    """Batches that held_out_batches yields; 0 for a stream without a single target (fewer than 2 tokens)."""
-    return math.ceil(max(len(stream) - 1, 0) / (sequence_length * batch_sequences))
+def document_order(documents: np.ndarray, seed: int, source: int) -> np.ndarray:
+    """The same documents in the order in which a run packs them: a function of seed and source number alone."""
+    return documents[permutation(len(documents), word(seed, "documents", source))]
 
 
-def held_out_batches(stream: np.ndarray, sequence_length: int, batch_sequences: int) -> Iterator[dict[str, np.ndarray]]:
-    """The whole of a stream in order, as batches [batch_sequences, S] of one shape.
+def word(seed: int, *what: str | int) -> int:
+    """64 random bits for a purpose: a function of its arguments alone."""
+    text = "/".join(map(str, (seed, *what)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
-    Every token but the very first is a target exactly once. What the last batch lacks is filled with token 0 and mask
-    False.
+
+def permuted(index: int, size: int, word: int) -> int:
+    """The place of `index` in a permutation of 0 .. size-1."""
+    if size <= _SMALL:
+        return int(_small_permutation(size, word)[index])
+    return index_shuffle(index, max_index=size - 1, seed=word % 2**32, rounds=_ROUNDS)
+
+
+def permutation(size: int, word: int) -> np.ndarray:
+    # Ordering raw random words instead of calling Generator.permutation: numpy promises to keep a bit generator's words from
+    # version to version but not what Generator makes of them, and a run may outlive a numpy upgrade.
+    return np.argsort(np.random.Philox(key=word).random_raw(size), kind="stable")
+
+
+_small_permutation = functools.lru_cache(maxsize=64)(permutation)
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Whole numbers that add up to `total`, as near to the weights as can be (largest remainders)."""
+    exact = np.asarray(weights, float) / np.sum(weights) * total
+    counts = np.floor(exact).astype(int)
+    largest_remainders = np.argsort(counts - exact, kind="stable")
+    counts[largest_remainders[: total - counts.sum()]] += 1
+    return counts.tolist()
+
+
+def ahead(make: Callable[[int], Result], start: int) -> grain.DatasetIterator:
+    """Iterates over make(start), make(start + 1), ..., computed two ahead in a background thread; `close()` it.
+
+    What `make` raises reaches the consumer in its turn.
     """
-    shape_BS = (batch_sequences, sequence_length)
-    batch_tokens = batch_sequences * sequence_length
-    for first in range(0, len(stream) - 1, batch_tokens):
-        text = stream[first : first + batch_tokens + 1]
-        num_targets = len(text) - 1
-        tokens, targets = np.zeros((2, batch_tokens), np.int32)
-        tokens[:num_targets], targets[:num_targets] = text[:-1], text[1:]
-        mask = np.arange(batch_tokens) < num_targets
-        yield _rows(tokens.reshape(shape_BS), targets.reshape(shape_BS), mask.reshape(shape_BS))
-
-
-def _rows(tokens_BS: np.ndarray, targets_BS: np.ndarray, mask_BS: np.ndarray) -> dict[str, np.ndarray]:
-    num_sequences, sequence_length = tokens_BS.shape
-    return {
-        "tokens": tokens_BS.astype(np.int32),
-        "targets": targets_BS.astype(np.int32),
-        "mask": mask_BS,
-        "positions": np.tile(np.arange(sequence_length, dtype=np.int32), (num_sequences, 1)),
-    }
-
-
-class Prefetcher(Generic[Result]):
-    """Iterates over make(start), ..., make(stop - 1), computed ahead of time by one background thread.
-
-    At most `depth` results wait or are being made. An exception in `make` reaches the consumer in its turn, after the
-    results before it. Use it in a `with` block, or call close().
-    """
-
-    def __init__(self, make: Callable[[int], Result], start: int, stop: int, depth: int = 2):
-        if depth < 1:
-            raise ValueError(f"A prefetcher works at least one step ahead, not {depth}.")
-        self._make, self._depth = make, depth
-        self._results: deque[Result] = deque()
-        self._error: BaseException | None = None
-        self._finished = self._closed = False
-        # Guards the four above; notified whenever one of them changes.
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, args=(range(start, stop),), name="prefetcher", daemon=True)
-        self._thread.start()
-
-    def _work(self, steps: range) -> None:
-        error = None
-        try:
-            for step in steps:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or len(self._results) < self._depth)
-                    if self._closed:
-                        return
-                result = self._make(step)
-                with self._changed:
-                    self._results.append(result)
-                    self._changed.notify_all()
-        except BaseException as caught:
-            error = caught
-        finally:
-            with self._changed:
-                self._error, self._finished = error, True
-                self._changed.notify_all()
-
-    def __iter__(self) -> Iterator[Result]:
-        return self
-
-    def __next__(self) -> Result:
-        with self._changed:
-            self._changed.wait_for(lambda: self._results or self._finished or self._closed)
-            if self._closed:
-                raise StopIteration
-            if self._results:
-                self._changed.notify_all()
-                return self._results.popleft()
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
-
-    def close(self) -> None:
-        """Drop what is ready and stop the thread; returns when it has ended, after the `make` it may be in."""
-        with self._changed:
-            self._closed = True
-            self._results.clear()
-            self._changed.notify_all()
-        self._thread.join()
-
-    def __enter__(self) -> Prefetcher[Result]:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+    endless = grain.MapDataset.range(start, 2**62).map(make)
+    return iter(endless.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

@@ -1,8 +1,7 @@
 """Where the text comes from, and which part of it is never trained on.
 
-A corpus is two streams of bytes. Every file ends with a zero byte, so that a model learns where texts end; that byte
-counts as a token like any other. Whole files are held out, each by a hash of its own path: adding or removing a file
-never moves another one across, and two machines with the same files make the same split.
+Whole documents are held out, each by a hash of its own: of its path where documents are files, of its text in prepared folders.
+Adding or removing one never moves another across, and two machines with the same documents make the same split.
 """
 
 from __future__ import annotations
@@ -13,74 +12,279 @@ import math
 import os
 import platform
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import ConfigError, DataConfig
+from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
+from jaxllm.data.documents import Documents
+from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
+from jaxllm.data.megatron import MegatronDocuments
+from jaxllm.data.prepared import PreparedDocuments
+from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
-DOCUMENT_END = b"\0"
 # Folders of the standard library's tree that are not the library: other people's packages, tests, byte code; and the manual
 # in pydoc_data, one file of prose so long that it would be most of whichever part it fell into.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Text cut in two. The arrays are read-only."""
+class Source:
+    """One source, cut in two."""
 
+    name: str
+    weight: float
+    documents: Documents
     train: np.ndarray
-    """uint8 [bytes], zero bytes between documents included."""
+    """Numbers of the documents to train on."""
     held_out: np.ndarray
-    """uint8 [bytes]; empty with data.held_out_fraction=0."""
-    train_files: int
-    held_out_files: int
-    """A single file cut in two counts here as well as in train_files."""
-    description: str
-    """One line for people. Its digest tells whether two hosts, or two runs, read the same bytes."""
+    """Numbers of the others; empty with data.held_out_fraction=0."""
+
+    @cached_property
+    def train_tokens(self) -> int:
+        return int(self.documents.lengths[self.train].sum(dtype=np.int64))
+
+    @cached_property
+    def held_out_tokens(self) -> int:
+        return int(self.documents.lengths[self.held_out].sum(dtype=np.int64))
+
+    def text(self, which: np.ndarray) -> np.ndarray:
+        """All tokens of these documents, one after another."""
+        read = self.documents.read(which, np.zeros_like(which), self.documents.lengths[which])
+        return np.concatenate(read) if read else np.zeros(0, np.uint8)
 
 
-def load_corpus(data: DataConfig) -> Corpus:
-    """Read all of a source into memory as bytes.
+@dataclass(frozen=True)
+class Data:
+    """What a config reads."""
+
+    config: Config
+    sources: tuple[Source, ...]
+    tokenizer: Tokenizer | None
+    """None where no source says which tokenizer it was made with."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """12 hexadecimal digits: other texts, tokenizers or held-out documents have others."""
+        parts = [self.config.data.held_out_fraction, *(source.documents.fingerprint for source in self.sources)]
+        return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:12]
+
+    @property
+    def reads_bytes(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.sha256 == ByteTokenizer.sha256
+
+    @property
+    def held_out_tokens(self) -> int:
+        return sum(source.held_out_tokens for source in self.sources)
+
+    @property
+    def unit(self) -> str:
+        return "byte" if self.reads_bytes else "token"
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        several = len(self.sources) > 1
+        lines = [
+            (f"{source.name} ({source.weight:g}): " if several else "")
+            + f"{source.documents.description}: {source.train_tokens:,} {self.unit}s of {len(source.train):,} documents to "
+            f"train on, {source.held_out_tokens:,} of {len(source.held_out):,} held out"
+            for source in self.sources
+        ]
+        return "; ".join([*lines, f"sha256 {self.fingerprint}"])
+
+    def stream(self) -> SampleStream:
+        """The training samples.
+
+        Raises:
+          ConfigError: a source with fewer tokens than a sequence.
+        """
+        S, seed = self.config.train.sequence_length, self.config.train.seed
+        for source in self.sources:
+            if source.train_tokens < S:
+                raise ConfigError(
+                    f"The training text of {source.name} has {source.train_tokens} tokens, fewer than "
+                    f"train.sequence_length={S}: give more text or use shorter sequences."
+                )
+        packed = [self._packed(s, document_order(s.train, seed, number)) for number, s in enumerate(self.sources)]
+        return SampleStream(packed, [source.weight for source in self.sources], seed)
+
+    def held_out(self) -> list[PackedDocuments]:
+        """What is held out of each source that holds anything out, in the source's own order."""
+        return [self._packed(source, source.held_out) for source in self.sources if source.held_out_tokens > 1]
+
+    def _packed(self, source: Source, order: np.ndarray) -> PackedDocuments:
+        data, S = self.config.data, self.config.train.sequence_length
+        vocab_size = self.config.model.vocab_size
+        return PackedDocuments(source.name, source.documents, order, S, data.packing, data.mask_documents, vocab_size)
+
+
+def load_data(config: Config) -> Data:
+    """Opens everything `config.data` names. Texts are read into memory, prepared and Megatron files are left where they are.
+
+    Raises:
+      ConfigError: nothing to read, something cannot be read, two tokenizers, a tokenizer with more ids than the model, or
+        nothing left to train on or to hold out.
+    """
+    data = config.data
+    named = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    prepared = {part.name: open_prepared(part) for part in data.sources if part.source == "prepared"}
+    # Texts beside prepared folders are read with their tokenizer.
+    for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
+    documents = [prepared.get(part.name) or open_documents(part, for_texts) for part in data.sources]
+    sources = tuple(
+        Source(part.name, part.weight, *split(these, data.held_out_fraction))
+        for part, these in zip(data.sources, documents, strict=True)
+    )
+    tokenizer = _the_tokenizer(data, sources, named)
+    if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids and model.vocab_size={config.model.vocab_size}: "
+            f"set model.vocab_size to at least {tokenizer.vocab_size}, or choose the model's own tokenizer."
+        )
+    return Data(config, sources, tokenizer)
+
+
+def open_prepared(source: SourceConfig) -> Documents:
+    return _chain([PreparedDocuments(Path(path)) for path in source.paths])
+
+
+def open_documents(source: SourceConfig, tokenizer: Tokenizer | None) -> Documents:
+    """The documents of a source that is not prepared; several files are one after another. Texts need a tokenizer: bytes if
+    there is none.
 
     source=python_stdlib: every module of the running Python's standard library, tests left out. Files that are not
     UTF-8 are skipped and counted in the description. Hosts of one run need the same Python, or their texts differ.
 
-    source=files: whatever data.paths matches. Files beneath the working directory are known by their path from there,
+    source=files: whatever paths match. Files beneath the working directory are known by their path from there,
     others by their absolute path; keep texts beneath it if the split must not depend on the machine.
-
-    Raises:
-      ConfigError: nothing to read, a file of data.paths is not UTF-8, or nothing left to train on or to hold out.
     """
-    if data.source == "python_stdlib":
+    if source.source == "megatron":
+        return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
+    if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)
         origin = f"standard library of Python {platform.python_version()}"
         where = f"There is no Python source beneath {root}: use data.source=files with data.paths."
     else:
-        texts, skipped = _read_files(data.paths), 0
-        origin = ", ".join(data.paths)
+        texts, skipped = _read_files(source.paths), 0
+        origin = ", ".join(source.paths)
         where = f"The files of data.paths ({origin}) hold no text: name files that do."
     if not any(texts.values()):
         raise ConfigError(where)
+    return TextDocuments(
+        texts, tokenizer or load_tokenizer("bytes"), origin + (f", {skipped} skipped (not UTF-8)" if skipped else "")
+    )
 
-    train, held_out = _split(texts, data.held_out_fraction)
-    train_bytes, held_out_bytes = b"".join(train), b"".join(held_out)
-    digest = hashlib.sha256(train_bytes + held_out_bytes).hexdigest()[:12]
-    description = (
-        f"{origin}: {len(train_bytes):,} bytes of {len(train)} files to train on, "
-        f"{len(held_out_bytes):,} of {len(held_out)} held out"
-        + (f", {skipped} skipped (not UTF-8)" if skipped else "")
-        + f"; sha256 {digest}"
-    )
-    return Corpus(
-        train=np.frombuffer(train_bytes, np.uint8),
-        held_out=np.frombuffer(held_out_bytes, np.uint8),
-        train_files=len(train),
-        held_out_files=len(held_out),
-        description=description,
-    )
+
+class TextDocuments:
+    """Texts tokenised in memory, one document each. See Documents; keys are hashes of the names."""
+
+    def __init__(self, texts: dict[str, bytes], tokenizer: Tokenizer, description: str):
+        self.tokenizer, self.description = tokenizer, description
+        ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
+        self.lengths = np.array([len(these) for these in ids], np.int64)
+        self.keys = np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in texts], np.uint64)
+        self._ids = np.concatenate(ids)
+        self._starts = np.cumsum(self.lengths) - self.lengths
+        self.fingerprint = hashlib.sha256(self._ids.tobytes() + self.lengths.tobytes() + self.keys.tobytes()).hexdigest()
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        begins = self._starts[documents]
+        spans = zip((begins + starts).tolist(), (begins + stops).tolist(), strict=True)
+        return [self._ids[start:stop] for start, stop in spans]
+
+
+class ChainedDocuments:
+    """Several folders or files of one source, one after another. See Documents."""
+
+    def __init__(self, parts: Sequence[Documents]):
+        self._parts = tuple(parts)
+        self.lengths = np.concatenate([part.lengths for part in parts])
+        self.keys = np.concatenate([part.keys for part in parts])
+        self._firsts = np.cumsum([0, *(len(part.lengths) for part in parts)])
+        self.tokenizer = parts[0].tokenizer
+        self.description = ", ".join(part.description for part in parts)
+        self.fingerprint = hashlib.sha256("/".join(part.fingerprint for part in parts).encode()).hexdigest()
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        texts: list = [None] * len(documents)
+        home = np.searchsorted(self._firsts, documents, side="right") - 1
+        for number in np.unique(home).tolist():
+            here = np.flatnonzero(home == number)
+            read = self._parts[number].read(documents[here] - self._firsts[number], starts[here], stops[here])
+            for place, text in zip(here.tolist(), read, strict=True):
+                texts[place] = text
+        return texts
+
+
+class CutDocument:
+    """A lone document as two: its first tokens to train on, its last ones held out. See Documents."""
+
+    def __init__(self, whole: Documents, held_out_tokens: int):
+        length = int(whole.lengths[0])
+        self._whole, self._begins = whole, np.array([0, length - held_out_tokens])
+        self.lengths = np.array([length - held_out_tokens, held_out_tokens])
+        self.keys = np.repeat(whole.keys, 2)
+        self.tokenizer, self.description, self.fingerprint = whole.tokenizer, whole.description, whole.fingerprint
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        begins = self._begins[documents]
+        return self._whole.read(np.zeros_like(documents), begins + starts, begins + stops)
+
+
+def split(documents: Documents, fraction: float) -> tuple[Documents, np.ndarray, np.ndarray]:
+    """(documents, those to train on, those held out). A lone document gives its end away.
+
+    Raises:
+      ConfigError: a fraction other than 0 leaves nothing to train on or nothing to hold out.
+    """
+    count = len(documents.lengths)
+    if fraction == 0:
+        return documents, np.arange(count), np.arange(0)
+    if count == 1:
+        length = int(documents.lengths[0])
+        held_out_tokens = round(length * fraction)
+        if not 0 < held_out_tokens < length:
+            empty = "to train on" if held_out_tokens else "to hold out"
+            raise ConfigError(
+                f"data.held_out_fraction={fraction:g} of one document of {length} tokens leaves nothing {empty}: "
+                f"choose a value between 0 and 1 that leaves both, or give more text."
+            )
+        return CutDocument(documents, held_out_tokens), np.arange(1), np.arange(1, 2)
+    places = np.asarray(documents.keys, np.float64) / 2**64
+    held_out = places < fraction
+    if not held_out.any():
+        enough = math.ceil(places.min() * 1000) / 1000
+        raise ConfigError(
+            f"data.held_out_fraction={fraction:g} holds out none of the {count} documents: raise it to "
+            f"{enough:g}, give more, or set it to 0 to go without held-out text."
+        )
+    if held_out.all():
+        few_enough = math.floor(places.max() * 1000) / 1000
+        raise ConfigError(f"data.held_out_fraction={fraction:g} holds out all {count} documents: lower it to {few_enough:g}.")
+    return documents, np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def _the_tokenizer(data: DataConfig, sources: Sequence[Source], named: Tokenizer | None) -> Tokenizer | None:
+    """The one tokenizer of all sources that know theirs."""
+    known = [(source.name, source.documents.tokenizer) for source in sources if source.documents.tokenizer]
+    if named is not None:
+        known.insert(0, (f"data.tokenizer={data.tokenizer}", named))
+    for name, tokenizer in known:
+        if tokenizer.sha256 != known[0][1].sha256:
+            raise ConfigError(
+                f"{known[0][0]} and {name} have different tokenizers ({known[0][1].name} and {tokenizer.name}): "
+                f"prepare all sources with one."
+            )
+    return known[0][1] if known else None
+
+
+def _chain(parts: list) -> Documents:
+    return parts[0] if len(parts) == 1 else ChainedDocuments(parts)
 
 
 def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
@@ -122,44 +326,3 @@ def _first_bad_byte(text: bytes) -> int | None:
     except UnicodeDecodeError as error:
         return error.start
     return None
-
-
-def _place(name: str) -> float:
-    """Where a file's name falls in [0, 1): below the held-out fraction, the file is held out."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
-
-
-def _split(texts: dict[str, bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Documents to train on and documents held out, each with its end mark."""
-    documents = {name: text + DOCUMENT_END for name, text in texts.items()}
-    if fraction == 0:
-        return list(documents.values()), []
-    if len(documents) == 1:
-        return _cut(*documents.values(), fraction)
-    train = [text for name, text in documents.items() if _place(name) >= fraction]
-    held_out = [text for name, text in documents.items() if _place(name) < fraction]
-    places = [_place(name) for name in documents]
-    if not held_out:
-        enough = math.ceil(min(places) * 1000) / 1000
-        raise ConfigError(
-            f"data.held_out_fraction={fraction:g} holds out none of the {len(documents)} files: raise it to "
-            f"{enough:g}, give more files, or set it to 0 to go without held-out text."
-        )
-    if not train:
-        few_enough = math.floor(max(places) * 1000) / 1000
-        raise ConfigError(
-            f"data.held_out_fraction={fraction:g} holds out all {len(documents)} files: lower it to {few_enough:g}."
-        )
-    return train, held_out
-
-
-def _cut(document: bytes, fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """A lone file gives its end away; its first part then has no end mark, because no text ends there."""
-    at = len(document) - round(len(document) * fraction)
-    if not 0 < at < len(document):
-        empty = "to hold out" if at else "to train on"
-        raise ConfigError(
-            f"data.held_out_fraction={fraction:g} of one file of {len(document)} bytes leaves nothing {empty}: "
-            f"choose a value between 0 and 1 that leaves both, or give more text."
-        )
-    return [document[:at]], [document[at:]]

@@ -45,11 +45,11 @@ def cudnn_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS=None) -> Float[Array, "B
     """cuDNN's fused kernel: no S x S tensor. bfloat16 on NVIDIA GPUs from Ampere on."""
     if segments_BS is not None:
         # The kernel would read segment ids only as a bias or as lengths; unmasked documents would be silently wrong.
-        raise ConfigError("model.attention=cudnn cannot mask packed documents yet: set model.attention=xla.")
+        raise ConfigError("model.attention=cudnn cannot mask documents yet: set model.attention=xla.")
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
 
 
-def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
+def why_not_cudnn(model: ModelConfig, device: jax.Device, mask_documents: bool) -> str | None:
     """The reason cuDNN attention cannot run this model on this device, or None."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
@@ -61,16 +61,18 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
     if model.head_dim % 8 or model.head_dim > 128:
         return f"it takes head sizes that are multiples of 8 up to 128 and model.head_dim is {model.head_dim}"
+    if mask_documents:
+        return "it cannot mask documents yet (data.mask_documents=false lets them see each other)"
     return None
 
 
-def choose_attention(model: ModelConfig, device: jax.Device) -> Attend:
+def choose_attention(model: ModelConfig, device: jax.Device, mask_documents: bool) -> Attend:
     """The function `model.attention` names, on this kind of device.
 
     Raises:
       ConfigError: cudnn was asked for by name and cannot run here. Only `auto` may fall back, and says so.
     """
-    reason = why_not_cudnn(model, device)
+    reason = why_not_cudnn(model, device, mask_documents)
     if model.attention == "cudnn" and reason:
         raise ConfigError(f"model.attention=cudnn cannot run here, because {reason}: set model.attention=auto or xla.")
     if model.attention == "xla" or reason:

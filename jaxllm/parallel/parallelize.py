@@ -63,7 +63,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     master_shardings = named(mesh, jax.tree.map(lambda spot: spot.master, layouts))
     compute_shardings = named(mesh, jax.tree.map(lambda spot: spot.compute, layouts))
 
-    attention = choose_attention(model, mesh.devices.flat[0])
+    attention = choose_attention(model, mesh.devices.flat[0], config.data.mask_documents)
     attend = attend_per_tensor_rank(attention, model.num_kv_heads, sizes[TENSOR])
     ops = Ops(attend=attend, look_up=look_up_over_tensor(sizes[TENSOR]), constrain=constrainer(sizes))
     ranks = sizes[DATA] * sizes[CONTEXT]

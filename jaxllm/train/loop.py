@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
-import numpy as np
 import yaml
 
 from jaxllm import distributed
@@ -19,30 +18,35 @@ from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
-from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint import Checkpoints, Meta, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
+from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.metrics import Record, Sink, open_sinks
-from jaxllm.train.trainer import Trainer
+from jaxllm.train.trainer import Evaluation, Trainer
 
 log = logging.getLogger(__name__)
 
-SAMPLE_PROMPT = b"def "
+WELL_FILLED = 0.9
+"""Of a sequence: below this a run says how much of it is room."""
 
 
 def fit(config: Config) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one."""
     folder = make_run_dir(config)
     with distributed.leaving_on_errors(), ExitStack() as stack:
-        trainer = Trainer(config)
+        trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
+        require_shared(folder)
         config = trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint)
         stack.callback(checkpoints.close)
         announce(console, trainer)
-        if checkpoints.latest_step is not None:
-            require_same_run(folder, config)
+        if checkpoints.latest is not None:
+            require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
             trainer.restore(checkpoints)
+            for sentence in checkpoints.damaged:
+                console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
             console.say(f"resumed from step {trainer.step} in {folder}")
         first = trainer.step
         if first >= config.train.steps:
@@ -51,9 +55,17 @@ def fit(config: Config) -> Trainer:
         for sink in sinks:
             stack.callback(sink.close)
         if distributed.is_main_process():
-            (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        train(trainer, checkpoints, console, sinks)
-        conclude(trainer, console, sinks if trainer.step > first else [])
+            write_config(folder, config)
+            if trainer.data.tokenizer is not None and not (folder / "tokenizer" / "tokenizer_config.json").exists():
+                trainer.data.tokenizer.save(folder / "tokenizer")
+        minutes = config.checkpoint.every_minutes
+        with Interrupt(minutes * 60 if minutes else None) as interrupt:
+            stopped_by = train(trainer, checkpoints, interrupt, console, sinks)
+            checkpoints.wait()
+        if stopped_by:
+            console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; the same command goes on from there")
+        else:
+            conclude(trainer, console, sinks if trainer.step > first else [])
         console.say(f"run directory {folder}")
     return trainer
 
@@ -70,29 +82,49 @@ def make_run_dir(config: Config) -> Path:
     return folder
 
 
-def require_same_run(folder: Path, config: Config) -> None:
+def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str) -> None:
     """Refuses to go on with a run under a config that would change its model, its text or where each step reads.
 
+    Args:
+      meta: what the checkpoint says of itself.
+      fingerprint: of the text as it is now.
+
     Raises:
-      ConfigError: names the first such key, with both values.
+      ConfigError: names the first such key, with both values, or says that the text is another.
     """
-    file = folder / "config.yaml"
-    if not file.exists():
-        return
-    before, now = yaml.safe_load(file.read_text()), config.model_dump(mode="json")
+    before, now = meta["config"], config.model_dump(mode="json")
+    # What the text is, its fingerprint says, wherever it lies now.
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype")}
+    free |= {("data", key) for key in ("paths", "tokenizer")}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
     keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
     for section, key in keys:
-        old, new = before.get(section, {}).get(key), now[section][key]
+        # A key that is newer than the run had its default.
+        default = type(getattr(config, section)).model_fields[key].get_default()
+        old, new = before.get(section, {}).get(key, default), now[section][key]
+        if key == "mixture":
+            old, new = ([{k: v for k, v in part.items() if k != "paths"} for part in parts] for parts in (old, new))
         if old != new:
             raise ConfigError(
                 f"{folder} holds a run with {section}.{key}={old}, not {new}: go on with that value, or choose another run.dir."
             )
+    if meta["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"{folder} holds a run on other text: what data names has changed since; bring it back, or choose another run.dir."
+        )
 
 
-def train(trainer: Trainer, checkpoints: Checkpoints, console: Console, sinks: list[Sink]) -> None:
-    """The loop itself. Metrics arrive one step late; evaluation, saving and profiling wait for the step under way."""
+def write_config(folder: Path, config: Config) -> None:
+    """config.yaml, the old one or the new one at any moment."""
+    aside = folder / ".config.yaml"
+    aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    aside.replace(folder / "config.yaml")
+
+
+def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, console: Console, sinks: list[Sink]) -> str | None:
+    """The loop itself. Metrics arrive one step late; evaluation, saving and profiling wait for the step under way. Returns the
+    signal that stopped it, or None at the last step.
+    """
     config, first = trainer.config, trainer.step
     peak_flops = peak_flops_of(trainer)
 
@@ -107,25 +139,30 @@ def train(trainer: Trainer, checkpoints: Checkpoints, console: Console, sinks: l
         console.step(record, utilisation, due)
 
     started = time.perf_counter()
-    while trainer.step < config.train.steps:
+    stopped_by = None
+    while trainer.step < config.train.steps and not stopped_by:
+        checkpoints.raise_errors()
         with profile(config, trainer.step + 1, first + 1):
             publish(trainer.advance())
             if trainer.compile_s is not None and trainer.step == first + 1:
                 console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
             step, last = trainer.step, trainer.step == config.train.steps
-            saves = last or is_multiple(step, config.checkpoint.every_steps)
-            evaluates = not last and is_multiple(step, config.train.eval_every_steps)
+            due = interrupt.due(step)
+            stopped_by = None if last else due.stopped_by
+            periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
+            saves = last or due.save or any(is_multiple(step, period) for period in periods)
+            evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)
             if saves or evaluates or ends_profile(config, step):
                 publish(trainer.finish())
         if saves:
-            checkpoints.save(step, trainer.state)
+            checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
+            interrupt.saved()
         if evaluates:
-            loss, _ = trainer.evaluate(config.train.eval_batches)
-            for sink in sinks:
-                sink.write({"step": step, "eval_loss": loss})
-            console.say(f"step {step}  held-out loss {loss:.4f}")
+            found = record_evaluation(trainer, sinks, config.train.eval_batches)
+            console.say(f"step {step}  held-out loss {found.loss:.4f}{by_source(found)}")
     if trainer.step > first:
         console.say(f"trained {trainer.step - first} steps in {time.perf_counter() - started:.0f} s")
+    return stopped_by
 
 
 def announce(console: Console, trainer: Trainer) -> None:
@@ -138,30 +175,64 @@ def announce(console: Console, trainer: Trainer) -> None:
         f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
     )
+    if trainer.weights is not None:
+        console.say(f"weights from {trainer.weights.description}; optimizer, step and data begin anew")
     if config.total_tokens < config.optimizer.warmup_tokens:
         console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
-    console.say(f"attention {trainer.parallelized.attention}; remat {config.parallel.remat}; {trainer.corpus.description}")
+    console.say(f"attention {trainer.parallelized.attention}; remat {config.parallel.remat}; {trainer.data.description}")
+    note_epochs(console, trainer)
+
+
+def note_epochs(console: Console, trainer: Trainer) -> None:
+    """How often the run will read each source, where there are several or one is read more than once."""
+    config, stream = trainer.config, trainer.stream
+    epochs = stream.epochs(config.train.steps * config.train.global_batch_sequences)
+    if len(epochs) > 1 or max(epochs.values()) > 1:
+        console.say("epochs of the whole run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
+    full = sum(
+        share * source.packing.num_tokens / source.packing.num_samples
+        for source, share in zip(stream.sources, stream.counts, strict=True)
+    ) / (sum(stream.counts) * config.train.sequence_length)
+    if full < WELL_FILLED:
+        console.say(f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less")
+
+
+def record_evaluation(trainer: Trainer, sinks: list[Sink], max_batches: int | None = None) -> Evaluation:
+    """Evaluates; writes eval_loss, and for a mixture each source's, to the sinks."""
+    found = trainer.evaluate(max_batches)
+    record: Record = {"step": trainer.step, "eval_loss": found.loss}
+    if len(found.by_source) > 1:
+        record |= {f"eval_loss/{name}": loss for name, loss in found.by_source.items()}
+    for sink in sinks:
+        sink.write(record)
+    return found
+
+
+def by_source(found: Evaluation) -> str:
+    several = len(found.by_source) > 1
+    return " (" + ", ".join(f"{name} {loss:.4f}" for name, loss in found.by_source.items()) + ")" if several else ""
 
 
 def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
-    """Held-out loss over all held-out bytes, n-gram baselines on the same split, and a sample."""
-    corpus = trainer.corpus
-    if corpus.held_out.size > 1:
-        loss, scored = trainer.evaluate()
-        for sink in sinks:
-            sink.write({"step": trainer.step, "eval_loss": loss})
+    """Held-out loss over all held-out text, n-gram baselines on the same split, and a sample."""
+    data, unit = trainer.data, trainer.data.unit
+    if data.held_out_tokens > 1:
+        found = record_evaluation(trainer, sinks)
+        (source, *_) = data.sources
         for order, name in ((2, "bigrams"), (3, "trigrams")) if trainer.config.log.baselines else ():
-            baseline = ngram_baseline(corpus.train, corpus.held_out, order)
+            baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)
             console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
-        console.say(f"{scored:,} held-out bytes in {corpus.held_out_files} files")
-        console.say(f"held-out loss {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits)")
-    if length := trainer.config.log.sample_tokens:
-        prompt = np.frombuffer(SAMPLE_PROMPT, np.uint8)
+        documents = sum(len(source.held_out) for source in data.sources)
+        console.say(f"{found.tokens:,} held-out {unit}s scored in {documents:,} document{'s' if documents > 1 else ''}")
+        console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
+    log_config = trainer.config.log
+    if (length := log_config.sample_tokens) and data.tokenizer is not None:
+        prompt = data.tokenizer.encode(log_config.sample_prompt)
         new = sample(trainer.model, prompt, length, window=trainer.config.train.sequence_length)
-        text = bytes(new.astype(np.uint8)).decode(errors="replace")
+        text = data.tokenizer.decode(new)
         # A young model samples control characters too, and a terminal would obey them.
         text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-        console.say("sample:\n" + SAMPLE_PROMPT.decode() + text)
+        console.say("sample:\n" + log_config.sample_prompt + text)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -30,8 +31,11 @@ class JsonLines:
         before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         kept = [line for line in before if _step_of(line) <= last_step]
         if len(kept) < len(before):
-            path.rename(next(aside for n in itertools.count(1) if not (aside := path.with_stem(f"{path.stem}-{n}")).exists()))
-            path.write_text("".join(kept), encoding="utf-8")
+            new = path.with_suffix(".new")
+            new.write_text("".join(kept), encoding="utf-8")
+            # Linked, then replaced: a kill in between leaves a copy too many, never a line too few.
+            os.link(path, next(a for n in itertools.count(1) if not (a := path.with_stem(f"{path.stem}-{n}")).exists()))
+            new.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:

@@ -10,56 +10,78 @@ the device wait.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxllm import distributed
 from jaxllm.config import Config, ConfigError
-from jaxllm.data.loader import Prefetcher, WindowLoader, held_out_batches
-from jaxllm.data.sources import load_corpus
+from jaxllm.data.loader import ahead
+from jaxllm.data.sources import load_data
 from jaxllm.mesh import batch_sharding, make_mesh, replicated
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import merge_model
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import Record
+from jaxllm.train.weights import Source, initial_weights, read_weights
 
 log = logging.getLogger(__name__)
 
 
+class Evaluation(NamedTuple):
+    """What was measured on held-out text."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+    """How many were scored."""
+    by_source: dict[str, float]
+    """The loss of each source of a mixture."""
+
+
 class Trainer:
     """One run on the devices at hand (or on run.cpu_devices). Writes nothing; `fit` in loop.py does.
+
+    Args:
+      resumes: `restore` comes next, so train.init_from is not read.
 
     Raises:
       ConfigError: the config does not fit the devices or the data.
 
     Attributes:
       config: with parallel.data filled in.
+      data: the sources, and what of them is held out.
+      stream: the training samples.
       mesh: jax.sharding.Mesh with axes pipe, data, context, tensor.
       state: TrainState; replaced by each step (the old one's memory is reused).
       step: steps done, as a Python int.
+      weights: where train.init_from found them; None without it.
       compile_s: seconds it took to compile the train step; None until the first step.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, resumes: bool = False):
+        # A wrong path is found before a device is touched.
+        self.weights = None if resumes else initial_weights(config)
         distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
-        self.corpus = load_corpus(config.data)
-        # The description ends in a digest of the text.
-        distributed.require_same(self.corpus.description, "read different text; give all hosts the same files and Python")
-        self._loader = WindowLoader(self.corpus.train, config.train.sequence_length, config.train.seed)
+        self.data = load_data(config)
+        distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
+        self.stream = self.data.stream()
         self.mesh = make_mesh(config.parallel)
         training = build_training(config, self.mesh)
         self.parallelized, self.shardings = training.functions, training.shardings
         with jax.set_mesh(self.mesh):
             self.state = training.create_state(config.train.seed)
+        if self.weights is not None:
+            self._start_from(self.weights)
         self.step = 0
         self.compile_s: float | None = None
         self.traces = 0
@@ -73,7 +95,7 @@ class Trainer:
         self.jitted_step = jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, everywhere))
         self._compiled_step: Any = None
         self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=everywhere)
-        self._batches: Prefetcher | None = None
+        self._batches: Any = None
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None
 
@@ -94,7 +116,7 @@ class Trainer:
     def advance(self) -> Record | None:
         """Starts one step; returns the metrics of the one before (None if there are none to read)."""
         if self._batches is None:
-            self._batches = Prefetcher(self.train_batch, start=self.step, stop=sys.maxsize)
+            self._batches = ahead(self.train_batch, start=self.step)
         batch = next(self._batches)
         with jax.set_mesh(self.mesh):
             if self._compiled_step is None:
@@ -124,17 +146,22 @@ class Trainer:
         now = time.perf_counter()
         rate = self.config.step_tokens / (now - self._last_finish_s) / self.mesh.size
         self._last_finish_s = now
-        return {"step": step, "tokens": step * self.config.step_tokens, **values, "tokens_per_s_per_device": rate}
+        record = {"step": step, "tokens": step * self.config.step_tokens, **values, "tokens_per_s_per_device": rate}
+        if len(self.stream.sources) > 1:
+            epochs = self.stream.epochs(step * self.config.train.global_batch_sequences)
+            record |= {f"epochs/{name}": count for name, count in epochs.items()}
+        return record
 
     def restore(self, checkpoints: Checkpoints) -> None:
         """Takes up the newest saved state; data goes on from its step."""
         self.close()
         self._pending = self._last_finish_s = None
-        layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-        # Two states would not fit where one does.
-        jax.tree.map(lambda x: x.delete(), self.state)
-        self.state = checkpoints.restore(layout)
+        self.state = checkpoints.restore(_give_up(self.state), self.parallelized.table)
         self.step = int(self.state.step)
+
+    def _start_from(self, weights: Source) -> None:
+        params = read_weights(weights, _give_up(self.state.params), self.parallelized.table)
+        self.state = dataclasses.replace(self.state, params=params)
 
     # ---------------------------------------------------------------------------------------------------------------- data
 
@@ -143,7 +170,7 @@ class Trainer:
         config = self.config
         G, M = config.train.global_batch_sequences, config.num_microbatches
         samples = (step * G + np.arange(G)).reshape(M, G // M)
-        return self._place(lambda rows: self._loader.samples(samples[:, rows].reshape(-1)), M, G // M)
+        return self._place(lambda rows: self.stream.samples(samples[:, rows].reshape(-1)), M, G // M)
 
     def _place(self, read, M: int, R: int) -> dict[str, jax.Array]:
         """read(rows) -> arrays [M len(rows), S] for the rows of each microbatch that this process's devices hold."""
@@ -164,25 +191,28 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, max_batches: int | None = None) -> tuple[float, int]:
-        """Held-out loss of the present state: (nats per token, tokens scored). All held-out text unless max_batches is given.
+    def evaluate(self, max_batches: int | None = None) -> Evaluation:
+        """Held-out loss of the present state: all held-out text, unless max_batches (of each source) is given.
 
         Raises:
           ConfigError: nothing is held out.
         """
-        rows = self.config.microbatch_sequences * int(self.config.parallel.data)
-        if self.corpus.held_out.size < 2:
-            raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
-        total, count = 0.0, 0
+        R = self.config.microbatch_sequences * int(self.config.parallel.data)
+        sums: dict[str, tuple[float, int]] = {}
         with jax.set_mesh(self.mesh):
-            for number, batch in enumerate(held_out_batches(self.corpus.held_out, self.config.train.sequence_length, rows)):
-                if max_batches is not None and number >= max_batches:
-                    break
-                placed = self._place(lambda wanted, batch=batch: {k: v[wanted] for k, v in batch.items()}, 1, rows)
-                part, tokens = self._loss_sum(self.state.params, placed)
-                # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
-                total, count = total + float(part), count + int(tokens)
-        return total / count, count
+            for source in self.data.held_out():
+                total, count = 0.0, 0
+                for first in itertools.islice(range(0, source.packing.num_samples, R), max_batches):
+                    batch = self._place(lambda rows, source=source, first=first: source.in_order((first + rows).tolist()), 1, R)
+                    part, tokens = self._loss_sum(self.state.params, batch)
+                    # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
+                    total, count = total + float(part), count + int(tokens)
+                sums[source.name] = (total, count)
+        tokens = sum(count for _, count in sums.values())
+        if not tokens:
+            raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
+        by_source = {name: total / count for name, (total, count) in sums.items() if count}
+        return Evaluation(sum(total for total, _ in sums.values()) / tokens, tokens, by_source)
 
     @property
     def model(self) -> Llama:
@@ -194,3 +224,10 @@ class Trainer:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+
+
+def _give_up(arrays: Any) -> Any:
+    """Where arrays lay, as ShapeDtypeStructs. Their memory is free: two states would not fit where one does."""
+    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+    jax.tree.map(lambda x: x.delete(), arrays)
+    return layout

@@ -3,91 +3,167 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered import NumberedDocuments
 
 from jaxllm.config import ConfigError
-from jaxllm.data.loader import Prefetcher, WindowLoader, held_out_batches, num_held_out_batches
+from jaxllm.data.loader import PERIOD, PackedDocuments, SampleStream, ahead, document_order, shares
 
-NAMES = ["tokens", "targets", "mask", "positions"]
 S = 16
+NAMES = ["tokens", "targets", "positions", "mask", "segments"]
 
 
-def counting(length):
-    """A stream in which every token says where it stands."""
-    return np.arange(length, dtype=np.uint16)
+def stream(*sources, seed=0, weights=None, sequence_length=S, packing="concat", masks=True, vocab_size=2**31):
+    """A SampleStream over lists of lengths or NumberedDocuments."""
+    documents = [s if isinstance(s, NumberedDocuments) else NumberedDocuments(s) for s in sources]
+    packed = [
+        PackedDocuments(
+            f"source{i}", d, document_order(np.arange(len(d.lengths)), seed, i), sequence_length, packing, masks, vocab_size
+        )
+        for i, d in enumerate(documents)
+    ]
+    return SampleStream(packed, weights or [1.0] * len(packed), seed)
 
 
-@pytest.mark.parametrize("length", [2 * S, 2 * S + 1, 20 * S - 1, 20 * S, 500])
-def test_an_epoch_visits_every_window_of_its_grid_once(length):
-    loader = WindowLoader(counting(length), S, seed=3)
-    n = loader.num_windows
-    for epoch in range(3):
-        starts = loader.samples(np.arange(epoch * n, (epoch + 1) * n))["tokens"][:, 0]
-        np.testing.assert_array_equal(np.sort(starts), starts.min() + S * np.arange(n))
+def epoch(samples, number=0, source=0):
+    """Sample numbers of one epoch of a stream of one source."""
+    n = samples.sources[source].packing.num_samples
+    return np.arange(number * n, (number + 1) * n)
 
 
-def test_every_token_is_reached_in_some_epoch():
-    stream = counting(5 * S + 7)
-    loader = WindowLoader(stream, S, seed=0)
-    rows = loader.samples(np.arange(300 * loader.num_windows))
-    assert set(rows["tokens"].ravel()) == set(stream[:-1])
-    assert set(rows["targets"].ravel()) == set(stream[1:])
+# ------------------------------------------------------------------------------------------------------------------- laws
 
 
-def test_rows_are_consecutive_text_with_targets_one_ahead():
-    rows = WindowLoader(counting(999), S, seed=5).samples(np.arange(40))
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
+    sequence_length=st.integers(1, 24),
+    seed=st.integers(0, 2**31 - 1),
+    hosts=st.integers(1, 5),
+    batch=st.integers(1, 7),
+    packing=st.sampled_from(["concat", "best_fit"]),
+    masks=st.booleans(),
+)
+def test_every_token_of_every_document_appears_exactly_once_per_epoch(
+    lengths, sequence_length, seed, hosts, batch, packing, masks
+):
+    """Read by any number of hosts, each its share of each batch, and stopped and begun again after every batch."""
+    documents = NumberedDocuments(lengths, first=1)
+    masks = masks or packing == "best_fit"
+
+    def make():
+        return stream(documents, seed=seed, sequence_length=sequence_length, packing=packing, masks=masks)
+
+    for number in (0, 3):
+        ks = epoch(make(), number)
+        read = []
+        for first in range(0, len(ks), batch):
+            global_batch = ks[first : first + batch]
+            for host in range(hosts):
+                rows = make().samples(global_batch[host::hosts])
+                # Room is filled with 0, which no token of these documents is.
+                read += rows["tokens"][rows["tokens"] > 0].tolist()
+        assert sorted(read) == list(range(1, documents.total))
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
+    sequence_length=st.integers(1, 24),
+    seed=st.integers(0, 2**31 - 1),
+    packing=st.sampled_from(["concat", "best_fit"]),
+)
+def test_targets_are_the_next_token_of_the_same_document(lengths, sequence_length, seed, packing):
+    """And every token but the last of its document has one."""
+    documents = NumberedDocuments(lengths)
+    samples = stream(documents, seed=seed, sequence_length=sequence_length, packing=packing)
+    rows = samples.samples(epoch(samples, 1))
     assert list(rows) == NAMES
-    np.testing.assert_array_equal(rows["targets"], rows["tokens"] + 1)
-    np.testing.assert_array_equal(rows["tokens"], rows["tokens"][:, :1] + np.arange(S))
-    np.testing.assert_array_equal(rows["positions"], np.broadcast_to(np.arange(S), (40, S)))
-    assert rows["mask"].all()
-    assert [rows[name].dtype for name in NAMES] == [np.int32, np.int32, np.bool_, np.int32]
-    assert {rows[name].shape for name in NAMES} == {(40, S)}
+    mask, segments, positions = rows["mask"], rows["segments"], rows["positions"]
+    np.testing.assert_array_equal(rows["targets"][mask], rows["tokens"][mask] + 1)
+    # A target is missing at the ends of documents alone, and where there is room.
+    ends = rows["tokens"][(segments > 0) & ~mask]
+    assert sorted(ends.tolist()) == sorted(documents.ends().tolist())
+    assert not rows["tokens"][segments == 0].any()
+    assert not rows["targets"][~mask].any()
+    # Inside a segment ids and positions count up by one; a segment begins at position 0.
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    np.testing.assert_array_equal(np.diff(rows["tokens"])[same], 1)
+    np.testing.assert_array_equal(np.diff(positions)[same], 1)
+    begins = np.diff(segments, axis=1, prepend=0) != 0
+    assert not positions[begins].any()
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=20), sequence_length=st.integers(1, 24))
+def test_without_masks_a_sequence_is_one_text(lengths, sequence_length):
+    samples = stream(lengths, sequence_length=sequence_length, masks=False)
+    rows = samples.samples(epoch(samples))
+    assert list(rows) == NAMES[:-1]
+    np.testing.assert_array_equal(rows["positions"], np.broadcast_to(np.arange(sequence_length), rows["tokens"].shape))
+    # The target of every token in a row but the last is the token after it.
+    inner = rows["mask"][:, :-1] & rows["mask"][:, 1:]
+    np.testing.assert_array_equal(rows["targets"][:, :-1][inner], rows["tokens"][:, 1:][inner])
+    full = rows["mask"].sum(axis=1) >= sequence_length - 1
+    assert full.sum() >= len(full) - 1
 
 
 def test_sample_k_depends_on_seed_and_k_alone():
-    stream = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
-    ks = np.arange(400)  # more than six epochs, more than the loader remembers
-    whole = WindowLoader(stream, S, seed=7).samples(ks)
-    loader = WindowLoader(stream, S, seed=7)
+    sources, ks = ([30, 5, 70, 20], [50, 9], [200]), np.arange(300)
+    whole = stream(*sources, seed=7, weights=[3, 1, 2]).samples(ks)
+    again = stream(*sources, seed=7, weights=[3, 1, 2])
     order = np.random.default_rng(1).permutation(ks)
-    shuffled = loader.samples(order)
+    shuffled = again.samples(order)
     for name in NAMES:
         np.testing.assert_array_equal(shuffled[name], whole[name][order])
-        np.testing.assert_array_equal(loader.samples(ks[3::8])[name], whole[name][3::8])
-    for k in (399, 0, 61, 62, 63):
-        sample = loader.sample(k)
-        for name in NAMES:
-            np.testing.assert_array_equal(sample[name], whole[name][k])
+        np.testing.assert_array_equal(again.samples(ks[3::8])[name], whole[name][3::8])
+        assert whole[name].shape == (300, S)
+    assert [whole[name].dtype for name in NAMES] == [np.int32, np.int32, np.int32, np.bool_, np.int32]
 
 
 def test_order_is_pinned():
-    # A resumed run must go on with the order it began with, on any numpy: a change here breaks users' runs.
-    starts = WindowLoader(counting(200), S, seed=1).samples(np.arange(22))["tokens"][:, 0]
-    epoch_0 = [55, 87, 39, 151, 119, 167, 135, 103, 183, 23, 71]
-    epoch_1 = [149, 85, 165, 69, 37, 53, 133, 101, 117, 21, 5]
-    assert starts.tolist() == epoch_0 + epoch_1
+    # A resumed run must go on with the order it began with, on any numpy and Grain: a change here breaks users' runs.
+    one = stream([40, 100, 60], seed=1).samples(np.arange(26))["tokens"][:, 0].tolist()
+    assert one == [
+        *(174, 190, 110, 126, 94, 62, 158, 78, 142, 2, 46, 34, 18),
+        *(52, 24, 100, 140, 164, 180, 8, 132, 148, 196, 84, 116, 68),
+    ]
+    two = stream([40, 100], NumberedDocuments([300], first=1000), seed=1).samples(np.arange(20))["tokens"][:, 0].tolist()
+    assert two == [
+        *(1072, 1271, 33, 1232, 58, 1257, 1191, 1234, 20, 1298),
+        *(1029, 1256, 83, 1283, 1254, 1199, 1148, 1039, 1142, 1285),
+    ]
+    # Beyond 65,536 samples Grain's index_shuffle orders them.
+    many = stream([10**6], seed=1, sequence_length=4).samples(np.arange(8))["tokens"][:, 0].tolist()
+    assert many == [138726, 579606, 465450, 884434, 659166, 84586, 936594, 356350]
 
 
 def test_seeds_and_epochs_differ():
-    def starts(seed, epoch):
-        loader = WindowLoader(counting(2000), S, seed)
-        n = loader.num_windows
-        return tuple(loader.samples(np.arange(epoch * n, (epoch + 1) * n))["tokens"][:, 0])
+    def order(seed, number):
+        samples = stream([500, 800, 700], seed=seed)
+        return tuple(samples.samples(epoch(samples, number))["tokens"][:, 0])
 
-    runs = [starts(seed, epoch) for seed in (0, 1, 2**64 - 1) for epoch in range(4)]
+    runs = [order(seed, number) for seed in (0, 1, 2**31 - 1) for number in range(4)]
     assert len(set(runs)) == len(runs)
-    assert len({min(run) for run in runs}) > 6  # the grid moves too
+    # The places where it is cut move too.
+    assert len({frozenset(run) for run in runs}) > 6
 
 
 def test_no_samples_is_an_empty_batch():
-    assert WindowLoader(counting(100), S, 0).samples(np.arange(0))["tokens"].shape == (0, S)
+    for samples in (stream([100]), stream([100], [50])):
+        assert samples.samples(np.arange(0))["tokens"].shape == (0, S)
+
+
+def test_negative_samples_are_refused():
+    with pytest.raises(ValueError, match=r"^Samples are numbered from 0, not -1\.$"):
+        stream([100]).samples(np.array([-1]))
 
 
 def test_samples_shared_by_threads_are_the_same():
-    stream, ks = counting(300), np.arange(400).reshape(8, 50)
-    expected = WindowLoader(stream, S, 0).samples(ks.ravel())["tokens"].reshape(8, 50, S)
-    loader, results = WindowLoader(stream, S, 0), {}
-    threads = [threading.Thread(target=lambda i=i: results.update({i: loader.samples(ks[i])["tokens"]})) for i in range(8)]
+    samples, ks = stream([300, 20, 7]), np.arange(400).reshape(8, 50)
+    expected = stream([300, 20, 7]).samples(ks.ravel())["tokens"].reshape(8, 50, S)
+    results = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: samples.samples(ks[i])["tokens"]})) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -95,123 +171,121 @@ def test_samples_shared_by_threads_are_the_same():
     np.testing.assert_array_equal(np.stack([results[i] for i in range(8)]), expected)
 
 
-def test_too_short_a_text_is_refused_with_a_length_that_works():
+@pytest.mark.parametrize(("vocab_size", "ids"), [(100, [100, 105]), (106, [-1])])
+def test_ids_that_the_vocabulary_lacks_are_refused_by_source(vocab_size, ids):
+    class Strange(NumberedDocuments):
+        def read(self, documents, starts, stops):
+            return [np.where(text == 50, ids[0], text) for text in super().read(documents, starts, stops)]
+
+    samples = stream(Strange([90]), vocab_size=vocab_size)
+    with pytest.raises(ConfigError, match=rf"^Source source0 holds the token id {ids[0]} and model\.vocab_size={vocab_size}: "):
+        samples.samples(epoch(samples))
+
+
+# --------------------------------------------------------------------------------------------------------------- mixtures
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    weights=st.lists(st.floats(0.05, 10), min_size=2, max_size=5),
+    seed=st.integers(0, 2**31 - 1),
+    period=st.integers(0, 10**6),
+)
+def test_a_mixture_keeps_its_weights_in_every_period_and_reads_each_source_in_turn(weights, seed, period):
+    samples = stream(*([1000] for _ in weights), weights=weights, seed=seed)
+    # Within a period, sources alternate at random; what each gives are its own next samples, every one once.
+    places = [samples.locate(period * PERIOD + p) for p in range(PERIOD)]
+    counts = np.bincount([source for source, *_ in places], minlength=len(weights))
+    np.testing.assert_allclose(counts / PERIOD, np.array(weights) / sum(weights), atol=1 / PERIOD)
+    assert counts.tolist() == samples.counts
+    for source, count in enumerate(samples.counts):
+        n = samples.sources[source].packing.num_samples
+        read = sorted(sample for s, sample, _ in places if s == source)
+        # Consecutive numbers of the source: whole epochs, and parts of two.
+        numbers = np.bincount(read, minlength=n)
+        assert numbers.max() - numbers.min() <= 2
+        assert len(read) == count
+
+
+def test_a_mixture_reads_every_token_of_an_epoch_once():
+    """Of the smallest source, whose epoch ends with a period, 2048 samples: read out of a mixture, it is whole."""
+    first, second = NumberedDocuments([2048 * S]), NumberedDocuments([5000, 300], first=10**6)
+    samples = stream(first, second, seed=3)
+    rows = samples.samples(np.arange(PERIOD))
+    tokens = rows["tokens"][(rows["tokens"] < 10**6) & (rows["segments"] > 0)]
+    assert sorted(tokens.tolist()) == list(range(first.total))
+
+
+def test_sources_of_a_mixture_are_shuffled_apart():
+    samples = stream([500, 700], [500, 700], seed=0)
+    tokens = [samples.sources[i].rows([samples.locate(k)[1:] for k in range(400) if samples.locate(k)[0] == i]) for i in (0, 1)]
+    length = min(len(rows["tokens"]) for rows in tokens)
+    assert (tokens[0]["tokens"][:length, 0] != tokens[1]["tokens"][:length, 0]).any()
+
+
+def test_epochs_are_those_read():
+    samples = stream([160], [3200], weights=[1, 3])
+    assert samples.epochs(0) == {"source0": 0, "source1": 0}
+    assert samples.epochs(PERIOD) == {"source0": 1024 / 10, "source1": 3072 / 200}
+
+
+@given(weights=st.lists(st.floats(0.001, 1000), min_size=1, max_size=20))
+def test_shares_add_up_and_are_within_one_of_exact(weights):
+    counts = shares(weights, PERIOD)
+    assert sum(counts) == PERIOD
+    assert (np.abs(np.array(counts) - np.array(weights) / sum(weights) * PERIOD) < 1).all()
+
+
+def test_a_weight_below_one_sample_in_a_period_is_refused():
     with pytest.raises(
-        ConfigError,
-        match=r"^The training text has 31 tokens, and train\.sequence_length=16 needs at least 32: "
-        r"give more text or use sequences of at most 15\.$",
+        ConfigError, match=r"^The weight of source1 in data\.mixture is less than one in 4096: raise it or leave"
     ):
-        WindowLoader(counting(31), 16, 0)
-    assert WindowLoader(counting(31), 15, 0).num_windows == 1
+        stream([100], [100], weights=[1, 1e-5])
 
 
-def test_negative_samples_are_refused():
-    with pytest.raises(ValueError, match=r"^Samples are numbered from 0, not -1\.$"):
-        WindowLoader(counting(100), S, 0).sample(-1)
+# --------------------------------------------------------------------------------------------------------------- held out
 
 
-@pytest.mark.parametrize("length", [2, 3, S, S + 1, S + 2, 3 * S, 3 * S + 1, 3 * S + 2, 100])
-def test_held_out_batches_score_each_token_but_the_first_once(length):
-    batches = list(held_out_batches(counting(length) + 1, S, 3))
-    assert len(batches) == num_held_out_batches(counting(length), S, 3)
-    rows = {name: np.concatenate([batch[name] for batch in batches]) for name in NAMES}
-    mask = rows["mask"]
-    np.testing.assert_array_equal(rows["targets"][mask], np.arange(2, length + 1))
-    np.testing.assert_array_equal(rows["tokens"][mask], np.arange(1, length))
-    assert not rows["tokens"][~mask].any()
-    assert not rows["targets"][~mask].any()
-    for batch in batches:
-        assert list(batch) == NAMES
-        assert {batch[name].shape for name in NAMES} == {(3, S)}
-        assert [batch[name].dtype for name in NAMES] == [np.int32, np.int32, np.bool_, np.int32]
-        assert batch["mask"].any()
-        np.testing.assert_array_equal(batch["positions"], np.broadcast_to(np.arange(S), (3, S)))
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_held_out_samples_in_order_hold_every_token_once(packing):
+    documents = NumberedDocuments([40, 3, 16, 75])
+    packed = PackedDocuments("text", documents, np.array([0, 2, 3]), S, packing, True, 1000)
+    n = packed.packing.num_samples
+    rows = packed.in_order(range(n + 2))
+    tokens = rows["tokens"][rows["segments"] > 0]
+    assert sorted(tokens.tolist()) == [*range(40), *range(43, 134)]
+    if packing == "concat":
+        assert (np.diff(tokens) > 0).all()
+    assert not rows["mask"][n:].any()
+    assert not rows["segments"][n:].any()
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_nothing_to_score_is_no_batch(length):
-    assert num_held_out_batches(counting(length), S, 3) == 0
-    assert list(held_out_batches(counting(length), S, 3)) == []
+# ------------------------------------------------------------------------------------------------------------------ ahead
 
 
-@pytest.mark.parametrize("depth", [1, 3, 100])
-def test_prefetcher_yields_in_order(depth):
-    with Prefetcher(lambda step: step * step, 5, 25, depth) as results:
-        assert list(results) == [step * step for step in range(5, 25)]
-        assert list(results) == []
-
-
-def test_prefetcher_works_depth_ahead_and_no_further():
-    made, third = [], threading.Event()
+def test_ahead_yields_in_order_and_works_two_ahead():
+    made = []
 
     def make(step):
         made.append(step)
-        if len(made) == 3:
-            third.set()
-        return step
+        return step * step
 
-    with Prefetcher(make, 0, 100, depth=3) as results:
-        assert third.wait(5)
-        time.sleep(0.05)
-        assert made == [0, 1, 2]
-        third.clear()
-        assert next(results) == 0
-        while len(made) < 4:
-            time.sleep(0.001)
-        time.sleep(0.05)
-        assert made == [0, 1, 2, 3]
+    results = ahead(make, 5)
+    assert [next(results) for _ in range(20)] == [step * step for step in range(5, 25)]
+    time.sleep(0.1)
+    assert made == list(range(5, 27))
+    results.close()
 
 
-def test_prefetcher_raises_in_turn_what_make_raised():
+def test_ahead_raises_in_turn_what_make_raised():
     def make(step):
         if step == 2:
-            raise OSError("the disk is gone")
+            raise ConfigError("the disk is gone")
         return step
 
-    with Prefetcher(make, 0, 10, depth=5) as results:
-        assert [next(results), next(results)] == [0, 1]
-        for _ in range(2):
-            with pytest.raises(OSError, match=r"^the disk is gone$"):
-                next(results)
-
-
-def test_closing_stops_a_thread_that_waits_for_room():
-    results = Prefetcher(lambda step: step, 0, 10**9, depth=2)
-    assert next(results) == 0
-    began = time.monotonic()
+    results = ahead(make, 0)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ConfigError) as error:
+        next(results)
+    assert str(error.value) == "the disk is gone"
     results.close()
-    assert time.monotonic() - began < 1
-    assert not results._thread.is_alive()
-    assert list(results) == []
-    results.close()
-
-
-def test_closing_wakes_a_consumer_that_waits():
-    busy, release, seen = threading.Event(), threading.Event(), []
-
-    def make(step):
-        busy.set()
-        release.wait(5)
-
-    results = Prefetcher(make, 0, 10)
-    consumer = threading.Thread(target=lambda: seen.extend(results))
-    consumer.start()
-    assert busy.wait(5)
-    closer = threading.Thread(target=results.close)
-    closer.start()
-    consumer.join(5)
-    assert not consumer.is_alive()
-    release.set()
-    closer.join(5)
-    assert not closer.is_alive()
-    assert seen == []
-
-
-def test_prefetcher_thread_is_a_daemon():
-    with Prefetcher(lambda step: step, 0, 1) as results:
-        assert results._thread.daemon
-
-
-def test_prefetcher_refuses_depth_zero():
-    with pytest.raises(ValueError, match=r"^A prefetcher works at least one step ahead, not 0\.$"):
-        Prefetcher(lambda step: step, 0, 1, depth=0)

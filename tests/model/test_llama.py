@@ -166,21 +166,28 @@ CPU, HOPPER, TURING = Device("cpu"), Device("gpu", "9.0"), Device("gpu", "7.5")
 
 def test_a_named_kernel_that_cannot_run_is_an_error(tiny_config):
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot run here, because it needs an NVIDIA GPU"):
-        choose_attention(tiny_config("model.attention=cudnn").model, CPU)
+        choose_attention(tiny_config("model.attention=cudnn").model, CPU, False)
     with pytest.raises(ConfigError, match=r"model.compute_dtype is float32"):
-        choose_attention(tiny_config("model.attention=cudnn").model, HOPPER)
+        choose_attention(tiny_config("model.attention=cudnn").model, HOPPER, False)
+    with pytest.raises(
+        ConfigError, match=r"it cannot mask documents yet \(data.mask_documents=false lets them see each other\)"
+    ):
+        choose_attention(tiny_config("model.attention=cudnn", "model.compute_dtype=bfloat16").model, HOPPER, True)
     with pytest.raises(ConfigError, match=r"needs Ampere .* and some gpu has 7.5"):
-        choose_attention(tiny_config("model.attention=cudnn").model, TURING)
-    with pytest.raises(ConfigError, match=r"cannot mask packed documents"):
+        choose_attention(tiny_config("model.attention=cudnn").model, TURING, False)
+    with pytest.raises(ConfigError, match=r"cannot mask documents"):
         cudnn_attention(None, None, None, jnp.zeros((1, 1), jnp.int32))
 
 
 def test_only_auto_falls_back_and_says_so(tiny_config, caplog):
-    assert choose_attention(tiny_config().model, CPU) is xla_attention
+    assert choose_attention(tiny_config().model, CPU, True) is xla_attention
     assert not caplog.records
-    assert choose_attention(tiny_config().model, HOPPER) is xla_attention
+    assert choose_attention(tiny_config().model, HOPPER, False) is xla_attention
     assert "takes xla, not cudnn: it computes in bfloat16" in caplog.text
-    assert choose_attention(tiny_config("model.compute_dtype=bfloat16").model, HOPPER) is cudnn_attention
+    half = tiny_config("model.compute_dtype=bfloat16").model
+    assert choose_attention(half, HOPPER, False) is cudnn_attention
+    assert choose_attention(half, HOPPER, True) is xla_attention
+    assert "takes xla, not cudnn: it cannot mask documents" in caplog.text
 
 
 def test_the_program_does_not_grow_with_depth(tiny_config):

@@ -41,7 +41,7 @@ DEFAULT = pairwise(COMBINATIONS)
 
 
 def batch(seed=0):
-    """Unequal masks over rows, so that ranks and microbatches hold different numbers of targets."""
+    """Unequal masks over rows, so that ranks and microbatches hold different numbers of targets; two documents in a row."""
     rng = np.random.default_rng(seed)
     shape = (MICROBATCHES, ROWS, S)
     ids = rng.integers(0, 256, (*shape[:2], S + 1)).astype(np.int32)
@@ -51,6 +51,7 @@ def batch(seed=0):
         "targets": ids[..., 1:],
         "mask": rng.random(shape) < keep,
         "positions": np.broadcast_to(np.arange(S, dtype=np.int32), shape).copy(),
+        "segments": (np.arange(S) >= rng.integers(1, S, (*shape[:2], 1))).astype(np.int32) + 1,
     }
 
 

@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from tiny import TINY
 
 import jaxllm
 from jaxllm.config import ConfigError
@@ -65,6 +66,33 @@ def test_resuming_equals_never_stopping(tiny_config, tmp_path):
     assert len(losses[0]) == 4
 
 
+def test_a_mixture_goes_on_with_the_same_samples_on_another_mesh(tiny_config, text_file, tmp_path):
+    """Two sources, packed, saved on data 8 with ZeRO 3, taken up on data 2 x tensor 4 with ZeRO 1."""
+    (tmp_path / "other.txt").write_text("some other text, over and over; " * 40)
+    parts = (("words", text_file, 3), ("other", tmp_path / "other.txt", 1))
+    mixture = [{"name": name, "source": "files", "paths": [str(path)], "weight": weight} for name, path, weight in parts]
+    config = TINY | {"data": {"mixture": mixture, "packing": "best_fit", "held_out_fraction": 0.1}}
+    flat = ("run.cpu_devices=8", "optimizer.schedule=constant", "checkpoint.every_steps=2")
+    first, second = ("parallel.data=8", "parallel.zero=3"), ("parallel.data=2", "parallel.tensor=4", "parallel.zero=1")
+
+    def run(name, *overrides):
+        return fit(jaxllm.load_config(config, [*flat, *overrides, f"run.dir={tmp_path / name}"]))
+
+    run("whole", *first)
+    run("halves", *first, "train.steps=2")
+    resumed = run("halves", *second)
+    whole, halves = (records(tmp_path / name) for name in ("whole", "halves"))
+    steps = [[r for r in lines if "loss" in r] for lines in (whole, halves)]
+    assert [r["step"] for r in steps[1]] == [1, 2, 3, 4]
+    np.testing.assert_allclose(*([r["loss"] for r in lines] for lines in steps), rtol=1e-6)
+    assert steps[0][-1]["epochs/words"] == steps[1][-1]["epochs/words"] == pytest.approx(32 * 0.75 / words_samples(resumed))
+    assert set(whole[-1]) == {"step", "eval_loss", "eval_loss/words", "eval_loss/other"}
+
+
+def words_samples(trainer):
+    return trainer.stream.sources[0].packing.num_samples
+
+
 def test_a_finished_run_trains_no_further(finished, tiny_config, capsys):
     _, folder = finished
     before = len(records(folder))
@@ -87,14 +115,16 @@ def test_steps_yields_every_step_and_stops_at_will(tiny_config):
 
 def test_held_out_loss_is_per_byte_over_all_held_out_bytes(finished):
     trainer, _ = finished
-    loss, scored = trainer.evaluate()
-    assert scored == trainer.corpus.held_out.size - 1
-    text = trainer.corpus.held_out.astype(np.int32)
+    found = trainer.evaluate()
+    (source,) = trainer.data.sources
+    text = source.text(source.held_out).astype(np.int32)
+    assert found.tokens == source.held_out_tokens - 1 == len(text) - 1
     S, targets = trainer.config.train.sequence_length, len(text) - 1
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(text, (0, S)), S)[:targets:S]
     logits = np.asarray(jax.jit(lambda model, ids: model(ids))(trainer.model, windows)).reshape(-1, 256)[:targets]
     log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    assert loss == pytest.approx(-log_p[np.arange(targets), text[1:]].mean(), rel=1e-5)
+    assert found.by_source == {"files": found.loss}
+    assert found.loss == pytest.approx(-log_p[np.arange(targets), text[1:]].mean(), rel=1e-5)
 
 
 def test_evaluating_nothing_is_refused(tiny_config):

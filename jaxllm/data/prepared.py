@@ -1,0 +1,252 @@
+"""Documents as `jaxllm data prepare` leaves them: a folder of token ids that can be read at random.
+
+    manifest.json                            what is there; written last, when every shard is whole
+    tokenizer/                               the tokenizer's files; none for bytes
+    tokens-00003-of-00012.array_record       ids of each document, little-endian, cut into records of record_tokens ids
+    tokens-00003-of-00012.lengths.npy        uint32 [documents]
+    tokens-00003-of-00012.keys.npy           uint64 [documents], the first 8 bytes of BLAKE2b of the text's UTF-8
+    tokens-00003-of-00012.json               the shard's own part of the manifest; written last of the four
+
+Nothing in it depends on where it lies, so a folder may be moved or copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+
+FORMAT, VERSION = "jaxllm-tokens", 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+OPEN_FILES = 256
+"""Of a folder's shards at once: a process may often have 1,024 files open in all."""
+RECORD_TOKENS = 8192
+"""A window of a very long document costs so much to read, not the document."""
+# No read-ahead, no threads: a read touches one record here and one there.
+_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+
+
+def shard_name(shard: int, shards: int) -> str:
+    """What the names of a shard's files begin with."""
+    return f"tokens-{shard:05d}-of-{shards:05d}"
+
+
+class PreparedDocuments:
+    """The documents of one prepared folder, as the Documents protocol wants them. Safe to read from several threads."""
+
+    def __init__(self, folder: str | Path):
+        """
+        Raises:
+          ConfigError: nothing prepared there, not all of it, another version, or a file that is missing or cut short.
+        """
+        self._folder = Path(folder)
+        manifest = read_manifest(self._folder)
+        shards = manifest["shards"]
+        for shard in shards:
+            check_sizes(self._folder, shard)
+        if not manifest["documents"]:
+            raise ConfigError(f"{folder} holds no documents: prepare some text into another folder.")
+
+        self._record_tokens = int(manifest["record_tokens"])
+        self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        readers = _Readers()
+        self._shards = [_Shard(self._folder / shard["name"], self._record_tokens, readers) for shard in shards]
+        for shard, opened in zip(shards, self._shards, strict=True):
+            if len(opened.lengths) != shard["documents"]:
+                raise damaged(opened.path.with_name(opened.path.name + ".lengths.npy"), "it has another number of documents")
+        self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
+        self.lengths = _joined([shard.lengths for shard in self._shards])
+        self.keys = _joined([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
+        self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest["tokenizer"])
+        self.fingerprint = fingerprint(manifest)
+        self.description = f"{self._folder.name} (tokenizer {manifest['tokenizer']['name']})"
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        """Token ids [start, stop) of each of these documents, unsigned integers of the folder's type.
+
+        Raises:
+          ValueError: a document or a range that is not there.
+          ConfigError: a shard is damaged.
+        """
+        documents, starts, stops = (np.asarray(numbers, np.int64) for numbers in (documents, starts, stops))
+        if not len(documents):
+            return []
+        if documents.min() < 0 or documents.max() >= len(self.lengths):
+            raise ValueError(f"Documents are numbered 0 to {len(self.lengths) - 1}.")
+        lengths = self.lengths[documents].astype(np.int64)
+        if not np.all((starts >= 0) & (starts <= stops) & (stops <= lengths)):
+            raise ValueError("Ranges must lie within their documents: 0 <= start <= stop <= length.")
+        found: list[np.ndarray] = [np.empty(0, self._dtype)] * len(documents)
+        places = np.searchsorted(self._first_documents, documents, side="right") - 1
+        for place in np.unique(places):
+            here = np.flatnonzero(places == place)
+            local = documents[here] - self._first_documents[place]
+            for at, ids in zip(here, self._read_shard(self._shards[place], local, starts[here], stops[here]), strict=True):
+                found[at] = ids
+        return found
+
+    def _read_shard(self, shard: _Shard, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Iterator[np.ndarray]:
+        size = self._record_tokens
+        begin = shard.first_records[documents].astype(np.int64)
+        first, stop = begin + starts // size, begin + -(-stops // size)
+        # An empty range needs no record, also when it starts where a record does.
+        stop = np.where(stops > starts, stop, first)
+        wanted = [record for a, b in zip(first.tolist(), stop.tolist(), strict=True) for record in range(a, b)]
+        records = iter(shard.read(wanted))
+        for document, a, b, start, end in zip(
+            documents.tolist(), first.tolist(), stop.tolist(), starts.tolist(), stops.tolist(), strict=True
+        ):
+            skipped = start // size
+            length = int(shard.lengths[document])
+            parts = []
+            for number in range(skipped, skipped + b - a):
+                record = next(records)
+                expected = min(size, length - number * size) * self._dtype.itemsize
+                if len(record) != expected:
+                    raise damaged(shard.file, f"a record has {len(record)} bytes and should have {expected}")
+                parts.append(np.frombuffer(record, self._dtype))
+            ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
+            yield ids[start - skipped * size : end - skipped * size]
+
+
+class _Shard:
+    """One file of records and where each document begins in it."""
+
+    def __init__(self, path: Path, record_tokens: int, readers: _Readers):
+        self.path = path
+        self.file = path.with_name(path.name + ".array_record")
+        self.lengths = _load(path.with_name(path.name + ".lengths.npy"))
+        self._record_tokens = record_tokens
+        # A reader has a position, so two threads cannot share it.
+        self._lock = threading.Lock()
+        self._readers = readers
+        self._first_records: np.ndarray | None = None
+
+    @property
+    def first_records(self) -> np.ndarray:
+        """uint32 [documents]: the record with which each begins."""
+        with self._lock:
+            if self._first_records is None:
+                ends = np.cumsum(-(-self.lengths.astype(np.int64) // self._record_tokens))
+                self._first_records = np.concatenate([[0], ends[:-1]]).astype(np.uint32) if len(ends) else ends
+            return self._first_records
+
+    def read(self, records: list[int]) -> list[bytes]:
+        if not records:
+            return []
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        with self._lock:
+            try:
+                reader = self._readers.get(self.file, lambda: ArrayRecordReader(str(self.file), _READER_OPTIONS))
+                return reader.read(records)
+            except (RuntimeError, IndexError, ValueError) as error:
+                # A reader that failed once stays failed.
+                self._readers.drop(self.file)
+                raise damaged(self.file, str(error).split(";")[0]) from None
+
+
+class _Readers:
+    """Open files by path; the one not used for longest is closed when there are many. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, file: Path, open_file: Callable[[], Any]) -> Any:
+        with self._lock:
+            reader = self._open.pop(file, None) or open_file()
+            self._open[file] = reader
+            if len(self._open) > OPEN_FILES:
+                # Closed when its last user lets go of it.
+                self._open.popitem(last=False)
+            return reader
+
+    def drop(self, file: Path) -> None:
+        with self._lock:
+            self._open.pop(file, None)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The content of a prepared folder's manifest.json.
+
+    Raises:
+      ConfigError: there is none, because nothing or not everything is prepared; or not one of this version.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        names = [path.stem for path in folder.glob("tokens-*-of-*.json")] if folder.is_dir() else []
+        if names:
+            wanted = int(names[0].rpartition("-")[2])
+            raise ConfigError(
+                f"{folder} is not complete, {len(names)} of {wanted} shards are prepared: "
+                f"run jaxllm data prepare again (it goes on)."
+            )
+        raise ConfigError(f"{folder} is no prepared folder (it has no {MANIFEST}): run jaxllm data prepare, or name another.")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(file, " ".join(str(error).split())) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ConfigError(f"{file} was not written by jaxllm data prepare: name another folder.")
+    if manifest.get("version") != VERSION:
+        raise ConfigError(
+            f"{file} is of version {manifest.get('version')} and this jaxllm reads version {VERSION}: prepare it again."
+        )
+    return manifest
+
+
+def check_sizes(folder: Path, shard: dict[str, Any]) -> None:
+    """Raises ConfigError unless each file of a shard is there with the size that was recorded."""
+    for name, size in shard["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise ConfigError(f"{file} is missing: prepare it again, or copy the whole folder.")
+        if file.stat().st_size != size:
+            raise ConfigError(
+                f"{file} has {file.stat().st_size:,} bytes and should have {size:,}: prepare it again, or copy it again."
+            )
+
+
+def fingerprint(manifest: dict[str, Any]) -> str:
+    """SHA-256 of what the folder holds: ids, where documents end, and the tokenizer; not of names, places or dates."""
+    shards = [[shard["documents"], shard["tokens"], shard["sha256"]] for shard in manifest["shards"]]
+    content = [manifest["format"], manifest["version"], manifest["tokenizer"]["sha256"], shards]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def damaged(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{file} is damaged ({reason}): delete it and run the same jaxllm data prepare again.")
+
+
+def _load(file: Path) -> np.ndarray:
+    try:
+        # Not mapped: a mapping keeps its file open, and there may be thousands.
+        return np.load(file)
+    except (OSError, ValueError) as error:
+        raise damaged(file, " ".join(str(error).split())) from None
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _load_tokenizer(folder: Path, recorded: dict[str, Any]) -> Tokenizer:
+    as_bytes = recorded["kind"] == BYTES
+    tokenizer = load_tokenizer(BYTES if as_bytes else folder / TOKENIZER, recorded["name"])
+    if tokenizer.sha256 != recorded["sha256"]:
+        raise ConfigError(
+            f"{folder / TOKENIZER} is not the tokenizer that {folder} was prepared with: "
+            f"put back its files, or prepare the text again into another folder."
+        )
+    return tokenizer

@@ -1,0 +1,329 @@
+"""One shard of a prepared folder, from its texts to four files that are whole or not there.
+
+Everything is written under a temporary name that holds this process' id, and renamed when it is on the disk; the shard's
+.json comes last. So a killed run leaves nothing that looks finished, and two processes on one shard do no harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.data.prepared import MANIFEST, TOKENIZER, check_sizes, damaged, shard_name
+from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
+from jaxllm.data.tokenizer import Tokenizer, token_dtype
+
+BROKEN_KEPT = 1000
+"""Broken records a shard remembers; it counts them all."""
+_BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
+# A record is a chunk of its own, so that reading one costs one; ids in two or four bytes are mostly air.
+_WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
+_DATA = (".array_record", ".lengths.npy", ".keys.npy")
+# What the manifest takes over of a shard's .json.
+_FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What becomes one shard."""
+
+    shard: int
+    shards: int
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.shard, self.shards)
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the shards of one folder have in common, as their .json says it."""
+
+    options: dict[str, Any]
+    """tokenizer {name, sha256}, text_key, shard_bytes, record_tokens."""
+    inputs: dict[str, Any]
+    """count, bytes, sha256 of names, sizes and dates."""
+
+
+def write_shard(
+    folder: Path, task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Writes a task's shard.
+
+    Args:
+      report: is told how many bytes of input and how many tokens came since it was last called.
+
+    Returns:
+      The content of the shard's .json; another process' if that was quicker.
+
+    Raises:
+      ConfigError: an input cannot be read, the folder not be written, or (strict) a record is broken.
+    """
+    temporary = {ending: temporary_path(folder, task.name + ending) for ending in (*_DATA, ".json")}
+    try:
+        shard = _write(temporary, task, origin, tokenizer, strict, report)
+        quicker = read_shard(folder, task.name)
+        if quicker is not None:
+            return quicker
+        final = folder / f"{task.name}.json"
+        # What is left of a damaged shard must not vouch for files that are being replaced.
+        final.unlink(missing_ok=True)
+        for ending in _DATA:
+            os.replace(temporary[ending], folder / (task.name + ending))
+        write_json(temporary[".json"], shard)
+        os.replace(temporary[".json"], final)
+        sync_folder(folder)
+        return shard
+    except OSError as error:
+        # Whoever was quicker may have taken these files for leftovers.
+        quicker = read_shard(folder, task.name)
+        if quicker is not None:
+            return quicker
+        raise unwritable(folder, error.strerror or str(error)) from None
+    finally:
+        for file in temporary.values():
+            file.unlink(missing_ok=True)
+
+
+def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
+    """The content of a shard's .json; None unless it and its files are there, each with its size."""
+    shard = read_json(folder / f"{name}.json")
+    if shard is None:
+        return None
+    try:
+        check_sizes(folder, shard)
+    except ConfigError:
+        return None
+    return shard
+
+
+def for_manifest(shard: dict[str, Any]) -> dict[str, Any]:
+    return {key: shard[key] for key in _FOR_MANIFEST}
+
+
+def remove_shard(folder: Path, name: str) -> None:
+    for ending in (".json", *_DATA):
+        (folder / (name + ending)).unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path, of_other_hosts: bool = False) -> None:
+    """Deletes what processes of this host that are gone left half-written, and on request other hosts' half-written shards."""
+    host = socket.gethostname()
+    for pattern in (".tokens-*.tmp", f".{TOKENIZER}.*.tmp", f".{MANIFEST}.*.tmp"):
+        for path in folder.glob(pattern):
+            writer, _, process = path.name.removesuffix(".tmp").rpartition("-")
+            here = writer.endswith(f".{host}")
+            if here and process.isdecimal() and not _is_running(int(process)):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            elif not here and of_other_hosts and path.name.startswith(".tokens-"):
+                path.unlink(missing_ok=True)
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """On the disk when this returns."""
+    with open(file, "w", encoding="utf-8") as opened:
+        opened.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        _sync(opened)
+
+
+def replace_json(file: Path, content: dict[str, Any]) -> None:
+    """Writes a file as a whole or not at all."""
+    temporary = temporary_path(file.parent, file.name)
+    try:
+        write_json(temporary, content)
+        os.replace(temporary, file)
+        sync_folder(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """A file's content; None where there is no file."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise damaged(file, " ".join(str(error).split())) from None
+
+
+def unwritable(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{folder} cannot be written ({reason}): mend that and run the command again, or choose another --out.")
+
+
+def shown(path: str) -> str:
+    """A path as a person would write it here."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def place_of(broken: dict[str, Any]) -> str:
+    """Where a broken record is: FILE:LINE, or FILE row ROW, or FILE."""
+    if "row" in broken:
+        return f"{shown(broken['file'])} row {broken['row']}"
+    return f"{shown(broken['file'])}:{broken['line']}" if "line" in broken else shown(broken["file"])
+
+
+def strict_error(broken: dict[str, Any]) -> ConfigError:
+    return ConfigError(f"{place_of(broken)}: {broken['reason']}; mend it, or leave out --strict to skip such records.")
+
+
+def _write(
+    files: dict[str, Path], task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
+) -> dict[str, Any]:
+    text_key, record_tokens = origin.options["text_key"], origin.options["record_tokens"]
+    output = _Output(files, token_dtype(tokenizer.vocab_size), record_tokens)
+    texts: list[str] = []
+    characters = broken = empty = reported = before = 0
+    kept: list[dict[str, Any]] = []
+
+    def encode(read: int) -> None:
+        nonlocal characters, reported
+        tokens = sum(output.add(text, ids) for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True))
+        report(read - reported, tokens)
+        texts.clear()
+        characters, reported = 0, read
+
+    for part in task.parts:
+        first = None
+        for record in read_part(part, text_key):
+            if record.text:
+                texts.append(record.text)
+                characters += len(record.text)
+                if len(texts) >= _BATCH_TEXTS or characters >= _BATCH_CHARACTERS:
+                    encode(before + record.read)
+            elif record.text is None:
+                broken += 1
+                if len(kept) < BROKEN_KEPT:
+                    if first is None and record.number is not None:
+                        first = records_before(part)
+                    kept.append(_described(part, record, first))
+                if strict:
+                    raise strict_error(kept[0])
+            else:
+                empty += 1
+        before += part.size
+    encode(before)
+    output.close()
+    return {
+        "name": task.name,
+        **output.counts(),
+        "broken": broken,
+        "empty": empty,
+        "sha256": output.sha256(),
+        "files": {task.name + ending: files[ending].stat().st_size for ending in _DATA},
+        "broken_records": kept,
+        "options": origin.options,
+        "inputs": origin.inputs,
+    }
+
+
+class _Output:
+    """The three files of data: documents go in one at a time."""
+
+    def __init__(self, files: dict[str, Path], dtype: np.dtype, record_tokens: int):
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        self._files, self._dtype, self._record_tokens = files, dtype, record_tokens
+        self._lengths, self._keys = array("I"), array("Q")
+        self._tokens = self._text_bytes = self._records = 0
+        self._digest = hashlib.sha256()
+        self._writer = self._call(lambda: ArrayRecordWriter(str(files[".array_record"]), _WRITER_OPTIONS))
+
+    def add(self, text: str, ids: np.ndarray) -> int:
+        """Returns the document's tokens."""
+        utf8 = text.encode()
+        content = ids.astype(self._dtype, copy=False).tobytes()
+        step = self._record_tokens * self._dtype.itemsize
+        for start in range(0, len(content), step):
+            record = content[start : start + step]
+            self._call(lambda record=record: self._writer.write(record))
+            self._records += 1
+        self._digest.update(content)
+        self._lengths.append(len(ids))
+        self._keys.append(int.from_bytes(hashlib.blake2b(utf8).digest()[:8], "little"))
+        self._tokens += len(ids)
+        self._text_bytes += len(utf8)
+        return len(ids)
+
+    def close(self) -> None:
+        """All three are on the disk when this returns."""
+        self._call(self._writer.close)
+        with open(self._files[".array_record"], "rb") as file:
+            os.fsync(file.fileno())
+        self._lengths_array = np.array(self._lengths, "<u4")
+        for ending, numbers in ((".lengths.npy", self._lengths_array), (".keys.npy", np.array(self._keys, "<u8"))):
+            with open(self._files[ending], "wb") as file:
+                np.save(file, numbers)
+                _sync(file)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "documents": len(self._lengths),
+            "tokens": self._tokens,
+            "text_bytes": self._text_bytes,
+            "records": self._records,
+        }
+
+    def sha256(self) -> str:
+        """Of all ids, then all lengths."""
+        digest = self._digest.copy()
+        digest.update(self._lengths_array.tobytes())
+        return digest.hexdigest()
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except RuntimeError as error:
+            reason = str(error).split(";")[0].removeprefix("write() failed: ").removeprefix("open() failed: ")
+            raise unwritable(self._files[".array_record"].parent, reason) from None
+
+
+def _described(part: Part, record: Record, first: int | None) -> dict[str, Any]:
+    where = {} if first is None else {"row" if is_parquet(part.file.path) else "line": first + record.number}
+    return {"file": part.file.path, **where, "reason": record.reason}
+
+
+def temporary_path(folder: Path, name: str) -> Path:
+    """Where this process writes what will be `name`."""
+    return folder / f".{name}.{socket.gethostname()}-{os.getpid()}.tmp"
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _sync(file: BinaryIO | Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,202 @@
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from jaxllm.config import ConfigError
+from jaxllm.data.tokenizer import DOCUMENT_END, load_tokenizer, token_dtype
+
+LINES = ["the law of the mesh", "a ring of shards, a mesh of rings", "gather, then scatter: the law"] * 3
+BOS, EOS = "<|begin|>", "<|end|>"
+
+
+def trained(*special):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(LINES, trainer)
+    return tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """folder(tokenizer, file=content, ...) -> where the tokenizer is saved, with these JSON files beside it."""
+
+    def make(tokenizer, **files):
+        path = tmp_path / "small"
+        path.mkdir(exist_ok=True)
+        tokenizer.save(str(path / "tokenizer.json"))
+        for name, content in files.items():
+            (path / f"{name}.json").write_text(json.dumps(content))
+        return path
+
+    return make
+
+
+def with_template(single):
+    tokenizer = trained(BOS, EOS)
+    ids = [(mark, tokenizer.token_to_id(mark)) for mark in (BOS, EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    return tokenizer
+
+
+def plain(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_bytes_are_utf8_and_a_zero_byte():
+    tokenizer = load_tokenizer("bytes")
+    texts = ["héllo", "", "日本\n"]
+    assert [ids.tobytes() for ids in tokenizer.encode_documents(texts)] == [t.encode() + DOCUMENT_END for t in texts]
+    assert tokenizer.encode("héllo").tobytes() == "héllo".encode()
+    assert tokenizer.decode(tokenizer.encode_documents(["héllo"])[0]) == "héllo"
+    assert tokenizer.decode([0xC3]) == "�"
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == ("bytes", 256, None, 0)
+
+
+def test_the_end_mark_follows_each_document(folder):
+    raw = trained(EOS)
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS}))
+    eos = raw.token_to_id(EOS)
+    documents = tokenizer.encode_documents(["the law", "日本"])
+    assert [ids.tolist() for ids in documents] == [[*plain(raw, "the law"), eos], [*plain(raw, "日本"), eos]]
+    assert {ids.dtype for ids in documents} == {np.dtype("<u2")}
+    assert tokenizer.encode("the law").tolist() == plain(raw, "the law")
+    assert tokenizer.decode(documents[1]) == "日本"
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.name) == (None, eos, "small")
+
+
+@pytest.mark.parametrize("single", [f"{BOS} $A", f"{BOS} $A {EOS}"])
+def test_the_post_processor_decides_about_marks_and_none_comes_twice(folder, single):
+    raw = with_template(single)
+    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "add_bos_token": True}
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config=config))
+    bos, eos = raw.token_to_id(BOS), raw.token_to_id(EOS)
+    assert tokenizer.encode_documents(["the law"])[0].tolist() == [bos, *plain(raw, "the law"), eos]
+    assert tokenizer.encode("the law").tolist() == [bos, *plain(raw, "the law")]
+    assert tokenizer.encode("the law", add_special=False).tolist() == plain(raw, "the law")
+
+
+def test_one_token_may_mark_both_ends(folder):
+    raw = trained(EOS)
+    raw.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, raw.token_to_id(EOS))])
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS, "bos_token": EOS}))
+    eos = raw.token_to_id(EOS)
+    assert tokenizer.encode_documents(["the law"])[0].tolist() == [eos, *plain(raw, "the law"), eos]
+    assert tokenizer.encode("").tolist() == [eos]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_add_bos_token_adds_what_the_post_processor_does_not(folder, adds):
+    raw = trained(BOS, EOS)
+    config = {"bos_token": BOS, "eos_token": EOS, "add_bos_token": adds}
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config=config))
+    bos, eos = raw.token_to_id(BOS), raw.token_to_id(EOS)
+    begin = [bos] if adds else []
+    assert tokenizer.encode_documents(["the law"])[0].tolist() == [*begin, *plain(raw, "the law"), eos]
+    assert tokenizer.encode("the law").tolist() == [*begin, *plain(raw, "the law")]
+    assert tokenizer.bos_id == bos
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": EOS}},
+        {"tokenizer_config": {"eos_token": {"content": EOS, "lstrip": False}}},
+        {"tokenizer_config": {}, "special_tokens_map": {"eos_token": EOS}},
+        {"config": {"eos_token_id": 1}},
+        {"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": [1, 0]}},
+    ],
+)
+def test_where_the_end_mark_is_named(folder, files):
+    assert load_tokenizer(folder(trained(BOS, EOS), **files)).eos_id == 1
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_text_that_spells_a_mark_stays_text(folder, special):
+    raw = trained(BOS, EOS) if special else trained()
+    if not special:
+        raw.add_tokens([BOS, EOS])
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"bos_token": BOS, "eos_token": EOS}))
+    text = f"a {EOS} b {BOS}{EOS}"
+    ids = tokenizer.encode_documents([text])[0].tolist()
+    assert ids.count(tokenizer.eos_id) == 1
+    assert ids[-1] == tokenizer.eos_id
+    assert tokenizer.bos_id not in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode(text).tolist() == ids[:-1]
+
+
+def test_truncation_and_padding_are_switched_off(folder):
+    raw = trained(EOS)
+    expected = [plain(raw, text) for text in (" ".join(LINES), "law")]
+    raw.enable_truncation(4)
+    raw.enable_padding(length=50)
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS}))
+    documents = tokenizer.encode_documents([" ".join(LINES), "law"])
+    assert [ids.tolist()[:-1] for ids in documents] == expected
+
+
+def test_the_vocabulary_holds_added_tokens(folder):
+    raw = trained(EOS)
+    raw.add_tokens(["<user>"])
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS}))
+    assert tokenizer.vocab_size == raw.token_to_id("<user>") + 1
+    assert tokenizer.encode("<user>").tolist() == [tokenizer.vocab_size - 1]
+
+
+@pytest.mark.parametrize(
+    "files", [{"config": {"eos_token_id": 1, "bos_token_id": 0}}, {"special_tokens_map": {"eos_token": EOS}}]
+)
+def test_a_saved_tokenizer_gives_the_same_ids(folder, tmp_path, files):
+    tokenizer = load_tokenizer(folder(with_template(f"{BOS} $A"), **files))
+    tokenizer.save(tmp_path / "copy")
+    again = load_tokenizer(tmp_path / "copy", name="small")
+    assert (again.sha256, again.name, again.bos_id, again.eos_id) == (
+        tokenizer.sha256,
+        tokenizer.name,
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+    )
+    assert again.encode_documents(LINES)[0].tolist() == tokenizer.encode_documents(LINES)[0].tolist()
+    assert load_tokenizer(tmp_path / "copy" / "tokenizer.json").sha256 == tokenizer.sha256
+
+
+def test_the_digest_tells_marks_apart(folder):
+    raw = trained(BOS, EOS)
+    configs = ({"eos_token": EOS}, {"eos_token": BOS}, {"eos_token": EOS, "bos_token": BOS, "add_bos_token": True})
+    assert len({load_tokenizer(folder(raw, tokenizer_config=config)).sha256 for config in configs}) == 3
+
+
+def test_the_smallest_type_that_holds_every_id():
+    assert [token_dtype(size).name for size in (256, 257, 65536, 65537)] == ["uint8", "uint16", "uint16", "uint32"]
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({}, "has no token that ends a document (no file beside it names one): add"),
+        ({"tokenizer_config": {"eos_token": "<x>"}}, "(its eos_token '<x>' is not in the vocabulary)"),
+        ({"config": {"eos_token_id": 9999}}, "(its eos_token 'id 9999' is not in the vocabulary)"),
+        ({"tokenizer_config": {"eos_token": EOS, "add_bos_token": True}}, "says add_bos_token but there is no bos_token"),
+        ({"tokenizer_config": [1]}, "tokenizer_config.json holds no JSON object: mend it or remove it."),
+    ],
+)
+def test_missing_marks_are_refused(folder, files, sentence):
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(folder(trained(BOS, EOS), **files))
+    assert sentence in str(error.value)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"There is no .*tokenizer\.json: name a folder with tokenizer\.json, or bytes\."):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer \(.*\): save it again"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,235 @@
+"""Signals in real processes: the run stops between two steps, saved, with exit code 0, and goes on as if never stopped."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import TINY
+
+from jaxllm import distributed
+from jaxllm.train import interrupt as module
+from jaxllm.train.interrupt import Interrupt
+
+CHECKOUT = Path(__file__).parents[2]
+VARIABLES = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
+LIMIT_S = 120
+ENDLESS = 100_000
+COMMON = ("optimizer.schedule=constant", "data.held_out_fraction=0.0", "log.every_steps=1")
+
+
+@pytest.fixture(scope="module")
+def recipe(text_file, tmp_path_factory):
+    """TINY as a file."""
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
+    return path
+
+
+def start(recipe, folder, *overrides, rank=None, port=None, steps=ENDLESS, devices=1) -> subprocess.Popen:
+    place = {} if rank is None else dict(zip(VARIABLES, (f"127.0.0.1:{port}", "2", str(rank)), strict=True))
+    command = ["train", recipe, f"run.cpu_devices={devices}", f"run.dir={folder}", f"train.steps={steps}", *COMMON, *overrides]
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxllm.cli", *command],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1", **place},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(process, pattern: str) -> str:
+    for line in process.stdout:
+        if re.search(pattern, line):
+            return line
+    raise AssertionError(f"{pattern} never came: {process.stderr.read()}")
+
+
+def finish(process) -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, error
+
+
+def losses(folder) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def stopped_step(out: str, name: str) -> int:
+    (line,) = (line for line in out.splitlines() if line.startswith("stopped at"))
+    found = re.fullmatch(rf"stopped at step (\d+) by {name}; saved; the same command goes on from there", line)
+    assert found, line
+    return int(found[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_stops_saved_and_the_run_goes_on_alike(number, recipe, tmp_path):
+    folder = tmp_path / "run"
+    process = start(recipe, folder)
+    wait_for(process, r"^step 3/")
+    # To the whole process group, as ctrl-C and schedulers send it.
+    os.killpg(process.pid, number)
+    code, out, error = finish(process)
+    assert (code, error) == (0, "")
+    step = stopped_step(out, number.name)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(step)]
+    assert [done for done, _ in losses(folder)] == list(range(1, step + 1))
+    if number == signal.SIGTERM:
+        code, out, error = finish(start(recipe, folder, steps=step + 2))
+        assert (code, error) == (0, "")
+        assert f"resumed from step {step}" in out
+        assert finish(start(recipe, tmp_path / "whole", steps=step + 2))[0] == 0
+        assert losses(folder) == losses(tmp_path / "whole")
+
+
+def test_a_second_signal_leaves_at_once_even_from_a_stuck_main_thread(tmp_path):
+    """The main thread holds on to one call into C that no handler interrupts, as in a compilation."""
+    program = """
+import ctypes, threading, time
+from jaxllm.train.interrupt import Interrupt
+with Interrupt():
+    print("ready", flush=True)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        ctypes.CDLL(None).sleep(100)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    # One signal sent twice, to a process and to its group, is one.
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2 * module.SAME_SIGNAL_S)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, _, error = finish(process)
+    assert code == 128 + signal.SIGINT
+    assert error == "jaxllm: left at once by a second signal, SIGINT; nothing more was saved\n"
+
+
+@pytest.mark.parametrize(
+    "ranks", [(1,), pytest.param((0,), marks=pytest.mark.slow), pytest.param((0, 1), marks=pytest.mark.slow)], ids=str
+)
+def test_a_signal_to_one_process_stops_all_at_the_same_step(ranks, recipe, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pair = [start(recipe, tmp_path / "run", "parallel.data=2", rank=rank, port=port) for rank in (0, 1)]
+    wait_for(pair[0], r"^step 3/")
+    for rank in ranks:
+        pair[rank].send_signal(signal.SIGTERM)
+    (code, out, error), (other_code, *_) = [finish(process) for process in pair]
+    assert (code, other_code) == (0, 0), error
+    step = stopped_step(out, "SIGTERM")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step)]
+
+
+# ----------------------------------------------------------------------------------------------------------- without a run
+
+
+class Peer:
+    """Interrupts of three processes on one board, by hand: which is the main one is set before each call."""
+
+    def __init__(self, monkeypatch, count=3):
+        board: dict[str, str] = {}
+        self.rank = 0
+        monkeypatch.setattr(module.jax, "process_count", lambda: count)
+        monkeypatch.setattr(module.jax, "process_index", lambda: self.rank)
+        monkeypatch.setattr(distributed, "is_main_process", lambda: self.rank == 0)
+        fake = type("Board", (), {"put": lambda _, name, text: board.__setitem__(name, text), "read": lambda _: dict(board)})
+        monkeypatch.setattr(distributed, "Board", fake)
+
+    def due(self, interrupt, rank, step):
+        self.rank = rank
+        return interrupt.due(step)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+@pytest.mark.parametrize("lead", [-2, -1, 0, 1])
+def test_all_stop_at_one_step_however_far_apart_they_are(asked, lead, monkeypatch):
+    """The others are `lead` steps ahead of process 0 whenever it looks; asked at any of three steps."""
+    for asked_at in (3, 4, 5):
+        peer = Peer(monkeypatch)
+        interrupts = [Interrupt() for _ in range(3)]
+        stops = {}
+        for step in range(3, 30):
+            for rank, at in ((0, step), (1, step + lead), (2, step + lead)):
+                if at < 1 or rank in stops:
+                    continue
+                if rank == asked and at >= asked_at:
+                    interrupts[rank]._signal = "SIGTERM"
+                due = peer.due(interrupts[rank], rank, at)
+                assert due.save == (due.stopped_by is not None)
+                if due.stopped_by:
+                    stops[rank] = at
+        assert len(stops) == 3
+        assert len(set(stops.values())) == 1
+        assert asked_at < stops[0] <= asked_at + module.STEPS_AHEAD + 3
+
+
+def test_the_clock_of_process_0_saves_on_all_at_one_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    peer = Peer(monkeypatch)
+    # The others' clocks run ten times as fast.
+    interrupts = [Interrupt(10.0), Interrupt(1.0), Interrupt(1.0)]
+    saves = {0: [], 1: [], 2: []}
+    for step in range(1, 40):
+        now[0] = float(step)
+        for rank in range(3):
+            if peer.due(interrupts[rank], rank, step).save:
+                saves[rank].append(step)
+                interrupts[rank].saved()
+    assert saves[0] == saves[1] == saves[2] == [14, 28]
+
+
+def test_alone_the_clock_acts_at_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    interrupt = Interrupt(60.0)
+    assert not interrupt.due(1).save
+    now[0] = 61.0
+    assert interrupt.due(2) == module.Due(save=True, stopped_by=None)
+    interrupt.saved()
+    assert not interrupt.due(3).save
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in module.SIGNALS]
+    with Interrupt() as interrupt:
+        assert [signal.getsignal(number) for number in module.SIGNALS] != before
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while not interrupt.due(1).stopped_by and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert interrupt.due(1) == module.Due(save=True, stopped_by="SIGTERM")
+    assert [signal.getsignal(number) for number in module.SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_in_another_thread_signals_are_left_alone():
+    seen = []
+
+    def use():
+        with Interrupt() as interrupt:
+            seen.extend([signal.getsignal(signal.SIGTERM), interrupt.due(1)])
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert seen == [before, module.Due(save=False, stopped_by=None)]
