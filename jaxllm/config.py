@@ -133,14 +133,15 @@ class ParallelConfig(Section):
     remat: Literal["none", "selective", "full", "offload"] = "selective"
     """none keeps all activations; selective the matmul outputs; full one tensor a layer; offload moves them to the host."""
     context_method: Literal["ring", "all_gather", "auto"] = "auto"
+    """How queries meet the keys of other context ranks. ring: keys travel behind the blocks' compute; all_gather: every rank
+    gathers them first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value head
+    below 4096)."""
 
     @model_validator(mode="after")
     def _check(self):
         # Keys that later parts of the project bring to life are refused, not ignored.
         if self.pipe > 1 or self.virtual_stages > 1:
             raise refuse("parallel.pipe and virtual_stages above 1 are not built yet: set parallel.pipe=1.")
-        if self.context > 1:
-            raise refuse("parallel.context above 1 is not built yet: set parallel.context=1.")
         if self.replica > 1:
             raise refuse("parallel.replica above 1 is not built yet: set parallel.replica=1.")
         if self.remat == "offload":
@@ -261,7 +262,8 @@ class TrainConfig(Section):
     eval_every_steps: PositiveInt | None = None
     """Held-out loss every so often; it is taken at the end in any case."""
     eval_batches: PositiveInt | None = None
-    """Batches of held-out text in each evaluation on the way; default: all of it. The last one reads all."""
+    """Batches of held-out text, of each source, in each evaluation on the way; default: all of it. The one at the end reads
+    all, up to 16,777,216 tokens of each source."""
 
 
 class CheckpointConfig(Section):
@@ -269,8 +271,8 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt | None = None
     """Save so often, counted in steps."""
-    every_minutes: PositiveFloat | None = None
-    """Save so often by the clock, also between the steps above."""
+    every_minutes: PositiveFloat | None = 30.0
+    """Save so often by the clock too; null: never."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
     keep_every_steps: PositiveInt | None = None
@@ -334,15 +336,21 @@ class Config(Section):
                 f"model.num_kv_heads={model.num_kv_heads} can be neither split over parallel.tensor={parallel.tensor} nor "
                 f"repeated evenly: make one a multiple of the other."
             )
-        for name, size in (
-            ("model.intermediate_size", model.intermediate_size),
-            ("train.sequence_length", train.sequence_length),
-        ):
-            if size % parallel.tensor:
-                raise refuse(
-                    f"{name}={size} is not a multiple of parallel.tensor={parallel.tensor}: "
-                    f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
-                )
+        if (size := model.intermediate_size) % parallel.tensor:
+            raise refuse(
+                f"model.intermediate_size={size} is not a multiple of parallel.tensor={parallel.tensor}: "
+                f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
+            )
+        # Each context rank holds two chunks of a sequence (parallel/zigzag.py), and each tensor rank a part of those.
+        S, c = train.sequence_length, parallel.context
+        unit = c * math.lcm(2, parallel.tensor) if c > 1 else parallel.tensor
+        if S % unit:
+            nearest = f"{S // unit * unit} or {math.ceil(S / unit) * unit}" if unit < S else str(unit)
+            parts = f"in two chunks over parallel.context={c} and each part " if c > 1 else ""
+            raise refuse(
+                f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
+                f"set train.sequence_length={nearest}."
+            )
         if parallel.data != AUTO:
             self.num_microbatches  # noqa: B018  # raises if the batch does not divide
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -24,16 +24,16 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
     """The first thing wrong with a config of class `root`, in words a user can act on."""
     first = error.errors()[0]
     # Unions put the tried member's tag behind the key; those never name a key of ours.
-    where = [str(part) for part in first["loc"] if not re.search(r"[\[-]|^(int|float|bool)$", str(part))]
-    path, kind, given = ".".join(where), first["type"], first.get("input")
+    where = [part for part in first["loc"] if isinstance(part, int) or not re.search(r"[\[-]|^(int|float|bool)$", part)]
+    path, kind, given = _path(where), first["type"], first.get("input")
     if kind == "jaxllm":
         return first["msg"]
     if kind == "extra_forbidden":
         keys = list(_section_class(root, where[:-1]).model_fields)
-        nearest = difflib.get_close_matches(where[-1], keys, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(str(where[-1]), keys, n=1, cutoff=0.5)
         home = next((s for s, f in root.model_fields.items() if where[-1] in getattr(f.annotation, "model_fields", {})), None)
         if nearest:
-            hint = f"did you mean {'.'.join([*where[:-1], nearest[0]])}?"
+            hint = f"did you mean {_path([*where[:-1], nearest[0]])}?"
         elif home:
             hint = f"did you mean {home}.{where[-1]}?"
         else:
@@ -43,7 +43,9 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
         if len(where) == 1:
             return f"The section {path} is missing: add it to the config."
         hint = " (or model.name for a published shape)" if where[0] == "model" else ""
-        return f"{path} is missing: set it in the config or with {path}=VALUE{hint}."
+        # Overrides reach no part of a list.
+        override = "" if any(isinstance(part, int) for part in where) else f" or with {path}=VALUE"
+        return f"{path} is missing: set it in the config{override}{hint}."
     if kind == "literal_error":
         choices = _literal_choices(root, where) or first["ctx"]["expected"]
         return f"{path}={_plain(given)} is not one of the choices: use {choices}."
@@ -53,17 +55,30 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
     return f"{path}={_plain(given)} is not valid: {expectation}."
 
 
-def _section_class(root: type[BaseModel], where: Sequence[str]) -> type[BaseModel]:
-    node: Any = root
+def _path(where: Sequence[str | int]) -> str:
+    """data.mixture[0].name of (data, mixture, 0, name)."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+
+
+def _section_class(root: type[BaseModel], where: Sequence[str | int]) -> type[BaseModel]:
+    node = root
     for key in where:
-        annotation = node.model_fields[key].annotation
-        options = [annotation, *get_args(annotation)]
-        node = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+        # A place in a list has the class that the list's own key says.
+        if not isinstance(key, int):
+            node = next(_classes(node.model_fields[key].annotation))
     return node
 
 
-def _literal_choices(root: type[BaseModel], where: Sequence[str]) -> str | None:
-    annotation = _section_class(root, where[:-1]).model_fields[where[-1]].annotation
+def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections in a type: itself, a member of a union, or what a tuple holds."""
+    if isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _classes(inner)
+
+
+def _literal_choices(root: type[BaseModel], where: Sequence[str | int]) -> str | None:
+    annotation = _section_class(root, where[:-1]).model_fields[str(where[-1])].annotation
     choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
     return ", ".join(choices) or None
 

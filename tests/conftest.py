@@ -11,7 +11,7 @@ from tiny import TINY
 from jaxllm import xla_flags
 from jaxllm.config import Config, RunConfig, load_config
 
-NUM_DEVICES = 8
+NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Tiny programs that run a few times: LLVM's optimiser would take most of the suite's time.

@@ -30,7 +30,13 @@ REFUSALS = {
     (
         "train.sequence_length=130",
         "parallel.tensor=4",
-    ): "train.sequence_length=130 is not a multiple of parallel.tensor=4: make it 132",
+    ): "train.sequence_length=130 does not divide over parallel.tensor=4: set train.sequence_length=128 or 132.",
+    (
+        "train.sequence_length=100",
+        "parallel.context=8",
+    ): "train.sequence_length=100 does not divide in two chunks over parallel.context=8 and each part over parallel.tensor=1: "
+    "set train.sequence_length=96 or 112.",
+    ("train.sequence_length=5", "parallel.context=4", "parallel.tensor=4"): "set train.sequence_length=16.",
     ("parallel.data=3",): "train.global_batch_sequences=16 does not divide into parallel.data=3 ranks: use 15 or 18",
     (
         "parallel.data=4",
@@ -68,6 +74,30 @@ def test_missing_sizes_and_sections_are_named():
         load_config({**BASE, "model": {"num_heads": 4}})
     with pytest.raises(ConfigError, match=r"^The section train is missing"):
         load_config({"model": BASE["model"]})
+
+
+PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        (
+            PART | {"source": "fils"},
+            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, prepared, megatron.",
+        ),
+        (PART | {"path": "x"}, "Unknown key data.mixture[0].path: did you mean data.mixture[0].paths?"),
+        (PART | {"steps": 3}, "Unknown key data.mixture[0].steps: did you mean train.steps?"),
+        (PART | {"zzz": 3}, "Unknown key data.mixture[0].zzz: the keys there are name, source, paths, weight."),
+        ({k: v for k, v in PART.items() if k != "weight"}, "data.mixture[0].weight is missing: set it in the config."),
+        (PART | {"weight": -1}, "data.mixture[0].weight=-1 is not valid: it should be greater than 0."),
+        (PART | {"paths": [3]}, "data.mixture[0].paths[0]=3 is not valid: it should be a valid string."),
+    ],
+)
+def test_mistakes_in_a_mixture_name_the_part(part, sentence):
+    with pytest.raises(ConfigError) as error:
+        load_config({**BASE, "data": {"mixture": [part]}})
+    assert str(error.value) == sentence
 
 
 def test_files_that_are_not_recipes(tmp_path):

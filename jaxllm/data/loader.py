@@ -10,7 +10,7 @@ Sample k is a pure function of (seed, k, sources and weights): there is no state
     segments   int32 [B, S]   1, 2, ... by piece of a document, 0 where there is room left
 
 With data.mask_documents=false a sequence is one text: no segments, positions 0..S-1, and a document's last token predicts the
-first of the next.
+first of the next; only where a document ends with its row is that target missing, as the next one is not read for it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ class SampleStream:
         """
         self.sources = tuple(sources)
         # Of a few epochs and periods: a batch touches two of each source, and a prefetching thread may be ahead.
-        self._word = functools.lru_cache(maxsize=64)(functools.partial(word, seed))
+        size = max(64, 4 * len(self.sources) + 8)
+        self._permutation = functools.lru_cache(maxsize=size)(permutation)
+        # Of each epoch two: for its cut and for its order.
+        self._word = functools.lru_cache(maxsize=2 * size)(functools.partial(word, seed))
         self.counts = shares(weights, PERIOD)
         if 0 in self.counts:
             name = self.sources[self.counts.index(0)].name
@@ -174,13 +177,19 @@ class SampleStream:
         period, place = divmod(k, PERIOD)
         source, number = 0, k
         if len(self.sources) > 1:
-            slot = permuted(place, PERIOD, self._word("mixture", period))
+            slot = self._permuted(place, PERIOD, self._word("mixture", period))
             source = int(np.searchsorted(self._offsets, slot, side="right")) - 1
             number = period * self.counts[source] + slot - int(self._offsets[source])
         packing = self.sources[source].packing
         epoch, sample = divmod(number, packing.num_samples)
         rotation = self._word("cut", source, epoch) % packing.num_rotations
-        return source, permuted(sample, packing.num_samples, self._word("samples", source, epoch)), rotation
+        return source, self._permuted(sample, packing.num_samples, self._word("samples", source, epoch)), rotation
+
+    def _permuted(self, index: int, size: int, word: int) -> int:
+        """The place of `index` in a permutation of 0 .. size-1."""
+        if size <= _SMALL:
+            return int(self._permutation(size, word)[index])
+        return index_shuffle(index, max_index=size - 1, seed=word % 2**32, rounds=_ROUNDS)
 
     def epochs(self, num_samples: int) -> dict[str, float]:
         """How often each source has been read after so many samples; within a period a mixture is taken to be even."""
@@ -201,20 +210,10 @@ def word(seed: int, *what: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def permuted(index: int, size: int, word: int) -> int:
-    """The place of `index` in a permutation of 0 .. size-1."""
-    if size <= _SMALL:
-        return int(_small_permutation(size, word)[index])
-    return index_shuffle(index, max_index=size - 1, seed=word % 2**32, rounds=_ROUNDS)
-
-
 def permutation(size: int, word: int) -> np.ndarray:
     # Ordering raw random words instead of calling Generator.permutation: numpy promises to keep a bit generator's words from
     # version to version but not what Generator makes of them, and a run may outlive a numpy upgrade.
     return np.argsort(np.random.Philox(key=word).random_raw(size), kind="stable")
-
-
-_small_permutation = functools.lru_cache(maxsize=64)(permutation)
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:

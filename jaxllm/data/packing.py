@@ -6,6 +6,7 @@ which pieces of which documents fill it; no text is read for that, so samples ca
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +14,9 @@ import numpy as np
 BEST_FIT_WINDOW = 65_536
 """Documents that best-fit packing looks at together. Larger windows fill sequences no better (99.9 % and more are full at a few
 thousand documents), but put documents of one length into the same sequences."""
+
+# Rooms that share a word of best_fit's two-level search: about as many as there are words where sequences are very long.
+_WORD_BITS = 9
 
 
 class Pieces(NamedTuple):
@@ -75,7 +79,8 @@ class BestFit:
     document, longest first, goes into the fullest sequence that has room for it. Documents longer than S give whole sequences
     first; what is left of them is packed like a document.
 
-    Within windows of documents in their given order, so that neighbours stay neighbours; about a million documents a second.
+    Within windows of documents in their given order, so that neighbours stay neighbours; about a million documents a second,
+    however long sequences are.
     """
 
     num_rotations = 1
@@ -119,24 +124,34 @@ def _pack_window(documents: np.ndarray, lengths: np.ndarray, sequence_length: in
 
 def best_fit(sizes: list[int], capacity: int) -> tuple[np.ndarray, int]:
     """The bin of each item, in the order given, each into the fullest bin with room for it: (int64 [items], number of bins)."""
-    with_room: list[list[int]] = [[] for _ in range(capacity)]
-    # Bit r is set where some bin has room for r more: the fullest that fits is the lowest bit from `size` up.
-    rooms, num_bins = 0, 0
+    with_room: defaultdict[int, list[int]] = defaultdict(list)
+    # Where some bin has room for r more, bit r % 512 of word r // 512 is set, and bit w of `used` where word w is not 0: the
+    # fullest bin that fits is the lowest bit from `size` up. One number of all rooms is as many bits to shift as S is long.
+    words, used, num_bins = [0] * ((capacity >> _WORD_BITS) + 1), 0, 0
+    in_word = (1 << _WORD_BITS) - 1
     bins = np.empty(len(sizes), np.int64)
     for item, size in enumerate(sizes):
-        fitting = rooms >> size
-        if fitting:
+        word = size >> _WORD_BITS
+        room = capacity
+        if fitting := words[word] >> (size & in_word):
             room = size + (fitting & -fitting).bit_length() - 1
+        elif later := used >> (word + 1):
+            word += (later & -later).bit_length()
+            room = (word << _WORD_BITS) + (words[word] & -words[word]).bit_length() - 1
+        if room < capacity:
             bin = with_room[room].pop()
             if not with_room[room]:
-                rooms ^= 1 << room
+                words[word] ^= 1 << (room & in_word)
+                if not words[word]:
+                    used ^= 1 << word
         else:
-            room, bin = capacity, num_bins
+            bin = num_bins
             num_bins += 1
         bins[item] = bin
         if left := room - size:
             with_room[left].append(bin)
-            rooms |= 1 << left
+            words[left >> _WORD_BITS] |= 1 << (left & in_word)
+            used |= 1 << (left >> _WORD_BITS)
     return bins, num_bins
 
 

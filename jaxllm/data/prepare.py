@@ -30,6 +30,7 @@ from jaxllm.data.shards import (
     Origin,
     Task,
     for_manifest,
+    is_shard,
     place_of,
     read_json,
     read_shard,
@@ -288,7 +289,8 @@ def _check_same_origin(folder: Path, origin: Origin) -> None:
     """Raises ConfigError if shards of another origin are there."""
     for file in sorted(folder.glob("tokens-*-of-*.json")):
         there = read_json(file)
-        if there is None:
+        # What says nothing of its origin is made again, as a shard without its .json.
+        if not is_shard(there):
             continue
         ours, theirs = origin.options, there["options"]
         if theirs["tokenizer"]["sha256"] != ours["tokenizer"]["sha256"]:

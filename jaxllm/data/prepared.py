@@ -32,6 +32,16 @@ OPEN_FILES = 256
 """Of a folder's shards at once: a process may often have 1,024 files open in all."""
 RECORD_TOKENS = 8192
 """A window of a very long document costs so much to read, not the document."""
+SHARD_KEYS = {"name": str, "documents": int, "tokens": int, "sha256": str, "files": dict}
+"""What reading needs of a shard's part of the manifest."""
+_MANIFEST_KEYS = {
+    "documents": int,
+    "record_tokens": int,
+    "dtype": str,
+    "tokenizer": {"kind": str, "name": str, "sha256": str},
+    "shards": list,
+}
+_DTYPES = ("uint8", "uint16", "uint32")
 # No read-ahead, no threads: a read touches one record here and one there.
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
@@ -203,7 +213,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} is of version {manifest.get('version')} and this jaxllm reads version {VERSION}: prepare it again."
         )
+    missing = missing_key(manifest, _MANIFEST_KEYS)
+    if missing is None:
+        missing = next((f"shards: {key}" for shard in manifest["shards"] if (key := missing_key(shard, SHARD_KEYS))), None)
+    if missing is None and (manifest["dtype"] not in _DTYPES or manifest["record_tokens"] < 1 or not manifest["shards"]):
+        missing = "how ids are stored"
+    if missing:
+        raise damaged(file, f"it does not say {missing}")
     return manifest
+
+
+def missing_key(content: Any, keys: dict[str, Any]) -> str | None:
+    """The first of these keys that a JSON object lacks or has with another type, as key or key.key; None if it has all.
+
+    Args:
+      keys: the type of each, or the keys of the object it should be.
+    """
+    for key, wanted in keys.items():
+        found = content.get(key) if isinstance(content, dict) else None
+        if isinstance(wanted, dict):
+            if inner := missing_key(found, wanted):
+                return f"{key}.{inner}"
+        elif not isinstance(found, wanted):
+            return key
+    return None
 
 
 def check_sizes(folder: Path, shard: dict[str, Any]) -> None:

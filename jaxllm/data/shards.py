@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxllm.config_errors import ConfigError
-from jaxllm.data.prepared import MANIFEST, TOKENIZER, check_sizes, damaged, shard_name
+from jaxllm.data.prepared import MANIFEST, SHARD_KEYS, TOKENIZER, check_sizes, damaged, missing_key, shard_name
 from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
 from jaxllm.data.tokenizer import Tokenizer, token_dtype
 
@@ -32,6 +32,13 @@ _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
 _DATA = (".array_record", ".lengths.npy", ".keys.npy")
 # What the manifest takes over of a shard's .json.
 _FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
+_KEYS = {
+    **dict.fromkeys(_FOR_MANIFEST, int),
+    **SHARD_KEYS,
+    "broken_records": list,
+    "options": {"tokenizer": {"name": str, "sha256": str}, "text_key": str, "shard_bytes": int, "record_tokens": int},
+    "inputs": {"count": int, "bytes": int, "sha256": str},
+}
 
 
 @dataclass(frozen=True)
@@ -105,13 +112,18 @@ def write_shard(
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     """The content of a shard's .json; None unless it and its files are there, each with its size."""
     shard = read_json(folder / f"{name}.json")
-    if shard is None:
+    if not is_shard(shard):
         return None
     try:
         check_sizes(folder, shard)
     except ConfigError:
         return None
     return shard
+
+
+def is_shard(content: Any) -> bool:
+    """Whether the content of a .json says all that a shard's does."""
+    return missing_key(content, _KEYS) is None
 
 
 def for_manifest(shard: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +151,8 @@ def remove_leftovers(folder: Path, of_other_hosts: bool = False) -> None:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """On the disk when this returns."""
     with open(file, "w", encoding="utf-8") as opened:
-        opened.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        # As escapes: a file's name may hold bytes that are no UTF-8, which Python reads as halves of surrogate pairs.
+        opened.write(json.dumps(content, indent=1) + "\n")
         _sync(opened)
 
 
@@ -169,9 +182,10 @@ def unwritable(folder: Path, reason: str) -> ConfigError:
 
 
 def shown(path: str) -> str:
-    """A path as a person would write it here."""
+    """A path as a person would write it here; bytes that are no UTF-8, which cannot be printed, as \\xff."""
     here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    name = str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="backslashreplace")
 
 
 def place_of(broken: dict[str, Any]) -> str:

@@ -114,7 +114,12 @@ class Data:
 
     def held_out(self) -> list[PackedDocuments]:
         """What is held out of each source that holds anything out, in the source's own order."""
-        return [self._packed(source, source.held_out) for source in self.sources if source.held_out_tokens > 1]
+        return list(self._held_out)
+
+    @cached_property
+    def _held_out(self) -> tuple[PackedDocuments, ...]:
+        # Packed once: every evaluation asks.
+        return tuple(self._packed(source, source.held_out) for source in self.sources if source.held_out_tokens > 1)
 
     def _packed(self, source: Source, order: np.ndarray) -> PackedDocuments:
         data, S = self.config.data, self.config.train.sequence_length
@@ -135,10 +140,15 @@ def load_data(config: Config) -> Data:
     # Texts beside prepared folders are read with their tokenizer.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
     documents = [prepared.get(part.name) or open_documents(part, for_texts) for part in data.sources]
+    fraction, several = data.held_out_fraction, len(data.sources) > 1
+    whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
     sources = tuple(
-        Source(part.name, part.weight, *split(these, data.held_out_fraction))
+        Source(part.name, part.weight, *split(these, fraction, whose[part.name]))
         for part, these in zip(data.sources, documents, strict=True)
     )
+    # A small part of a mixture may go without held-out text, all of it not.
+    if fraction and not any(len(source.held_out) for source in sources):
+        raise ConfigError(whose[sources[0].name] + _holds_out_nothing(sources[0].documents, fraction))
     tokenizer = _the_tokenizer(data, sources, named)
     if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -187,7 +197,9 @@ class TextDocuments:
         self.tokenizer, self.description = tokenizer, description
         ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
         self.lengths = np.array([len(these) for these in ids], np.int64)
-        self.keys = np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in texts], np.uint64)
+        # A name may hold bytes that are no UTF-8, which Python reads as surrogates.
+        digests = [hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest() for name in texts]
+        self.keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
         self._ids = np.concatenate(ids)
         self._starts = np.cumsum(self.lengths) - self.lengths
         self.fingerprint = hashlib.sha256(self._ids.tobytes() + self.lengths.tobytes() + self.keys.tobytes()).hexdigest()
@@ -236,11 +248,14 @@ class CutDocument:
         return self._whole.read(np.zeros_like(documents), begins + starts, begins + stops)
 
 
-def split(documents: Documents, fraction: float) -> tuple[Documents, np.ndarray, np.ndarray]:
-    """(documents, those to train on, those held out). A lone document gives its end away.
+def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Documents, np.ndarray, np.ndarray]:
+    """(documents, those to train on, those held out). A lone document gives its end away; too few hold nothing out.
+
+    Args:
+      whose: what error messages begin with.
 
     Raises:
-      ConfigError: a fraction other than 0 leaves nothing to train on or nothing to hold out.
+      ConfigError: the fraction leaves nothing to train on.
     """
     count = len(documents.lengths)
     if fraction == 0:
@@ -248,25 +263,38 @@ def split(documents: Documents, fraction: float) -> tuple[Documents, np.ndarray,
     if count == 1:
         length = int(documents.lengths[0])
         held_out_tokens = round(length * fraction)
-        if not 0 < held_out_tokens < length:
-            empty = "to train on" if held_out_tokens else "to hold out"
-            raise ConfigError(
-                f"data.held_out_fraction={fraction:g} of one document of {length} tokens leaves nothing {empty}: "
-                f"choose a value between 0 and 1 that leaves both, or give more text."
-            )
+        if not held_out_tokens:
+            return documents, np.arange(1), np.arange(0)
+        if held_out_tokens == length:
+            raise ConfigError(whose + _leaves_nothing(length, fraction, "to train on"))
         return CutDocument(documents, held_out_tokens), np.arange(1), np.arange(1, 2)
     places = np.asarray(documents.keys, np.float64) / 2**64
     held_out = places < fraction
-    if not held_out.any():
-        enough = math.ceil(places.min() * 1000) / 1000
-        raise ConfigError(
-            f"data.held_out_fraction={fraction:g} holds out none of the {count} documents: raise it to "
-            f"{enough:g}, give more, or set it to 0 to go without held-out text."
-        )
     if held_out.all():
         few_enough = math.floor(places.max() * 1000) / 1000
-        raise ConfigError(f"data.held_out_fraction={fraction:g} holds out all {count} documents: lower it to {few_enough:g}.")
+        raise ConfigError(
+            f"{whose}data.held_out_fraction={fraction:g} holds out all {count} documents: lower it to {few_enough:g}."
+        )
     return documents, np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def _holds_out_nothing(documents: Documents, fraction: float) -> str:
+    """What to do about documents of which the fraction holds out none."""
+    count = len(documents.lengths)
+    if count == 1:
+        return _leaves_nothing(int(documents.lengths[0]), fraction, "to hold out")
+    enough = math.ceil((np.asarray(documents.keys, np.float64) / 2**64).min() * 1000) / 1000
+    return (
+        f"data.held_out_fraction={fraction:g} holds out none of the {count} documents: raise it to "
+        f"{enough:g}, give more, or set it to 0 to go without held-out text."
+    )
+
+
+def _leaves_nothing(length: int, fraction: float, what_for: str) -> str:
+    return (
+        f"data.held_out_fraction={fraction:g} of one document of {length} tokens leaves nothing {what_for}: "
+        f"choose a value between 0 and 1 that leaves both, or give more text."
+    )
 
 
 def _the_tokenizer(data: DataConfig, sources: Sequence[Source], named: Tokenizer | None) -> Tokenizer | None:

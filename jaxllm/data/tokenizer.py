@@ -1,7 +1,7 @@
 """From text to token ids and back: UTF-8 bytes, or a folder with a tokenizer.json.
 
 A document is never ambiguous about where it ends: each gets the mark of its end, and text that merely spells such a mark
-stays text.
+stays text (but see ByteTokenizer for the zero byte).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +79,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ByteTokenizer:
+    """UTF-8. The end mark is the byte of the character U+0000, so a text that holds that has the mark's id inside it: with 256
+    ids for 256 bytes there is none left for a mark that no text can spell.
+    """
+
     name = BYTES
     sha256 = hashlib.sha256(b"UTF-8 bytes, then a zero byte").hexdigest()
     vocab_size = 256
@@ -143,7 +148,9 @@ class JsonTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         documents = []
-        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True):
+        with self._library_errors():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
+        for encoding in encodings:
             ids = self._begun(encoding.ids)
             if not ids or ids[-1] != self.eos_id:
                 ids.append(self.eos_id)
@@ -151,7 +158,8 @@ class JsonTokenizer:
         return documents
 
     def encode(self, text: str, add_special: bool = True) -> np.ndarray:
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        with self._library_errors():
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         if add_special:
             ids = self._begun(ids)
             # Text never becomes the end mark, so this one is the post-processor's; alone it is the beginning mark too.
@@ -172,6 +180,19 @@ class JsonTokenizer:
         for name in ("special_tokens_map.json", "chat_template.jinja"):
             if (self._file.parent / name).is_file():
                 shutil.copyfile(self._file.parent / name, folder / name)
+
+    @contextmanager
+    def _library_errors(self) -> Iterator[None]:
+        """Says in a sentence of ours what the library could not encode."""
+        try:
+            yield
+        except BaseException as error:
+            # The library raises bare Exception; its panics are no Exception at all, and their class cannot be imported.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise ConfigError(
+                f"The tokenizer {self.name} cannot encode a text ({_line(error)}): mend its tokenizer.json or choose another."
+            ) from None
 
     def _begun(self, ids: list[int]) -> list[int]:
         if self._adds_bos and (not ids or ids[0] != self.bos_id):
@@ -220,5 +241,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")

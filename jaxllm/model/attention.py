@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ConfigError, ModelConfig
+from jaxllm.model import cudnn_attention
 
 Attend = Callable[..., Float[Array, "B S N H"]]
 
@@ -41,16 +42,16 @@ def xla_attention(
     return jnp.einsum("BKGST,BTKH->BSKGH", weights_BKGST, v_BTKH).reshape(B, S, N, H)
 
 
-def cudnn_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS=None) -> Float[Array, "B S N H"]:
-    """cuDNN's fused kernel: no S x S tensor. bfloat16 on NVIDIA GPUs from Ampere on."""
+def fused_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS: None = None) -> Float[Array, "B S N H"]:
+    """cuDNN's kernel for one whole document: no S x S tensor. bfloat16 on NVIDIA GPUs from Ampere on."""
     if segments_BS is not None:
-        # The kernel would read segment ids only as a bias or as lengths; unmasked documents would be silently wrong.
-        raise ConfigError("model.attention=cudnn cannot mask documents yet: set model.attention=xla.")
+        # It would read segment ids only as a bias or as lengths; unmasked documents would be silently wrong.
+        raise ValueError("fused_attention cannot mask documents: cudnn_attention.cudnn_kernel can.")
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
 
 
-def why_not_cudnn(model: ModelConfig, device: jax.Device, mask_documents: bool) -> str | None:
-    """The reason cuDNN attention cannot run this model on this device, or None."""
+def why_not_cudnn(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str | None:
+    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: see attention_blocks.py."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
     # Descriptions of devices that are not there may not say.
@@ -61,22 +62,23 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device, mask_documents: bool) 
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
     if model.head_dim % 8 or model.head_dim > 128:
         return f"it takes head sizes that are multiples of 8 up to 128 and model.head_dim is {model.head_dim}"
-    if mask_documents:
-        return "it cannot mask documents yet (data.mask_documents=false lets them see each other)"
-    return None
+    return cudnn_attention.why_not() if in_blocks else None
 
 
-def choose_attention(model: ModelConfig, device: jax.Device, mask_documents: bool) -> Attend:
-    """The function `model.attention` names, on this kind of device.
+def choose_kernel(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str:
+    """xla or cudnn: what `model.attention` means on this kind of device.
+
+    Args:
+      in_blocks: attention is put together from blocks, because documents are masked or the sequence is split.
 
     Raises:
       ConfigError: cudnn was asked for by name and cannot run here. Only `auto` may fall back, and says so.
     """
-    reason = why_not_cudnn(model, device, mask_documents)
+    reason = why_not_cudnn(model, device, in_blocks)
     if model.attention == "cudnn" and reason:
         raise ConfigError(f"model.attention=cudnn cannot run here, because {reason}: set model.attention=auto or xla.")
     if model.attention == "xla" or reason:
         if model.attention == "auto" and device.platform != "cpu":
             log.warning("model.attention=auto takes xla, not cudnn: %s.", reason)
-        return xla_attention
-    return cudnn_attention
+        return "xla"
+    return "cudnn"

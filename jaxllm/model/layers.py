@@ -21,8 +21,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.model.attention import Attend, xla_attention
 
 MATMUL_OUTPUTS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
-"""Names of the tensors that `selective` remat keeps; the rest follows from them without a matmul against weights (attention
-runs once more). The block's last output, mlp_down, is not among them: it is read only by the addition that ends the block."""
+"""Names of the tensors that `selective` remat keeps; the rest follows from them without a matmul against weights. Attention
+runs once more, unless it is made of blocks: then attention_blocks.RESIDUALS are kept too. The block's last output, mlp_down, is
+not among them: it is read only by the addition that ends the block."""
 
 
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:

@@ -21,11 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config, ModelConfig
 from jaxllm.mesh import CONTEXT, DATA, MANUAL, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
-from jaxllm.model.attention import Attend, choose_attention
+from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
+from jaxllm.model.attention_blocks import xla_kernel
+from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.model.layers import Ops, look_up
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.remat import POLICIES
+from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
 from jaxllm.parallel.zero import Zero, manual_spec, sink
 from jaxllm.sharding import Parameter, constrainer, layout, named, over_tensor, vocab_rows, weight_rules
 
@@ -51,7 +54,7 @@ class Parallelized:
     layouts: Any
     """Nested dict of Layout."""
     attention: str
-    """The kernel taken: xla or cudnn."""
+    """How it is computed: xla or cudnn, and over several context ranks by ring or all_gather."""
 
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
@@ -63,8 +66,8 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     master_shardings = named(mesh, jax.tree.map(lambda spot: spot.master, layouts))
     compute_shardings = named(mesh, jax.tree.map(lambda spot: spot.compute, layouts))
 
-    attention = choose_attention(model, mesh.devices.flat[0], config.data.mask_documents)
-    attend = attend_per_tensor_rank(attention, model.num_kv_heads, sizes[TENSOR])
+    attention, attend = choose_attention(config, mesh.devices.flat[0])
+    attend = attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR])
     ops = Ops(attend=attend, look_up=look_up_over_tensor(sizes[TENSOR]), constrain=constrainer(sizes))
     ranks = sizes[DATA] * sizes[CONTEXT]
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
@@ -96,10 +99,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return region(loss_region(sums, new_sinks), out_specs=P())(compute_copy(params), batch)
 
-    kernel = attention.__name__.removesuffix("_attention")
-    return Parallelized(
-        value_and_grad, loss_sum, partial(initial_params, config), master_shardings, table, layouts, attention=kernel
-    )
+    return Parallelized(value_and_grad, loss_sum, partial(initial_params, config), master_shardings, table, layouts, attention)
 
 
 Sums = Callable[[Params | None, Params, Batch, jax.Array], tuple[jax.Array, jax.Array]]
@@ -215,6 +215,35 @@ def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
 
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     return graph, nnx.to_pure_dict(jax.tree_util.tree_map_with_path(line, state, is_leaf=is_variable))
+
+
+def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
+    """What `model.attention` and `parallel.context_method` mean on this kind of device: (its name, the function)."""
+    model, c, masks = config.model, config.parallel.context, config.data.mask_documents
+    in_blocks = c > 1 or masks
+    kernel = choose_kernel(model, device, in_blocks)
+    if c > 1:
+        method = context_method(config)
+        make = {"ring": ring_attention, "all_gather": all_gather_attention}[method]
+        return f"{kernel} {method}", make(cudnn_kernel() if kernel == "cudnn" else xla_kernel(), CONTEXT, c)
+    if kernel == "xla":
+        return kernel, xla_attention
+    # A ring of one rank is its local block alone.
+    return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1) if in_blocks else fused_attention
+
+
+RING_MIN_ROWS = 4096
+
+
+def context_method(config: Config) -> str:
+    """ring or all_gather; `auto` by a rule of thumb, not measured: a ring step multiplies each key of the S/c that travel with
+    S/c x N/K rows of queries, 2 x that many FLOPs per byte sent. An H100's 600 TFLOP/s over 200 GB/s of a ring over NVLink want
+    about 1,500 rows; below 4096 a hop may stay bare, and the keys of so short a sequence are small enough to be gathered.
+    """
+    if config.parallel.context_method != "auto":
+        return config.parallel.context_method
+    rows = config.train.sequence_length // config.parallel.context * config.model.num_heads // config.model.num_kv_heads
+    return "ring" if rows >= RING_MIN_ROWS else "all_gather"
 
 
 def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 
+from jaxllm.model.attention_blocks import RESIDUALS
 from jaxllm.model.layers import MATMUL_OUTPUTS
 from jaxllm.model.llama import BlockFunction
 
@@ -21,8 +22,9 @@ def _keep(policy: Callable) -> Callable[[BlockFunction, bool], BlockFunction]:
 POLICIES: dict[str, Callable[[BlockFunction, bool], BlockFunction]] = {
     "none": lambda block, in_loop: block,
     # A plain JAX block keeps about 67 bytes per token and unit of width (norms, SiLU and casts keep theirs): the tagged matmul
-    # outputs are a third of that, and what is between them is cheap to compute again, but for the attention kernel itself.
-    "selective": _keep(jax.checkpoint_policies.save_only_these_names(*MATMUL_OUTPUTS)),
+    # outputs are a third of that, and what is between them is cheap to compute again, but for the attention kernel itself: its
+    # results are kept where they have names, since a ring would be travelled again.
+    "selective": _keep(jax.checkpoint_policies.save_only_these_names(*MATMUL_OUTPUTS, *RESIDUALS)),
     "full": _keep(jax.checkpoint_policies.nothing_saveable),
 }
 """name -> function (block, whether it runs in a loop of several turns) -> block."""

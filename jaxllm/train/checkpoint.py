@@ -15,6 +15,7 @@ import errno
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import platform
 import shutil
@@ -248,9 +249,10 @@ ORPHANS = ("Event loop is closed", "Encountered error while reading array index"
 
 
 def silence_orphans() -> None:
-    """After the first array that fails, Orbax closes its event loop, and for each array that finishes later TensorStore (of a
-    write) or Python (of a read) prints a traceback. They say nothing, and would bury the sentence that does.
+    """After the first array that fails, Orbax closes its event loop, and asyncio, TensorStore (of a write) or Python (of a read)
+    print a traceback for each array that finishes later. They say nothing, and would bury the sentence that does.
     """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     before = sys.unraisablehook
     if getattr(before, "silences_orphans", False):
         return

@@ -85,6 +85,12 @@ class Interrupt:
         stopped_by = stop[1] if stop and step >= stop[0] else None
         return Due(stopped_by is not None or bool(save and save[0] == step), stopped_by)
 
+    def asked(self) -> str | None:
+        """The signal that any process received, the same answer on all; every process must call it. For work that is not made
+        of steps, where all are at the same place.
+        """
+        return distributed.first_said(self._signal or "") or None
+
     def saved(self) -> None:
         """The clock starts anew; to be called after each save."""
         self._last_save_s = time.monotonic()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import math
+import os
+import shutil
+import socket
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager
@@ -28,6 +33,8 @@ log = logging.getLogger(__name__)
 
 WELL_FILLED = 0.9
 """Of a sequence: below this a run says how much of it is room."""
+FINAL_EVAL_TOKENS = 2**24
+"""Of each source, in the evaluation at the end: a hundredth of a large corpus would take days."""
 
 
 def fit(config: Config) -> Trainer:
@@ -37,6 +44,7 @@ def fit(config: Config) -> Trainer:
         trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
+        stack.enter_context(alone_in(folder))
         config = trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint)
@@ -56,16 +64,14 @@ def fit(config: Config) -> Trainer:
             stack.callback(sink.close)
         if distributed.is_main_process():
             write_config(folder, config)
-            if trainer.data.tokenizer is not None and not (folder / "tokenizer" / "tokenizer_config.json").exists():
-                trainer.data.tokenizer.save(folder / "tokenizer")
+            keep_tokenizer(folder, trainer)
         minutes = config.checkpoint.every_minutes
         with Interrupt(minutes * 60 if minutes else None) as interrupt:
             stopped_by = train(trainer, checkpoints, interrupt, console, sinks)
             checkpoints.wait()
+            stopped_by = stopped_by or conclude(trainer, interrupt, console, sinks)
         if stopped_by:
             console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; the same command goes on from there")
-        else:
-            conclude(trainer, console, sinks if trainer.step > first else [])
         console.say(f"run directory {folder}")
     return trainer
 
@@ -80,6 +86,46 @@ def make_run_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written: choose another folder ({error.strerror}).") from None
     return folder
+
+
+@contextmanager
+def alone_in(folder: Path):
+    """Holds the run directory for this run: two that save into one would undo each other's work.
+
+    Raises:
+      ConfigError: on all processes, if another run holds it.
+    """
+    holder, lock = "", None
+    if distributed.is_main_process():
+        lock = (folder / ".lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): do not start a second run in it.", folder, error.strerror)
+    try:
+        if holder := distributed.broadcast(holder):
+            raise ConfigError(f"run.dir={folder} is in use by {holder}: wait for it, stop it, or choose another run.dir.")
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def keep_tokenizer(folder: Path, trainer: Trainer) -> None:
+    """run.dir/tokenizer: the run's own, for exports; none for bytes. An earlier start may have left another's."""
+    tokenizer, home = trainer.data.tokenizer, folder / "tokenizer"
+    aside = folder / ".tokenizer"
+    shutil.rmtree(aside, ignore_errors=True)
+    if tokenizer is not None:
+        tokenizer.save(aside)
+    shutil.rmtree(home, ignore_errors=True)
+    if aside.exists():
+        aside.rename(home)
 
 
 def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str) -> None:
@@ -158,8 +204,13 @@ def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, cons
             checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
             interrupt.saved()
         if evaluates:
-            found = record_evaluation(trainer, sinks, config.train.eval_batches)
-            console.say(f"step {step}  held-out loss {found.loss:.4f}{by_source(found)}")
+            found = record_evaluation(trainer, sinks, interrupt, config.train.eval_batches)
+            if found is None:
+                stopped_by = interrupt.asked()
+                if not saves:
+                    checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
+            else:
+                console.say(f"step {step}  held-out loss {found.loss:.4f}{by_source(found)}")
     if trainer.step > first:
         console.say(f"trained {trainer.step - first} steps in {time.perf_counter() - started:.0f} s")
     return stopped_by
@@ -197,9 +248,13 @@ def note_epochs(console: Console, trainer: Trainer) -> None:
         console.say(f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less")
 
 
-def record_evaluation(trainer: Trainer, sinks: list[Sink], max_batches: int | None = None) -> Evaluation:
-    """Evaluates; writes eval_loss, and for a mixture each source's, to the sinks."""
-    found = trainer.evaluate(max_batches)
+def record_evaluation(
+    trainer: Trainer, sinks: list[Sink], interrupt: Interrupt, max_batches: int | None = None
+) -> Evaluation | None:
+    """Evaluates; writes eval_loss, and for a mixture each source's, to the sinks. None: a signal came in between."""
+    found = trainer.evaluate(max_batches, stop=lambda: interrupt.asked() is not None)
+    if found is None:
+        return None
     record: Record = {"step": trainer.step, "eval_loss": found.loss}
     if len(found.by_source) > 1:
         record |= {f"eval_loss/{name}": loss for name, loss in found.by_source.items()}
@@ -213,11 +268,18 @@ def by_source(found: Evaluation) -> str:
     return " (" + ", ".join(f"{name} {loss:.4f}" for name, loss in found.by_source.items()) + ")" if several else ""
 
 
-def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
-    """Held-out loss over all held-out text, n-gram baselines on the same split, and a sample."""
-    data, unit = trainer.data, trainer.data.unit
+def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: list[Sink]) -> str | None:
+    """Held-out loss over all held-out text, n-gram baselines on the same split, and a sample. Returns the signal that stopped
+    the evaluation, or None.
+    """
+    data, unit, config = trainer.data, trainer.data.unit, trainer.config
     if data.held_out_tokens > 1:
-        found = record_evaluation(trainer, sinks)
+        batch_tokens = config.microbatch_sequences * int(config.parallel.data) * config.train.sequence_length
+        # A run that is started once more, with nothing to train, has its line already.
+        known = has_evaluation(Path(config.run.dir) / "metrics.jsonl", trainer.step)
+        found = record_evaluation(trainer, [] if known else sinks, interrupt, -(-FINAL_EVAL_TOKENS // batch_tokens))
+        if found is None:
+            return interrupt.asked()
         (source, *_) = data.sources
         for order, name in ((2, "bigrams"), (3, "trigrams")) if trainer.config.log.baselines else ():
             baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)
@@ -233,6 +295,14 @@ def conclude(trainer: Trainer, console: Console, sinks: list[Sink]) -> None:
         # A young model samples control characters too, and a terminal would obey them.
         text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         console.say("sample:\n" + log_config.sample_prompt + text)
+    return None
+
+
+def has_evaluation(metrics: Path, step: int) -> bool:
+    if not metrics.exists():
+        return False
+    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return any("eval_loss" in line and line["step"] == step for line in lines)
 
 
 @contextmanager

@@ -28,6 +28,13 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, last_step: int):
+        self._path = path
+        try:
+            self._begin(path, last_step)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def _begin(self, path: Path, last_step: int) -> None:
         before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         kept = [line for line in before if _step_of(line) <= last_step]
         if len(kept) < len(before):
@@ -41,11 +48,18 @@ class JsonLines:
     def write(self, record: Record) -> None:
         # JSON has no NaN or infinity: null.
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:
+            # `write` has said so; what it could not flush is tried again here.
+            pass
 
 
 class TensorBoard:
@@ -88,6 +102,10 @@ def open_sinks(config: Config, last_step: int) -> list[Sink]:
         sinks.append(WeightsAndBiases(config.log.wandb_project, config))
     # Last, so that a missing package touches nothing.
     return [*sinks, JsonLines(folder / "metrics.jsonl", last_step)]
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror}): remove the cause; the same command goes on.")
 
 
 def _step_of(line: str) -> float:

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,10 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import batch_sharding, make_mesh, replicated
+from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import merge_model
+from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import Record
@@ -44,6 +46,28 @@ class Evaluation(NamedTuple):
     """How many were scored."""
     by_source: dict[str, float]
     """The loss of each source of a mixture."""
+
+
+ATTENTION_TOLERANCE = 0.03
+
+
+def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
+    """cuDNN in blocks goes through a private binding of JAX: on a GPU it is held against plain XLA before anything is trained.
+
+    Raises:
+      ConfigError: they differ.
+    """
+    in_blocks = config.data.mask_documents or config.parallel.context > 1
+    if not attention.startswith("cudnn") or not in_blocks or mesh.devices.flat[0].platform == "cpu":
+        return
+    model = config.model
+    with jax.default_device(jax.local_devices()[0]):
+        error = largest_error(model.num_heads // model.num_kv_heads, 1, model.head_dim)
+    if not error < ATTENTION_TOLERANCE:
+        raise ConfigError(
+            f"cuDNN's attention is off by {100 * error:.1f}% on this machine, so its version and JAX {jax.__version__} do not "
+            f"fit together: set model.attention=xla, or install other versions."
+        )
 
 
 class Trainer:
@@ -78,6 +102,7 @@ class Trainer:
         self.mesh = make_mesh(config.parallel)
         training = build_training(config, self.mesh)
         self.parallelized, self.shardings = training.functions, training.shardings
+        require_right_attention(config, self.parallelized.attention, self.mesh)
         with jax.set_mesh(self.mesh):
             self.state = training.create_state(config.train.seed)
         if self.weights is not None:
@@ -166,7 +191,9 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------------- data
 
     def train_batch(self, step: int) -> dict[str, jax.Array]:
-        """Samples [step G, (step+1) G), laid out [microbatch, sequence, position] on the mesh; each host reads its share."""
+        """Samples [step G, (step+1) G), laid out [microbatch, sequence, position] on the mesh; each host reads its share.
+        Positions are in zigzag order (parallel/zigzag.py) where parallel.context is above 1.
+        """
         config = self.config
         G, M = config.train.global_batch_sequences, config.num_microbatches
         samples = (step * G + np.arange(G)).reshape(M, G // M)
@@ -178,7 +205,9 @@ class Trainer:
         sharding = batch_sharding(self.mesh)
         indices = sharding.addressable_devices_indices_map((M, R, S)).values()
         mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
-        local = {name: array.reshape(M, len(mine), S) for name, array in read(mine).items()}
+        # Context ranks hold an early and a late chunk of each sequence; nobody after this notices.
+        dealt = order(S, self.config.parallel.context)
+        local = {name: array.reshape(M, len(mine), S)[:, :, dealt] for name, array in read(mine).items()}
 
         def shard(name):
             def callback(index):
@@ -191,8 +220,9 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, max_batches: int | None = None) -> Evaluation:
-        """Held-out loss of the present state: all held-out text, unless max_batches (of each source) is given.
+    def evaluate(self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Held-out loss of the present state: all held-out text, unless max_batches (of each source) is given. None if `stop`
+        says so after a batch; it must answer all processes alike.
 
         Raises:
           ConfigError: nothing is held out.
@@ -207,6 +237,8 @@ class Trainer:
                     part, tokens = self._loss_sum(self.state.params, batch)
                     # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
                     total, count = total + float(part), count + int(tokens)
+                    if stop():
+                        return None
                 sums[source.name] = (total, count)
         tokens = sum(count for _, count in sums.values())
         if not tokens:

@@ -51,9 +51,11 @@ def find_weights(key: str, text: str, step: int | None = None) -> Source:
       ConfigError: there are none.
     """
     path = Path(text)
+    if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
+        raise ConfigError(f"--step={step} chooses among the checkpoints of a run directory, and {text} is none: leave it out.")
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is no folder: give a run directory, one of its checkpoints, or an exported folder.")
-    if (path / MODEL).is_file() and step is None:
+    if (path / MODEL).is_file():
         return _exported(key, path)
     if (path / "checkpoints").is_dir():
         folder = path / "checkpoints"

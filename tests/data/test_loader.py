@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from numbered import NumberedDocuments
 
 from jaxllm.config import ConfigError
+from jaxllm.data import loader
 from jaxllm.data.loader import PERIOD, PackedDocuments, SampleStream, ahead, document_order, shares
 
 S = 16
@@ -214,6 +215,18 @@ def test_a_mixture_reads_every_token_of_an_epoch_once():
     rows = samples.samples(np.arange(PERIOD))
     tokens = rows["tokens"][(rows["tokens"] < 10**6) & (rows["segments"] > 0)]
     assert sorted(tokens.tolist()) == list(range(first.total))
+
+
+def test_a_mixture_of_many_sources_makes_each_permutation_once(monkeypatch):
+    made = []
+    permutation = loader.permutation
+    monkeypatch.setattr(loader, "permutation", lambda size, word: made.append(size) or permutation(size, word))
+    samples = stream(*[[50 * S]] * 150)
+    made.clear()
+    for k in range(PERIOD):
+        samples.locate(k)
+    # Of the mixture's first period, and of each source's first epoch.
+    assert sorted(made) == [50] * 150 + [PERIOD]
 
 
 def test_sources_of_a_mixture_are_shuffled_apart():

@@ -41,6 +41,36 @@ def test_another_order_has_another_fingerprint(tmp_path):
     assert one.fingerprint == MegatronDocuments(write(tmp_path / "again", DOCUMENTS)).fingerprint
 
 
+class Named:
+    """A tokenizer as far as fingerprints look."""
+
+    def __init__(self, sha256):
+        self.sha256 = sha256
+
+
+@pytest.mark.parametrize("tokens", [10, 1_000_000])
+def test_other_ids_of_the_same_lengths_have_another_fingerprint(tmp_path, tokens):
+    """Whole files as large as the usual one's blocks, and beyond that the first and last block and one between."""
+    ids = np.zeros(tokens, np.uint16)
+    prints = set()
+    # Of 65 even steps the 13th ends a fifth of the way.
+    for number, place in enumerate((None, 0, (2 * tokens - 4096) * 13 // 65 // 2 + 1, tokens - 1)):
+        changed = ids.copy()
+        if place is not None:
+            changed[max(place, 0)] = number
+        prefix = write(tmp_path / str(number), [[changed]])
+        prints.add(MegatronDocuments(prefix).fingerprint)
+    assert len(prints) == 4
+    assert {(tmp_path / f"{number}.idx").read_bytes() for number in range(4)} == {(tmp_path / "0.idx").read_bytes()}
+
+
+def test_a_fingerprint_knows_the_tokenizer(tmp_path):
+    prefix = write(tmp_path / "x", DOCUMENTS)
+    prints = [MegatronDocuments(prefix, tokenizer).fingerprint for tokenizer in (None, Named("a"), Named("b"), Named("a"))]
+    assert len(set(prints)) == 3
+    assert prints[1] == prints[3]
+
+
 def cut_index(index, tokens):
     index.write_bytes(index.read_bytes()[:-5])
 

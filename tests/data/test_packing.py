@@ -69,10 +69,16 @@ def test_best_fit_cuts_no_document_that_fits(lengths, sequence_length, window):
         assert len({d // window for d in found.pieces(n).documents.tolist()}) == 1
 
 
-@given(sizes=st.lists(st.integers(1, 20), max_size=60).map(lambda sizes: sorted(sizes, reverse=True)))
-def test_best_fit_takes_the_fullest_bin_with_room(sizes):
+@given(
+    sizes=st.lists(st.integers(1, 20), max_size=60).map(lambda sizes: sorted(sizes, reverse=True)),
+    word_bits=st.sampled_from([1, 2, 9]),
+)
+def test_best_fit_takes_the_fullest_bin_with_room(sizes, word_bits):
     """Against the definition, a search through all bins; equally full bins are alike."""
-    bins, count = best_fit(sizes, 20)
+    with pytest.MonkeyPatch.context() as patch:
+        # Rooms of a few words, as those of longer sequences are.
+        patch.setattr(packing, "_WORD_BITS", word_bits)
+        bins, count = best_fit(sizes, 20)
     room, choices = [], []
     for size in sizes:
         fitting = [r for r in room if r >= size]
@@ -93,3 +99,14 @@ def test_best_fit_packs_real_lengths_tightly():
     lengths = np.random.default_rng(0).lognormal(6, 1, 5000).astype(int) + 1
     found = BestFit(lengths, np.arange(5000), 2048)
     assert found.num_samples < 1.002 * lengths.sum() / 2048 + 1
+
+
+def test_best_fit_bins_are_those_of_a_search_in_one_number():
+    """A run must not change its samples with the way bins are looked for."""
+    sizes = np.sort(np.random.default_rng(0).integers(1, 20_000, 3000))[::-1].tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_WORD_BITS", 20)
+        one_word = best_fit(sizes, 20_000)
+    bins, count = best_fit(sizes, 20_000)
+    assert (bins == one_word[0]).all()
+    assert count == one_word[1]

@@ -518,6 +518,76 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path):
     assert contents(out) == encoded("bytes", made_up(50))
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"shards": None}, "shards"),
+        ({"tokenizer": {"name": "bytes"}}, "tokenizer.kind"),
+        ({"shards": [{"name": "tokens-00000-of-00001"}]}, "shards: documents"),
+        ({"shards": []}, "how ids are stored"),
+        ({"dtype": "words"}, "how ids are stored"),
+    ],
+)
+def test_a_manifest_that_lacks_something_is_damaged(tmp_path, change, what):
+    (tmp_path / "a.jsonl").write_bytes(lines(made_up(5)))
+    here([tmp_path / "a.jsonl"], tmp_path / "out")
+    manifest = tmp_path / "out" / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_text(json.dumps(json.loads(whole) | change))
+    with pytest.raises(ConfigError) as error:
+        PreparedDocuments(tmp_path / "out")
+    assert str(error.value) == (
+        f"{manifest} is damaged (it does not say {what}): delete it and run the same jaxllm data prepare again."
+    )
+    manifest.unlink()
+    here([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert manifest.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"files": {}}', "null"])
+def test_a_shard_that_says_nothing_is_made_again(tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(lines(made_up(5)))
+    here([tmp_path / "a.jsonl"], tmp_path / "out")
+    before = files_of(tmp_path / "out")
+    (tmp_path / "out" / "tokens-00000-of-00001.json").write_text(content)
+    assert here([tmp_path / "a.jsonl"], tmp_path / "out").shards_written == 1
+    assert files_of(tmp_path / "out") == before
+
+
+def test_names_that_are_no_utf8_are_kept_and_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    try:
+        Path(name).write_bytes(lines(["one"]) + b"{\n")
+    except OSError:
+        pytest.skip("this file system holds UTF-8 names alone")
+    for written in (1, 0):
+        summary = here([name], "out")
+        assert (summary.documents, summary.shards_written) == (1, written)
+        (record,) = summary.broken_records
+        assert record.startswith("caf\\xe9.jsonl:2: ")
+    shard = json.loads(Path("out/tokens-00000-of-00001.json").read_text())
+    assert shard["broken_records"][0]["file"] == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_texts_the_tokenizer_cannot_encode_end_with_the_one_sentence(tmp_path, workers):
+    words = Tokenizer(models.WordLevel({"law": 0, "<end>": 1}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "words").mkdir()
+    words.save(str(tmp_path / "words" / "tokenizer.json"))
+    (tmp_path / "words" / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text("law mesh")
+    command = [tmp_path / "*.txt", "--out", tmp_path / "out", "--tokenizer", tmp_path / "words", "--workers", workers]
+    done = run(*command)
+    assert done.returncode == 2
+    reason = "WordLevel error: Missing [UNK] token from the vocabulary"
+    sentence = f"The tokenizer words cannot encode a text ({reason}): mend its tokenizer.json or choose another."
+    assert done.stderr.strip().endswith(sentence)
+    assert "Traceback" not in done.stderr
+
+
 def test_another_shards_records_are_noticed(tmp_path):
     for i in range(2):
         (tmp_path / f"{i}.jsonl").write_bytes(lines([text + "x" * i for text in made_up(20)]))

@@ -340,3 +340,45 @@ def test_a_fingerprint_knows_text_and_fraction(shelf, tmp_path):
     shutil.copytree(shelf / "bytes", tmp_path / "elsewhere")
     moved = Read(source="prepared", paths=[str(tmp_path / "elsewhere")], held_out_fraction=0.2).data
     assert moved.fingerprint == one
+
+
+def test_held_out_text_is_packed_once(books):
+    data = from_files("books/**").data
+    first, second = data.held_out(), data.held_out()
+    assert first[0] is second[0]
+    assert first is not second
+
+
+@pytest.mark.parametrize("small", ["one.txt", "few/*"])
+def test_a_source_too_small_to_hold_anything_out_is_trained_on_whole(books, small):
+    (books / "few").mkdir()
+    for name in ("one.txt", "few/a.txt", "few/b.txt", "few/c.txt"):
+        (books / name).write_text("ab")
+    fraction = min(place(p.relative_to(books).as_posix()) for p in books.glob("books/*/*.txt")) + 1e-9
+    assert all(place(f"few/{letter}.txt") > fraction for letter in "abc")
+    mixture = [part("small", "files", small), part("large", "files", "books/**/*.txt")]
+    data = Read(mixture=mixture, held_out_fraction=fraction).data
+    assert [len(source.held_out) for source in data.sources] == [0, 1]
+    assert [len(source.train) for source in data.sources] == [1 if small == "one.txt" else 3, 19]
+    assert data.sources[0].train_tokens == 3 * len(data.sources[0].train)
+    assert [packed.name for packed in data.held_out()] == ["large"]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "paths", "sentence"),
+    [
+        (0.0001, "few/*", "Source small: data.held_out_fraction=0.0001 holds out none of the 3 documents: raise it to "),
+        (0.0001, "few/a.txt", "Source small: data.held_out_fraction=0.0001 of one document of 3 tokens leaves nothing to hold"),
+        (1, "few/*", "Source small: data.held_out_fraction=1 holds out all 3 documents: lower it to "),
+        (1, "few/a.txt", "Source small: data.held_out_fraction=1 of one document of 3 tokens leaves nothing to train on: "),
+    ],
+)
+def test_a_mixture_that_holds_out_nothing_or_all_names_a_source(books, fraction, paths, sentence):
+    (books / "few").mkdir()
+    for letter in "abc":
+        (books / "few" / f"{letter}.txt").write_text("ab")
+    mixture = [part("small", "files", paths), part("large", "files", "books/**/*.txt")]
+    with pytest.raises(ConfigError) as error:
+        Read(mixture=mixture, held_out_fraction=fraction)
+    assert str(error.value).startswith(sentence)
+    assert "\n" not in str(error.value)

@@ -200,3 +200,35 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_documents"])
+def test_texts_the_library_cannot_encode_are_one_sentence(folder, method):
+    raw = Tokenizer(models.WordLevel({"law": 0, EOS: 1}))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS}))
+    encode = tokenizer.encode if method == "encode" else lambda text: tokenizer.encode_documents([text])[0]
+    assert encode("law")[0] == 0
+    with pytest.raises(ConfigError) as error:
+        encode("law mesh")
+    reason = "WordLevel error: Missing [UNK] token from the vocabulary"
+    hint = "mend its tokenizer.json or choose another."
+    assert str(error.value) == f"The tokenizer small cannot encode a text ({reason}): {hint}"
+
+
+@pytest.mark.parametrize(
+    ("raised", "sentence"),
+    [("PanicException", r"^The tokenizer small .* \(at line\): mend"), ("KeyboardInterrupt", "at\nline")],
+)
+def test_panics_of_the_library_are_one_sentence_and_nothing_else_is(folder, raised, sentence):
+    tokenizer = load_tokenizer(folder(trained(EOS), tokenizer_config={"eos_token": EOS}))
+    # As pyo3's, which is beneath BaseException alone.
+    kind = KeyboardInterrupt if raised == "KeyboardInterrupt" else type(raised, (BaseException,), {})
+
+    class Panics:
+        def encode_batch_fast(self, *_, **__):
+            raise kind("at\nline")
+
+    tokenizer._tokenizer = Panics()
+    with pytest.raises(ConfigError if raised == "PanicException" else kind, match=sentence):
+        tokenizer.encode_documents(["the law"])

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxllm.config import ConfigError
-from jaxllm.model.attention import choose_attention, cudnn_attention, xla_attention
+from jaxllm.model import cudnn_attention
+from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
 from jaxllm.model.layers import Ops, rotary_frequencies, rotary_table, rotate
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.parallel.parallelize import initial_params, parameter_table
@@ -164,30 +165,31 @@ class Device:
 CPU, HOPPER, TURING = Device("cpu"), Device("gpu", "9.0"), Device("gpu", "7.5")
 
 
-def test_a_named_kernel_that_cannot_run_is_an_error(tiny_config):
+def test_a_named_kernel_that_cannot_run_is_an_error(tiny_config, monkeypatch):
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot run here, because it needs an NVIDIA GPU"):
-        choose_attention(tiny_config("model.attention=cudnn").model, CPU, False)
+        choose_kernel(tiny_config("model.attention=cudnn").model, CPU, False)
     with pytest.raises(ConfigError, match=r"model.compute_dtype is float32"):
-        choose_attention(tiny_config("model.attention=cudnn").model, HOPPER, False)
-    with pytest.raises(
-        ConfigError, match=r"it cannot mask documents yet \(data.mask_documents=false lets them see each other\)"
-    ):
-        choose_attention(tiny_config("model.attention=cudnn", "model.compute_dtype=bfloat16").model, HOPPER, True)
+        choose_kernel(tiny_config("model.attention=cudnn").model, HOPPER, False)
     with pytest.raises(ConfigError, match=r"needs Ampere .* and some gpu has 7.5"):
-        choose_attention(tiny_config("model.attention=cudnn").model, TURING, False)
-    with pytest.raises(ConfigError, match=r"cannot mask documents"):
-        cudnn_attention(None, None, None, jnp.zeros((1, 1), jnp.int32))
+        choose_kernel(tiny_config("model.attention=cudnn").model, TURING, False)
+    with pytest.raises(ValueError, match=r"fused_attention cannot mask documents"):
+        fused_attention(None, None, None, jnp.zeros((1, 1), jnp.int32))
+    monkeypatch.setattr(cudnn_attention, "why_not", lambda: "the binding is another")
+    with pytest.raises(ConfigError, match=r"cannot run here, because the binding is another"):
+        choose_kernel(tiny_config("model.attention=cudnn", "model.compute_dtype=bfloat16").model, HOPPER, True)
 
 
-def test_only_auto_falls_back_and_says_so(tiny_config, caplog):
-    assert choose_attention(tiny_config().model, CPU, True) is xla_attention
+def test_only_auto_falls_back_and_says_so(tiny_config, caplog, monkeypatch):
+    assert choose_kernel(tiny_config().model, CPU, True) == "xla"
     assert not caplog.records
-    assert choose_attention(tiny_config().model, HOPPER, False) is xla_attention
+    assert choose_kernel(tiny_config().model, HOPPER, False) == "xla"
     assert "takes xla, not cudnn: it computes in bfloat16" in caplog.text
     half = tiny_config("model.compute_dtype=bfloat16").model
-    assert choose_attention(half, HOPPER, False) is cudnn_attention
-    assert choose_attention(half, HOPPER, True) is xla_attention
-    assert "takes xla, not cudnn: it cannot mask documents" in caplog.text
+    assert choose_kernel(half, HOPPER, False) == choose_kernel(half, HOPPER, True) == "cudnn"
+    monkeypatch.setattr(cudnn_attention, "why_not", lambda: "the binding is another")
+    assert choose_kernel(half, HOPPER, False) == "cudnn"
+    assert choose_kernel(half, HOPPER, True) == "xla"
+    assert "takes xla, not cudnn: the binding is another" in caplog.text
 
 
 def test_the_program_does_not_grow_with_depth(tiny_config):

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxllm.mesh import batch_sharding, make_mesh
-from jaxllm.train.build import build_training
+from meshes import Run, assert_close, pairwise, trimmed
 
 MICROBATCHES, ROWS, S = 2, 8, 16
 VARIANTS = {
@@ -19,24 +17,6 @@ VARIANTS = {
 }
 MESHES = [(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2, 4) if data * tensor <= 8]
 COMBINATIONS = list(itertools.product((0, 1, 2, 3), MESHES, VARIANTS))
-
-
-def pairwise(combinations):
-    """A small subset in which every two values of (level, data, tensor, variant) that occur together do so again: greedily the
-    combination with most pairs not seen yet.
-    """
-
-    def pairs(combination):
-        level, (data, tensor), variant = combination
-        return set(itertools.combinations(enumerate((level, data, tensor, variant)), 2))
-
-    chosen, missing = [], set().union(*map(pairs, combinations))
-    while missing:
-        chosen.append(max(combinations, key=lambda c: len(pairs(c) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
-
-
 DEFAULT = pairwise(COMBINATIONS)
 
 
@@ -55,53 +35,15 @@ def batch(seed=0):
     }
 
 
-class Run:
-    """value_and_grad and the train step of one configuration."""
-
-    def __init__(self, config):
-        devices = jax.devices()[: int(config.parallel.data) * config.parallel.tensor]
-        self.config = config.resolve(len(devices))
-        self.mesh = make_mesh(self.config.parallel, devices)
-        training = build_training(self.config, self.mesh)
-        self.functions, self.step = training.functions, training.step
-        with jax.set_mesh(self.mesh):
-            self.state = training.create_state(self.config.train.seed)
-
-    def place(self, arrays):
-        return {name: jax.device_put(a, batch_sharding(self.mesh)) for name, a in arrays.items()}
-
-    def gradients(self):
-        with jax.set_mesh(self.mesh):
-            return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(batch()))
-
-    def losses(self, steps):
-        step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []
-        with jax.set_mesh(self.mesh):
-            for number in range(steps):
-                state, metrics = step(state, self.place(batch(number)))
-                losses.append(float(metrics["loss"]))
-        return losses
-
-
-def trimmed(gradients, vocab_size):
-    """Without the rows that pad the vocabulary, whose gradient must be 0."""
-
-    def trim(path, g):
-        if path[0].key not in ("embedding", "head"):
-            return g
-        assert (g[vocab_size:] == 0).all()
-        return g[:vocab_size]
-
-    return jax.tree_util.tree_map_with_path(trim, jax.device_get(gradients))
-
-
 @pytest.fixture(scope="module")
 def make_run(tiny_config):
     def make(level, mesh, variant, *more):
         data, tensor = mesh
         axes = (f"parallel.data={data}", f"parallel.tensor={tensor}", f"parallel.zero={level}")
         sizes = ("train.global_batch_sequences=16", f"train.microbatch_sequences={8 // data}", "model.num_layers=3")
-        return Run(tiny_config(*VARIANTS[variant], *axes, *sizes, "optimizer.learning_rate=1e-2", "train.steps=20", *more))
+        return Run(
+            tiny_config(*VARIANTS[variant], *axes, *sizes, "optimizer.learning_rate=1e-2", "train.steps=20", *more), batch
+        )
 
     return make
 
@@ -126,12 +68,7 @@ def check(run, variant, one_device):
     jax.tree.map(np.testing.assert_array_equal, initial, trimmed(expected_params, vocab))
     loss, gradients = run.gradients()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-
-    def close(path, a, b):
-        error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error < 2e-6, f"{jax.tree_util.keystr(path)}: {error}"
-
-    jax.tree_util.tree_map_with_path(close, trimmed(gradients, vocab), trimmed(expected, vocab))
+    assert_close(trimmed(gradients, vocab), trimmed(expected, vocab), 2e-6)
 
 
 def parameters():
@@ -181,11 +118,7 @@ def test_bfloat16_on_a_mesh_follows_float32(make_run, one_device, level, mesh):
     loss, gradients = make_run(level, mesh, "mqa-tied", "model.compute_dtype=bfloat16").gradients()
     expected_loss, expected, _ = one_device("mqa-tied")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
-
-    def close(a, b):
-        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
-
-    jax.tree.map(close, trimmed(gradients, 256), trimmed(expected, 256))
+    assert_close(trimmed(gradients, 256), trimmed(expected, 256), 0.02)
 
 
 def test_evaluation_equals_one_device(make_run):

@@ -1,0 +1,271 @@
+"""Attention in blocks: some queries against some keys, to be merged with other blocks of the same queries.
+
+    o_BSNH, lse_BSN = kernel.forward(q_BSNH, k_BTKH, v_BTKH, mask)
+    o_BSNH, lse_BSN = merge(o_BSNH, lse_BSN, *kernel.forward(q_BSNH, other_k_BTKH, other_v_BTKH, other_mask))
+    dq, dk, dv      = kernel.backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask)      once per block, then summed
+
+`lse` is the logarithm of the sum of exp(score) over the keys a query sees. The backward is given `o` and `lse` of *all* keys:
+then exp(score - lse) is the probability among all keys, and the blocks' gradients are parts of the whole's (Dao et al., 2022,
+sec. 3). Letters as in layers.py; T counts keys, G = N / K the query heads that share a key-value head, R the rows of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+OUTPUT, LSE = RESIDUALS = ("attention_output", "attention_lse")
+"""Names under which a blockwise attention's results are kept for its backward: a remat policy that saves them spares the
+recomputation, transfers included."""
+
+NOTHING = -1e30
+"""lse of a query that sees nothing. Finite, so that merging two of them is not inf - inf; beside any real lse its weight is
+exp(-1e30) = 0 exactly."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a block's queries see of its keys.
+
+    Causal: queries and keys are the same positions, and query i sees keys j <= i. Not causal: every query lies after every key,
+    and sees it. With segments, only keys of its own document; a document is one contiguous run with an id of its own.
+    """
+
+    causal: bool = False
+    q_segments_BS: Int[Array, "B S"] | None = None
+    k_segments_BT: Int[Array, "B T"] | None = None
+
+
+class Partial(NamedTuple):
+    """The result of queries over the keys met so far, float32. Rows that saw nothing: 0 and NOTHING."""
+
+    o_BSNH: Float32[Array, "B S N H"]
+    lse_BSN: Float32[Array, "B S N"]
+
+
+Gradients = tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute a block. Key-value heads are never repeated in memory."""
+
+    name: str
+    forward: Callable[..., Partial]
+    """(q_BSNH, k_BTKH, v_BTKH, mask) -> Partial"""
+    backward: Callable[..., Gradients]
+    """(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask) -> (dq_BSNH, dk_BTKH, dv_BTKH), float32 or the inputs' dtype"""
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Of the same queries over two disjoint sets of keys: each output weighted by its share of the sum of exponentials."""
+    top_BSN = jnp.maximum(a.lse_BSN, b.lse_BSN)
+    a_BSN, b_BSN = jnp.exp(a.lse_BSN - top_BSN), jnp.exp(b.lse_BSN - top_BSN)
+    sum_BSN = a_BSN + b_BSN
+    o_BSNH = (a_BSN / sum_BSN)[..., None] * a.o_BSNH + (b_BSN / sum_BSN)[..., None] * b.o_BSNH
+    return Partial(o_BSNH, top_BSN + jnp.log(sum_BSN))
+
+
+# ------------------------------------------------------------------------------------------------------------- plain XLA
+
+
+def xla_kernel(max_rows: int = 512, max_scores: int = 2**26) -> Kernel:
+    """Einsums over tiles of query rows: scores and softmax in float32, and never more than one tile of scores at a time.
+
+    A causal block is computed as a whole square and masked: half of its work is for nothing.
+
+    Args:
+      max_rows: rows of a tile at most.
+      max_scores: float32 scores of a tile at most, 256 MiB of them by default. Both hold as far as the rows can be halved.
+    """
+    bounds = {"max_rows": max_rows, "max_scores": max_scores}
+    return Kernel("xla", partial(_xla_forward, **bounds), partial(_xla_backward, **bounds))
+
+
+def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int, max_scores: int) -> Partial:
+    B, _, N, H = q_BSNH.shape
+    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], max_rows, max_scores)
+    q_BSNH, mask = _tied(q_BSNH, mask)
+
+    def tile(_, inputs):
+        start, q_BRNH, q_segments_BR = inputs
+        scores_BKGRT, visible_B11RT = _scores(q_BRNH, k_BTKH, mask, start, q_segments_BR)
+        top_BKGR = scores_BKGRT.max(axis=-1)
+        # The second `where` makes 0 of what a row that sees nothing has: exp(NOTHING - NOTHING) = 1.
+        p_BKGRT = _where(visible_B11RT, jnp.exp(scores_BKGRT - top_BKGR[..., None]), 0.0)
+        sum_BKGR = p_BKGRT.sum(axis=-1)
+        o_BRKGH = jnp.einsum("BKGRT,BTKH->BRKGH", p_BKGRT.astype(v_BTKH.dtype), v_BTKH, preferred_element_type=jnp.float32)
+        safe_BKGR = jnp.where(sum_BKGR > 0, sum_BKGR, 1.0)
+        o_BRKGH = o_BRKGH / jnp.moveaxis(safe_BKGR, -1, 1)[..., None]
+        lse_BKGR = jnp.where(sum_BKGR > 0, top_BKGR + jnp.log(safe_BKGR), NOTHING)
+        return None, (o_BRKGH.reshape(B, rows, N, H), jnp.moveaxis(lse_BKGR, -1, 1).reshape(B, rows, N))
+
+    _, (o_tiles, lse_tiles) = jax.lax.scan(tile, None, _tiles(rows, q_BSNH, mask.q_segments_BS))
+    return Partial(_untile(o_tiles), _untile(lse_tiles))
+
+
+def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, *, max_rows: int, max_scores: int) -> Gradients:
+    B, _, N, H = q_BSNH.shape
+    K = k_BTKH.shape[2]
+    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], max_rows, max_scores)
+    q_BSNH, mask = _tied(q_BSNH, mask)
+    # Sum of dP P over all keys, from what is at hand (FlashAttention's D).
+    delta_BSN = jnp.einsum("BSNH,BSNH->BSN", o_BSNH, do_BSNH, preferred_element_type=jnp.float32)
+    add = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def tile(sums, inputs):
+        dk_BTKH, dv_BTKH = sums
+        start, q_BRNH, q_segments_BR, lse_BRN, do_BRNH, delta_BRN = inputs
+        scores_BKGRT, visible_B11RT = _scores(q_BRNH, k_BTKH, mask, start, q_segments_BR)
+        lse_BKGR, delta_BKGR = (jnp.moveaxis(x.reshape(B, rows, K, N // K), 1, -1) for x in (lse_BRN, delta_BRN))
+        p_BKGRT = _where(visible_B11RT, jnp.exp(scores_BKGRT - lse_BKGR[..., None]), 0.0)
+        q_BRKGH, do_BRKGH = (x.reshape(B, rows, K, N // K, H) for x in (q_BRNH, do_BRNH))
+        dv_BTKH = dv_BTKH + add("BKGRT,BRKGH->BTKH", p_BKGRT.astype(do_BRNH.dtype), do_BRKGH)
+        dp_BKGRT = add("BRKGH,BTKH->BKGRT", do_BRKGH, v_BTKH)
+        ds_BKGRT = (p_BKGRT * (dp_BKGRT - delta_BKGR[..., None]) / math.sqrt(H)).astype(q_BRNH.dtype)
+        dk_BTKH = dk_BTKH + add("BKGRT,BRKGH->BTKH", ds_BKGRT, q_BRKGH)
+        dq_BRNH = add("BKGRT,BTKH->BRKGH", ds_BKGRT, k_BTKH).reshape(B, rows, N, H)
+        return (dk_BTKH, dv_BTKH), dq_BRNH
+
+    zeros = jnp.zeros(k_BTKH.shape, jnp.float32)
+    inputs = _tiles(rows, q_BSNH, mask.q_segments_BS, lse_BSN, do_BSNH, delta_BSN)
+    (dk_BTKH, dv_BTKH), dq_tiles = jax.lax.scan(tile, (zeros, zeros), inputs)
+    return _untile(dq_tiles), dk_BTKH, dv_BTKH
+
+
+def _tied(q_BSNH, mask: Mask):
+    """The same, but the segments wait for the queries. They are the same in every layer, and XLA would otherwise work out who
+    sees whom for all tiles and ring steps before the layer loop, and keep it: S x S / c.
+    """
+    if mask.q_segments_BS is None:
+        return q_BSNH, mask
+    q_BSNH, *segments = jax.lax.optimization_barrier((q_BSNH, mask.q_segments_BS, mask.k_segments_BT))
+    return q_BSNH, Mask(mask.causal, *segments)
+
+
+def _scores(q_BRNH, k_BTKH, mask: Mask, start, q_segments_BR):
+    """(scores, what is visible or None for everything) of the query rows from `start`; invisible ones are NOTHING."""
+    B, R, N, H = q_BRNH.shape
+    T, K = k_BTKH.shape[1:3]
+    q_BRKGH = q_BRNH.reshape(B, R, K, N // K, H)
+    scores_BKGRT = jnp.einsum("BRKGH,BTKH->BKGRT", q_BRKGH, k_BTKH, preferred_element_type=jnp.float32) / math.sqrt(H)
+    visible_BRT = None
+    if mask.causal:
+        visible_BRT = ((start + jnp.arange(R))[:, None] >= jnp.arange(T)[None, :])[None]
+    if q_segments_BR is not None:
+        same_BRT = q_segments_BR[:, :, None] == mask.k_segments_BT[:, None, :]
+        visible_BRT = same_BRT if visible_BRT is None else same_BRT & visible_BRT
+    visible_B11RT = None if visible_BRT is None else visible_BRT[:, None, None]
+    return _where(visible_B11RT, scores_BKGRT, NOTHING), visible_B11RT
+
+
+def _where(condition, x, other: float):
+    return x if condition is None else jnp.where(condition, x, other)
+
+
+def _tile_rows(q_shape, T: int, max_rows: int, max_scores: int) -> int:
+    B, rows, N, _ = q_shape
+    while rows % 2 == 0 and (rows > max_rows or B * N * rows * T > max_scores):
+        rows //= 2
+    return rows
+
+
+def _tiles(rows: int, *arrays):
+    """Each [B, S, ...] as [tile, B, rows, ...], behind the first row of each tile; None stays None."""
+    S = arrays[0].shape[1]
+    cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], S // rows, rows, *x.shape[2:]), 1, 0)  # noqa: E731
+    return (jnp.arange(0, S, rows), *(None if x is None else cut(x) for x in arrays))
+
+
+def _untile(x_tiles):
+    """[tile, B, rows, ...] -> [B, S, ...]"""
+    x = jnp.moveaxis(x_tiles, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+# ---------------------------------------------------------------------------------------------------- documents by halves
+
+
+def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 128) -> Kernel:
+    """A causal block of documents from kernels that need not know documents on the diagonal.
+
+    Cut in two: the later half's queries with the earlier half's keys are a block that is not causal, where documents leave a
+    rectangle (`rectangle`); each half with itself is a causal block again, and the two go through together as a batch. Any
+    number of documents, log2(S / smallest) calls, and no work above the diagonal.
+
+    Args:
+      off_diagonal: takes the blocks that are not causal.
+      diagonal: takes the causal ones, once they are `smallest` rows or of odd length.
+    """
+
+    def forward(q_BSNH, k_BSKH, v_BSKH, mask: Mask) -> Partial:
+        inputs, shape = (q_BSNH, k_BSKH, v_BSKH, mask.q_segments_BS), q_BSNH.shape[:2]
+        *sizes, size = _halvings(shape[1], smallest)
+        q, k, v, segments = (_cut(x, size) for x in inputs)
+        found = [_uncut(x, shape) for x in diagonal.forward(q, k, v, Mask(True, segments, segments))]
+        for size in reversed(sizes):
+            q, k, v, segments, *found = (_cut(x, size) for x in (*inputs, *found))
+            early, late = slice(0, size // 2), slice(size // 2, size)
+            block = off_diagonal.forward(
+                q[:, late], k[:, early], v[:, early], Mask(False, segments[:, late], segments[:, early])
+            )
+            merged = merge(Partial(*(x[:, late] for x in found)), block)
+            both = (jnp.concatenate([x[:, early], y], axis=1) for x, y in zip(found, merged, strict=True))
+            found = [_uncut(x, shape) for x in both]
+        return Partial(*found)
+
+    def backward(q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:
+        inputs, shape = (q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, mask.q_segments_BS), q_BSNH.shape[:2]
+        *sizes, size = _halvings(shape[1], smallest)
+        *arrays, segments = (_cut(x, size) for x in inputs)
+        parts = diagonal.backward(*arrays, Mask(True, segments, segments))
+        sums = [_uncut(x, shape).astype(jnp.float32) for x in parts]
+        for size in sizes:
+            q, k, v, o, lse, do, segments = (_cut(x, size) for x in inputs)
+            early, late = slice(0, size // 2), slice(size // 2, size)
+            of_queries = (x[:, late] for x in (o, lse, do))
+            ends = Mask(False, segments[:, late], segments[:, early])
+            dq, dk, dv = off_diagonal.backward(q[:, late], k[:, early], v[:, early], *of_queries, ends)
+            nothing = [jnp.zeros_like(x) for x in (dq, dk, dv)]
+            halves = ((nothing[0], dq), (dk, nothing[1]), (dv, nothing[2]))
+            parts = [_uncut(jnp.concatenate(pair, axis=1), shape) for pair in halves]
+            sums = [total + part.astype(jnp.float32) for total, part in zip(sums, parts, strict=True)]
+        return tuple(sums)
+
+    return Kernel(off_diagonal.name, forward, backward)
+
+
+def rectangle(mask: Mask) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """(queries from the front, keys from the back) that see each other, in a block that is not causal; both 0 if none do.
+
+    Only one document can reach from the keys to the queries: it holds the last key and the first query.
+    """
+    q_segments_BS, k_segments_BT = mask.q_segments_BS, mask.k_segments_BT
+    queries_B = jnp.sum(q_segments_BS == k_segments_BT[:, -1:], axis=1, dtype=jnp.int32)
+    keys_B = jnp.sum(k_segments_BT == q_segments_BS[:, :1], axis=1, dtype=jnp.int32)
+    return queries_B, keys_B
+
+
+def _halvings(S: int, smallest: int) -> list[int]:
+    """S, S / 2, ... down to `smallest`, or to the first that is odd."""
+    sizes = [S]
+    while sizes[-1] > smallest and sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _cut(x, size: int):
+    """[B, S, ...] -> [B S / size, size, ...]"""
+    return x.reshape(-1, size, *x.shape[2:])
+
+
+def _uncut(x, shape: tuple[int, int]):
+    """[B S / size, size, ...] -> [B, S, ...]"""
+    return x.reshape(*shape, *x.shape[2:])

@@ -1,0 +1,188 @@
+"""Blocks of attention by cuDNN's fused kernel: the one file that reaches into JAX's private binding.
+
+    kernel = cudnn_kernel()      # or a ConfigError that says why not; attention_blocks.py says what a kernel does
+
+The public `jax.nn.dot_product_attention(..., return_residual=True)` will not do: it rounds the log-sum-exp to the output's
+dtype (JAX 0.10 to 0.12), and a bfloat16 near 10 is off by up to 0.03, as is then the weight of every merged block. Nor does a
+public backward take the output and log-sum-exp of all blocks. Both come from `jax._src.cudnn.fused_attention_stablehlo`.
+
+cuDNN knows no segments. A block that is not causal needs none: what documents leave of it is a rectangle, which cuDNN masks as
+padding once the keys are reversed. A causal block is cut into such blocks (`documents_by_halves`). cuDNN's packed layout would
+do that in one call, but JAX 0.10 gives it wrong offsets for grouped heads (jax-ml/jax#39521), it asks for Hopper and for a
+number of documents fixed in advance, and its log-sum-exp is laid out by document.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ConfigError
+from jaxllm.model.attention_blocks import (
+    NOTHING,
+    Gradients,
+    Kernel,
+    Mask,
+    Partial,
+    documents_by_halves,
+    rectangle,
+    xla_kernel,
+)
+
+KNOWN = ((0, 10), (0, 13))
+"""Versions of JAX, from and below, whose binding is the one called here."""
+
+_FORWARD = {"query", "key", "value", "q_seqlen", "kv_seqlen", "scale", "mask_type", "qkv_layout", "return_residual"}
+_BACKWARD = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "res"}
+
+
+def why_not() -> str | None:
+    """The reason this JAX cannot run cuDNN attention in blocks, or None. Device, dtype, head size: attention.why_not_cudnn."""
+    lowest, above = KNOWN
+    if not lowest <= jax.__version_info__[:2] < above:
+        return f"jaxllm knows JAX's cuDNN binding up to 0.12 and this is JAX {jax.__version__}"
+    try:
+        binding = _binding()
+        forward = inspect.signature(binding.dot_product_attention).parameters.keys()
+        backward = inspect.signature(binding._dot_product_attention_bwd_rule).parameters.keys()
+        known = forward >= _FORWARD and backward >= _BACKWARD and hasattr(binding, "_dot_product_attention_bwd_p_wrapper")
+    except (ImportError, AttributeError):
+        known = False
+    return None if known else f"JAX {jax.__version__} has another cuDNN binding than jaxllm knows"
+
+
+def cudnn_kernel() -> Kernel:
+    """bfloat16 or float16, on NVIDIA GPUs from Ampere on, and only where every mesh axis is manual.
+
+    Raises:
+      ConfigError: this JAX's binding is not the one known.
+    """
+    if reason := why_not():
+        raise ConfigError(f"Attention by cuDNN in blocks cannot run, because {reason}: install JAX 0.10 to 0.12, or take xla.")
+    plain = Kernel("cudnn", _forward, _backward)
+    # 128 rows: the squares' scores are then B x N x S x 128, and a smaller call to cuDNN would be all start-up (not measured).
+    packed = documents_by_halves(off_diagonal=plain, diagonal=xla_kernel(), smallest=128)
+
+    def choose(mask: Mask) -> Kernel:
+        return packed if mask.causal and mask.q_segments_BS is not None else plain
+
+    return Kernel(
+        "cudnn",
+        lambda q, k, v, mask: choose(mask).forward(q, k, v, mask),
+        lambda q, k, v, o, lse, do, mask: choose(mask).backward(q, k, v, o, lse, do, mask),
+    )
+
+
+def largest_error(num_heads: int, num_kv_heads: int, head_dim: int) -> float:
+    """How far this machine's answers are from plain XLA's: the largest relative error, in the Euclidean norm, of output and
+    gradients of a small packed batch. bfloat16 rounds to about 0.005; a wrong mask or layout gives 0.1 and more.
+    """
+    S = 512
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    arrays = [jax.random.normal(k, (2, S, n, head_dim), jnp.bfloat16) for k, n in zip(keys, heads, strict=True)]
+    segments_BS = jnp.cumsum(jnp.isin(jnp.arange(S), jnp.array([70, 300, 301])), dtype=jnp.int32)[None].repeat(2, 0)
+
+    def answers(kernel: Kernel):
+        def run(q, k, v, do):
+            mask = Mask(True, segments_BS, segments_BS)
+            o, lse = kernel.forward(q, k, v, mask)
+            return o, *kernel.backward(q, k, v, o, lse, do, mask)
+
+        return [x.astype(jnp.float32) for x in jax.jit(run)(*arrays)]
+
+    pairs = zip(answers(cudnn_kernel()), answers(xla_kernel()), strict=True)
+    return max(float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs)
+
+
+def _forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask) -> Partial:
+    if mask.q_segments_BS is None:
+        o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH, v_BTKH, mask.causal, None)
+        return Partial(o_BSNH.astype(jnp.float32), lse_BNS.swapaxes(1, 2))
+    lengths, (q_seen_BS, _) = _padding(mask)
+    o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], False, lengths)
+    return Partial(
+        jnp.where(q_seen_BS[..., None, None], o_BSNH, 0).astype(jnp.float32),
+        jnp.where(q_seen_BS[..., None], lse_BNS.swapaxes(1, 2), NOTHING),
+    )
+
+
+def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:
+    if mask.q_segments_BS is None:
+        return _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN.swapaxes(1, 2), do_BSNH, mask.causal, None)
+    lengths, (q_seen_BS, k_seen_BT) = _padding(mask)
+    lse_BNS = lse_BSN.swapaxes(1, 2)
+    gradients = _call_backward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], o_BSNH, lse_BNS, do_BSNH, False, lengths)
+    dq_BSNH, dk_BTKH, dv_BTKH = gradients[0], gradients[1][:, ::-1], gradients[2][:, ::-1]
+    # What cuDNN writes past the lengths is its own business; here it is 0, as it is where no length is 0.
+    dq_BSNH = jnp.where(q_seen_BS[..., None, None], dq_BSNH, 0)
+    return dq_BSNH, *(jnp.where(k_seen_BT[..., None, None], x, 0) for x in (dk_BTKH, dv_BTKH))
+
+
+def _padding(mask: Mask):
+    """Lengths of queries and keys as cuDNN takes them, at least 1; and whether a query sees anything, whether a key is seen."""
+    queries_B, keys_B = rectangle(mask)
+    S, T = mask.q_segments_BS.shape[1], mask.k_segments_BT.shape[1]
+    q_seen_BS = jnp.arange(S)[None] < queries_B[:, None]
+    k_seen_BT = jnp.arange(T)[None] >= T - keys_B[:, None]
+    return (jnp.maximum(queries_B, 1), jnp.maximum(keys_B, 1)), (q_seen_BS, k_seen_BT)
+
+
+# ------------------------------------------------------------------------------------------------------- the private binding
+
+
+def _binding() -> ModuleType:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def _call_forward(q_BSNH, k_BTKH, v_BTKH, causal: bool, lengths):
+    """(output in the inputs' dtype, float32 log-sum-exp [B, N, S])"""
+    binding = _binding()
+    mask_type, lengths = _mask_type(binding, causal, lengths)
+    return binding.dot_product_attention(
+        q_BSNH,
+        k_BTKH,
+        v_BTKH,
+        q_seqlen=lengths[0],
+        kv_seqlen=lengths[1],
+        scale=1 / math.sqrt(q_BSNH.shape[-1]),
+        mask_type=mask_type,
+        qkv_layout="BTNH",
+        return_residual=True,
+    )
+
+
+def _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BNS, do_BSNH, causal: bool, lengths) -> Gradients:
+    """The gradients in the inputs' dtype."""
+    binding = _binding()
+    mask_type, lengths = _mask_type(binding, causal, lengths)
+    unused = jnp.zeros(0, q_BSNH.dtype)
+    lengths = [unused if length is None else length for length in lengths]
+    # Flex attention, from JAX 0.12 on.
+    extra = {"score_mod": None} if "score_mod" in inspect.signature(binding._dot_product_attention_bwd_rule).parameters else {}
+    return tuple(
+        binding._dot_product_attention_bwd_p_wrapper.bind(
+            *(q_BSNH, k_BTKH, v_BTKH, unused, *lengths, unused, unused, unused, unused),
+            *(lse_BNS, o_BSNH.astype(q_BSNH.dtype), do_BSNH.astype(q_BSNH.dtype)),
+            scale=1 / math.sqrt(q_BSNH.shape[-1]),
+            seed=42,
+            dropout_rate=0.0,
+            variadic_args=(False, False),
+            mask_type=mask_type,
+            layout=binding.AttentionLayout.BTNH.value,
+            sliding_window_length=None,
+            **extra,
+        )
+    )
+
+
+def _mask_type(binding: ModuleType, causal: bool, lengths):
+    if lengths is not None:
+        return binding.MaskType.PADDING, lengths
+    return (binding.MaskType.CAUSAL if causal else binding.MaskType.NO_MASK), (None, None)

@@ -1,0 +1,77 @@
+"""One configuration on a mesh, to be held against one device."""
+
+import itertools
+
+import jax
+import numpy as np
+
+from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.parallel.zigzag import order
+from jaxllm.train.build import build_training
+
+
+class Run:
+    """value_and_grad and the train step of a config. `batch(seed)` makes arrays [microbatch, sequence, position], numpy."""
+
+    def __init__(self, config, batch):
+        devices = jax.devices()[: int(config.parallel.data) * config.parallel.context * config.parallel.tensor]
+        self.config, self.batch = config.resolve(len(devices)), batch
+        self.mesh = make_mesh(self.config.parallel, devices)
+        training = build_training(self.config, self.mesh)
+        self.functions, self.step = training.functions, training.step
+        with jax.set_mesh(self.mesh):
+            self.state = training.create_state(self.config.train.seed)
+
+    def place(self, arrays):
+        dealt = order(self.config.train.sequence_length, self.config.parallel.context)
+        return {name: jax.device_put(a[:, :, dealt], batch_sharding(self.mesh)) for name, a in arrays.items()}
+
+    def gradients(self, seed=0):
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(self.batch(seed)))
+
+    def losses(self, steps):
+        step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []
+        with jax.set_mesh(self.mesh):
+            for number in range(steps):
+                state, metrics = step(state, self.place(self.batch(number)))
+                losses.append(float(metrics["loss"]))
+        return losses
+
+
+def trimmed(gradients, vocab_size):
+    """Without the rows that pad the vocabulary, whose gradient must be 0."""
+
+    def trim(path, g):
+        if path[0].key not in ("embedding", "head"):
+            return g
+        assert (g[vocab_size:] == 0).all()
+        return g[:vocab_size]
+
+    return jax.tree_util.tree_map_with_path(trim, jax.device_get(gradients))
+
+
+def assert_close(found, expected, tolerance):
+    """Each array within a relative error in the Euclidean norm."""
+
+    def close(path, a, b):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(close, found, expected)
+
+
+def pairwise(combinations):
+    """A small subset of tuples in which every two values that occur together do so again: greedily the combination with most
+    pairs not seen yet.
+    """
+
+    def pairs(combination):
+        flat = [v for value in combination for v in (value if isinstance(value, tuple) else (value,))]
+        return set(itertools.combinations(enumerate(flat), 2))
+
+    chosen, missing = [], set().union(*map(pairs, combinations))
+    while missing:
+        chosen.append(max(combinations, key=lambda c: len(pairs(c) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
