@@ -43,6 +43,10 @@ def inspect(
     recipe: Recipe,
     gpus: Annotated[int | None, typer.Option(help="Devices of the mesh; none of them need be here.")] = None,
     gpus_per_host: Annotated[int | None, typer.Option(help="Default: the largest divisor of --gpus not above 8.")] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.png", help="Draw which context rank computes which block of attention, and when."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Shows the mesh, every parameter with its shardings and bytes per device, and where the mesh wastes work."""
@@ -50,6 +54,10 @@ def inspect(
     from jaxllm.report import inspect_config, render
 
     report = inspect_config(loaded, gpus, gpus_per_host)
+    if picture is not None:
+        from jaxllm.parallel.zigzag import picture as draw
+
+        draw(loaded.parallel.context, picture)
     if as_json:
         print(json.dumps(report.to_json()))
         return

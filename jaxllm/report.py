@@ -28,6 +28,7 @@ from jaxllm import distributed
 from jaxllm.config import AUTO, Config, ConfigError
 from jaxllm.mesh import AXES, CONTEXT, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.zigzag import table_text
 from jaxllm.plan.flops import parameter_count
 from jaxllm.sharding import Parameter, layout, vocab_rows, weight_rules
 
@@ -298,6 +299,7 @@ def render(report: Report) -> Group:
         Text(f"Mesh of {report.gpus} devices, slow network to fast:\n  {axes_line(report.mesh)}"),
         Text(f"{report.hosts} {'host' if report.hosts == 1 else 'hosts'} of {report.gpus_per_host} ({report.hosts_because})"),
         *mesh_drawing(report),
+        *zigzag_drawing(report),
         Text(f"\n{report.parameter_count:,} parameters{padded if report.vocabulary_padding_rows else ''}"),
         Text("Axes that split each dim: `compute` in the train step, `master` at rest"),
         layout_table(report),
@@ -325,6 +327,16 @@ def mesh_drawing(report: Report) -> Iterator[Padding]:
         rows = "\n".join("..." if row is None else row for row in elided(host_rows(report, host), 8))
         box = Text(rows) if report.hosts == 1 else Panel(Text(rows), title=f"host {host}", title_align="left", expand=False)
         yield Padding(box, (0, 0, 0, 2), expand=False)
+
+
+def zigzag_drawing(report: Report) -> Iterator[Text]:
+    """Which chunks of a sequence each context rank holds, and the blocks of a ring; long tables are for --picture."""
+    if 1 < (c := report.mesh[CONTEXT]) <= 4:
+        yield Text(
+            f"\nA sequence is cut into {2 * c} chunks; context rank r holds r and {2 * c - 1}-r. Blocks of attention at each "
+            f"ring step, as query chunk < key chunk:"
+        )
+        yield Text("  " + table_text(c).replace("\n", "\n  ") + "\n")
 
 
 def host_rows(report: Report, host: int) -> list[str]:

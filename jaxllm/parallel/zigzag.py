@@ -100,4 +100,7 @@ def picture(c: int, path: str | Path) -> None:
                 corners = [(k, q), (k + 1, q + 1), (k, q + 1)] if q == k else [(k, q), (k + 1, q), (k + 1, q + 1), (k, q + 1)]
                 axes.fill(*zip(*corners, strict=True), color=f"C{rank % 10}", alpha=0.6, linewidth=0)
                 axes.text(k + (0.33 if q == k else 0.5), q + (0.67 if q == k else 0.5), step, ha="center", va="center")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written ({error}): choose another .png file.") from None

@@ -249,7 +249,7 @@ ORPHANS = ("Event loop is closed", "Encountered error while reading array index"
 
 
 def silence_orphans() -> None:
-    """After the first array that fails, Orbax closes its event loop, and asyncio, TensorStore (of a write) or Python (of a read)
+    """After the first array that fails, Orbax closes its event loop, and asyncio, TensorStore (writing) or Python (reading)
     print a traceback for each array that finishes later. They say nothing, and would bury the sentence that does.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
