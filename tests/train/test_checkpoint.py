@@ -427,6 +427,7 @@ def test_a_run_with_a_checkpoint_ignores_init_from(tiny_config, run, capsys):
     [
         (["{run}", "{run}"], "exists already, and an export overwrites nothing"),
         (["{run}", "{new}", "--step", "3"], "has no checkpoint of step 3: there are 2, 4"),
+        (["{run}/checkpoints/4", "{new}", "--step", "2"], "--step=2 chooses among the checkpoints of a run directory, and"),
         (["{run}", "{new}", "--dtype", "int8"], "--dtype=int8 is not one of the choices"),
         (["{new}", "{new}"], "is no folder"),
         (["{run}", "/proc/new/export"], "/proc/new/export could not be written"),

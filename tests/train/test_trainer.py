@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 
@@ -12,7 +13,8 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.config import ConfigError
-from jaxllm.train.loop import fit
+from jaxllm.train.interrupt import Interrupt
+from jaxllm.train.loop import alone_in, fit
 from jaxllm.train.metrics import JsonLines, open_sinks
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
@@ -186,3 +188,44 @@ def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"log.tensorboard=true needs the package tensorboardX: .*'jaxllm\[tensorboard\]'"):
         open_sinks(tiny_config(f"run.dir={tmp_path}", "log.tensorboard=true"), 0)
+
+
+# ---------------------------------------------------------------------------------------------------- one run, and its ends
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
+    with alone_in(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by process {os.getpid()} on "):
+        fit(tiny_config(*EIGHT, f"run.dir={tmp_path}"))
+    # Released by its end: the same directory is free.
+    with alone_in(tmp_path):
+        pass
+
+
+def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, monkeypatch, capsys):
+    """Between two steps nobody would look for it: at step 2 of 4 nothing is due to be saved."""
+    monkeypatch.setattr(Interrupt, "asked", lambda self: "SIGTERM")
+    trainer = fit(tiny_config("run.cpu_devices=8", "parallel.data=8", "train.eval_every_steps=2", f"run.dir={tmp_path}"))
+    assert trainer.step == 2
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+    assert not any("eval_loss" in r for r in records(tmp_path))
+    assert "stopped at step 2 by SIGTERM; saved; the same command goes on from there" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_the_end_of_a_run_lost_is_made_up_for(finished, tiny_config):
+    """Killed after the last save and before the last evaluation: the next start evaluates, and only once."""
+    _, folder = finished
+    path, lines = folder / "metrics.jsonl", records(folder)
+    path.write_text("".join(json.dumps(r) + "\n" for r in lines if not ("eval_loss" in r and r["step"] == 4)))
+    for _ in range(2):
+        fit(tiny_config(*EIGHT, f"run.dir={folder}"))
+        assert [r for r in records(folder) if "eval_loss" in r][-1] == pytest.approx(lines[-1])
+        assert len(records(folder)) == len(lines)
+
+
+def test_metrics_that_cannot_be_written_stop_the_run_with_the_reason(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
+    sink.close()
+    with open("/dev/full", "w") as sink._file:
+        with pytest.raises(ConfigError, match=r"metrics.jsonl cannot be written \(No space left on device\): remove the cause"):
+            sink.write({"step": 1})
+        sink.close()
