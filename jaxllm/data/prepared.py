@@ -2,7 +2,7 @@
 
     manifest.json                            what is there; written last, when every shard is whole
     tokenizer/                               the tokenizer's files; none for bytes
-    tokens-00003-of-00012.array_record       ids of each document, little-endian, cut into records of record_tokens ids
+    tokens-00003-of-00012.array_record       ids of all documents in a row, little-endian, in records of record_tokens ids
     tokens-00003-of-00012.lengths.npy        uint32 [documents]
     tokens-00003-of-00012.keys.npy           uint64 [documents], the first 8 bytes of BLAKE2b of the text's UTF-8
     tokens-00003-of-00012.json               the shard's own part of the manifest; written last of the four
@@ -31,7 +31,8 @@ TOKENIZER = "tokenizer"
 OPEN_FILES = 256
 """Of a folder's shards at once: a process may often have 1,024 files open in all."""
 RECORD_TOKENS = 8192
-"""A window of a very long document costs so much to read, not the document."""
+"""Ids of a record, whatever documents they belong to: a piece of a document costs a record or two to read, and a file has few
+enough of them to be opened quickly (a record for each document took 17 ms at 300,000 of them)."""
 SHARD_KEYS = {"name": str, "documents": int, "tokens": int, "sha256": str, "files": dict}
 """What reading needs of a shard's part of the manifest."""
 _MANIFEST_KEYS = {
@@ -70,7 +71,7 @@ class PreparedDocuments:
         self._record_tokens = int(manifest["record_tokens"])
         self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         readers = _Readers()
-        self._shards = [_Shard(self._folder / shard["name"], self._record_tokens, readers) for shard in shards]
+        self._shards = [_Shard(self._folder / shard["name"], readers) for shard in shards]
         for shard, opened in zip(shards, self._shards, strict=True):
             if len(opened.lengths) != shard["documents"]:
                 raise damaged(opened.path.with_name(opened.path.name + ".lengths.npy"), "it has another number of documents")
@@ -107,49 +108,41 @@ class PreparedDocuments:
 
     def _read_shard(self, shard: _Shard, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Iterator[np.ndarray]:
         size = self._record_tokens
-        begin = shard.first_records[documents].astype(np.int64)
-        first, stop = begin + starts // size, begin + -(-stops // size)
+        begins = shard.first_tokens[documents]
+        begins, ends = begins + starts, begins + stops
         # An empty range needs no record, also when it starts where a record does.
-        stop = np.where(stops > starts, stop, first)
-        wanted = [record for a, b in zip(first.tolist(), stop.tolist(), strict=True) for record in range(a, b)]
-        records = iter(shard.read(wanted))
-        for document, a, b, start, end in zip(
-            documents.tolist(), first.tolist(), stop.tolist(), starts.tolist(), stops.tolist(), strict=True
-        ):
-            skipped = start // size
-            length = int(shard.lengths[document])
-            parts = []
-            for number in range(skipped, skipped + b - a):
-                record = next(records)
-                expected = min(size, length - number * size) * self._dtype.itemsize
-                if len(record) != expected:
-                    raise damaged(shard.file, f"a record has {len(record)} bytes and should have {expected}")
-                parts.append(np.frombuffer(record, self._dtype))
+        spans = [
+            (a, b, range(a // size, -(-b // size) if b > a else a // size))
+            for a, b in zip(begins.tolist(), ends.tolist(), strict=True)
+        ]
+        wanted = sorted({record for *_, records in spans for record in records})
+        found = {}
+        for number, record in zip(wanted, shard.read(wanted), strict=True):
+            expected = min(size, shard.tokens - number * size) * self._dtype.itemsize
+            if len(record) != expected:
+                raise damaged(shard.file, f"a record has {len(record)} bytes and should have {expected}")
+            found[number] = np.frombuffer(record, self._dtype)
+        for a, b, records in spans:
+            parts = [found[number] for number in records]
             ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
-            yield ids[start - skipped * size : end - skipped * size]
+            skipped = records.start * size
+            yield ids[a - skipped : b - skipped]
 
 
 class _Shard:
     """One file of records and where each document begins in it."""
 
-    def __init__(self, path: Path, record_tokens: int, readers: _Readers):
+    def __init__(self, path: Path, readers: _Readers):
         self.path = path
         self.file = path.with_name(path.name + ".array_record")
         self.lengths = _load(path.with_name(path.name + ".lengths.npy"))
-        self._record_tokens = record_tokens
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        self.first_tokens = ends - self.lengths
+        """Of each document, counted through the shard."""
+        self.tokens = int(ends[-1]) if len(ends) else 0
         # A reader has a position, so two threads cannot share it.
         self._lock = threading.Lock()
         self._readers = readers
-        self._first_records: np.ndarray | None = None
-
-    @property
-    def first_records(self) -> np.ndarray:
-        """uint32 [documents]: the record with which each begins."""
-        with self._lock:
-            if self._first_records is None:
-                ends = np.cumsum(-(-self.lengths.astype(np.int64) // self._record_tokens))
-                self._first_records = np.concatenate([[0], ends[:-1]]).astype(np.uint32) if len(ends) else ends
-            return self._first_records
 
     def read(self, records: list[int]) -> list[bytes]:
         if not records:

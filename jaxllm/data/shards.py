@@ -255,7 +255,8 @@ class _Output:
     def __init__(self, files: dict[str, Path], dtype: np.dtype, record_tokens: int):
         from array_record.python.array_record_module import ArrayRecordWriter
 
-        self._files, self._dtype, self._record_tokens = files, dtype, record_tokens
+        self._files, self._dtype, self._record_bytes = files, dtype, record_tokens * dtype.itemsize
+        self._pending = bytearray()
         self._lengths, self._keys = array("I"), array("Q")
         self._tokens = self._text_bytes = self._records = 0
         self._digest = hashlib.sha256()
@@ -265,11 +266,9 @@ class _Output:
         """Returns the document's tokens."""
         utf8 = text.encode()
         content = ids.astype(self._dtype, copy=False).tobytes()
-        step = self._record_tokens * self._dtype.itemsize
-        for start in range(0, len(content), step):
-            record = content[start : start + step]
-            self._call(lambda record=record: self._writer.write(record))
-            self._records += 1
+        self._pending += content
+        while len(self._pending) >= self._record_bytes:
+            self._write_record()
         self._digest.update(content)
         self._lengths.append(len(ids))
         self._keys.append(int.from_bytes(hashlib.blake2b(utf8).digest()[:8], "little"))
@@ -279,6 +278,8 @@ class _Output:
 
     def close(self) -> None:
         """All three are on the disk when this returns."""
+        if self._pending:
+            self._write_record()
         self._call(self._writer.close)
         with open(self._files[".array_record"], "rb") as file:
             os.fsync(file.fileno())
@@ -287,6 +288,12 @@ class _Output:
             with open(self._files[ending], "wb") as file:
                 np.save(file, numbers)
                 _sync(file)
+
+    def _write_record(self) -> None:
+        record = bytes(self._pending[: self._record_bytes])
+        self._call(lambda: self._writer.write(record))
+        del self._pending[: self._record_bytes]
+        self._records += 1
 
     def counts(self) -> dict[str, int]:
         return {

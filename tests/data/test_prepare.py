@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxllm.config import ConfigError
+from jaxllm.data import prepared
 from jaxllm.data.prepare import parse_shard, prepare
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.tokenizer import load_tokenizer
@@ -586,6 +587,18 @@ def test_texts_the_tokenizer_cannot_encode_end_with_the_one_sentence(tmp_path, w
     sentence = f"The tokenizer words cannot encode a text ({reason}): mend its tokenizer.json or choose another."
     assert done.stderr.strip().endswith(sentence)
     assert "Traceback" not in done.stderr
+
+
+def test_more_shards_than_open_files_are_read_alike(tmp_path, monkeypatch):
+    texts = made_up(60)
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    here([tmp_path / "a.jsonl"], tmp_path / "out", shard_bytes=2000, record_tokens=16)
+    monkeypatch.setattr(prepared, "OPEN_FILES", 2)
+    documents = PreparedDocuments(tmp_path / "out")
+    assert len(documents._shards) == 4
+    order = np.random.default_rng(0).permutation(np.arange(60).repeat(3))
+    found = [documents.read(*(np.array([x]) for x in (d, 0, documents.lengths[d])))[0].tobytes() for d in order]
+    assert found == [texts[d].encode() + b"\0" for d in order]
 
 
 def test_another_shards_records_are_noticed(tmp_path):

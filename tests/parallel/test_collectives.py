@@ -178,7 +178,7 @@ def test_sequence_parallelism_gathers_and_scatters(gpu_step, zero):
 def test_state_falls_with_the_level(cpu_step):
     """Arguments are the state (12 bytes a parameter, shared out from level 1 on), the step's counters and the batch."""
     parameters = cpu_step(0).parameters
-    batch = M * 32 * (3 * 4 + 1)  # of one device: three int32 and a bool a token
+    batch = M * 32 * (4 * 4 + 1)  # of one device: four int32 and a bool a token
     for zero in (0, 1, 2, 3):
         share = 1 if zero == 0 else DEVICES
         assert cpu_step(zero).memory.argument_size_in_bytes == 12 * parameters // share + batch + 2 * 4
