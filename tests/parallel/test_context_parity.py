@@ -85,7 +85,7 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, method,
 def test_sixteen_devices():
     """Meshes of sixteen: this file again, in a process that has as many."""
     names = [f"context{c}-tensor{t}-data{d}" for c, t, d in MESHES if c * t * d == 16]
-    command = [sys.executable, "-m", "pytest", "-q", "-k", " or ".join(names), __file__]
+    command = [sys.executable, "-m", "pytest", "-v", "-k", " or ".join(names), __file__]
     environment = {**os.environ, "JAXLLM_TEST_DEVICES": "16", "XLA_FLAGS": ""}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=config_folder().parent, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:]
