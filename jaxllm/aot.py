@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jaxllm.config import Config, ConfigError
 from jaxllm.mesh import batch_sharding, make_mesh, replicated
 from jaxllm.train.build import build_training
+from jaxllm.xla_flags import compile_options
 
 # XLA's GpuTargetConfigProto. Sizes from NVIDIA's H100 SXM5 data sheet and CUDA's limits for compute capability 9.0. The memory
 # is far larger than the real 80 GB, so that XLA says what the program wants: near capacity it starts to rematerialise.
@@ -61,7 +62,7 @@ def gpu_devices(hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:
 
 def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
     """The compiled train step of `config` on `devices`. Nothing is computed, no array is made."""
-    return lower_step(config, devices).compile()
+    return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0].platform))
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:

@@ -67,6 +67,24 @@ def inspect(
 
 
 @app.command()
+def schedule(
+    recipe: Recipe,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Shows the pipeline's schedule: what each stage does when, how much of the step it is idle, what it must remember."""
+    loaded = load(recipe)
+    from jaxllm.plan.pipeline_report import pipeline_report
+
+    report = pipeline_report(loaded)
+    if out is not None:
+        from jaxllm.plots import schedule_picture
+
+        schedule_picture(report.schedule, out, slot_bytes=report.slot_bytes)
+    print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+
+
+@app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],

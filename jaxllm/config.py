@@ -13,7 +13,7 @@ import glob
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -117,10 +117,40 @@ class ModelConfig(Section):
         return self
 
 
+BLOCK_INPUT = "block_input"
+ATTENTION_RESULTS = ("attention_output", "attention_lse")
+BLOCK_TENSORS = (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
+"""What a block may keep for its backward pass, in the order it computes them; the model gives these names to its tensors."""
+Fate = Literal["keep", "recompute", "offload"]
+
+
+def _check_remat(remat: Any) -> Any:
+    if not isinstance(remat, Mapping):
+        return remat
+    for name, fate in remat.items():
+        if name not in BLOCK_TENSORS:
+            nearest = difflib.get_close_matches(str(name), BLOCK_TENSORS, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"the tensors of a block are {', '.join(BLOCK_TENSORS)}."
+            raise refuse(f"parallel.remat.{name} is no tensor of a block: {hint}")
+        if fate not in get_args(Fate):
+            raise refuse(f"parallel.remat.{name}={fate} is not one of the choices: use {', '.join(get_args(Fate))}.")
+    if remat.get(BLOCK_INPUT) == "recompute":
+        raise refuse("parallel.remat.block_input=recompute cannot be: all else follows from it, so use keep or offload.")
+    held = [name for name in ATTENTION_RESULTS if remat.get(name, "recompute") != "recompute"]
+    if len(held) == 1:
+        other = next(name for name in ATTENTION_RESULTS if name not in held)
+        raise refuse(f"parallel.remat.{held[0]}={remat[held[0]]} gains nothing alone: keep or offload {other} too.")
+    return dict(remat)
+
+
+Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, Fate], BeforeValidator(_check_remat)]
+
+
 class ParallelConfig(Section):
     """Sizes of the mesh axes (their product is the number of devices) and how the work is cut along them."""
 
     pipe: PositiveInt = 1
+    """Stages of the pipeline, each with its share of the layers and of the vocabulary."""
     data: PositiveInt | Literal["auto"] = AUTO
     """auto: all devices the other axes leave."""
     context: PositiveInt = 1
@@ -129,9 +159,20 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Of the pipeline. gpipe: all microbatches forward, then all backward, memory in proportion to them; 1f1b: forward and
+    backward in turn, memory flat; interleaved: 1f1b over virtual stages, a bubble 1/virtual_stages as long."""
     virtual_stages: PositiveInt = 1
-    remat: Literal["none", "selective", "full", "offload"] = "selective"
-    """none keeps all activations; selective the matmul outputs; full one tensor a layer; offload moves them to the host."""
+    """Chunks of layers on each stage, for interleaved. Layers that do not divide over pipe x virtual_stages are filled up with
+    identity layers, which are computed, never change, and are reported at the start."""
+    remat: Remat = "selective"
+    """none keeps all activations; selective the matmul outputs; full one tensor a layer; offload has what selective keeps wait
+    in the host's memory. Or a mapping of a block's tensors to keep, offload or recompute, which is the rest's: {query: keep,
+    mlp_up: offload}."""
+    offload_state: Annotated[
+        Literal["none", "optimizer", "optimizer_and_master"], BeforeValidator(lambda value: "none" if value is None else value)
+    ] = "none"
+    """optimizer: AdamW's moments lie in the host's pinned memory between steps, and pass through the GPU a layer at a time;
+    optimizer_and_master: the fp32 master weights too. They cross the host's link twice a step."""
     context_method: Literal["ring", "all_gather", "auto"] = "auto"
     """How queries meet the keys of other context ranks. ring: keys travel behind the blocks' compute; all_gather: every rank
     gathers them first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value head
@@ -139,13 +180,16 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
+        if (V := self.virtual_stages) > 1 and self.pipe == 1:
+            raise refuse(f"parallel.virtual_stages={V} cuts the stages of a pipeline: set parallel.pipe, or virtual_stages=1.")
+        if self.pipe > 1 and (V > 1) != (self.schedule == "interleaved"):
+            raise refuse(
+                f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
+                f"more, 1f1b and gpipe take 1."
+            )
         # Keys that later parts of the project bring to life are refused, not ignored.
-        if self.pipe > 1 or self.virtual_stages > 1:
-            raise refuse("parallel.pipe and virtual_stages above 1 are not built yet: set parallel.pipe=1.")
         if self.replica > 1:
             raise refuse("parallel.replica above 1 is not built yet: set parallel.replica=1.")
-        if self.remat == "offload":
-            raise refuse("parallel.remat=offload is not built yet: use full, selective or none.")
         return self
 
 
@@ -351,8 +395,15 @@ class Config(Section):
                 f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
                 f"set train.sequence_length={nearest}."
             )
+        chunks = parallel.pipe * parallel.virtual_stages
+        if model.num_layers <= (chunks - 1) * math.ceil(model.num_layers / chunks):
+            usable = [n for n in range(1, chunks) if model.num_layers > (n - 1) * math.ceil(model.num_layers / n)]
+            raise refuse(
+                f"model.num_layers={model.num_layers} leaves a stage of parallel.pipe={parallel.pipe} x "
+                f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: make the product {usable[-1]}."
+            )
         if parallel.data != AUTO:
-            self.num_microbatches  # noqa: B018  # raises if the batch does not divide
+            _check_microbatches(self)
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
             raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
         if self.data.held_out_fraction == 0 and (train.eval_every_steps or self.log.baselines):
@@ -427,10 +478,23 @@ class Config(Section):
         parallel = self.parallel.model_copy(update={"data": data})
         config = self.model_copy(update={"parallel": parallel})
         try:
-            config.num_microbatches  # noqa: B018
+            _check_microbatches(config)
         except PydanticCustomError as error:
             raise ConfigError(error.message()) from None
         return config
+
+
+def _check_microbatches(config: Config) -> None:
+    """Raises if the batch does not divide over the data ranks, or the microbatches not over an interleaved pipeline."""
+    parallel, M, G = config.parallel, config.num_microbatches, config.train.global_batch_sequences
+    if parallel.virtual_stages == 1 or M % parallel.pipe == 0:
+        return
+    rounds = [near for near in (M // parallel.pipe * parallel.pipe, (M // parallel.pipe + 1) * parallel.pipe) if near]
+    batches = " or ".join(str(G // M * near) for near in rounds)
+    raise refuse(
+        f"parallel.schedule=interleaved takes microbatches in rounds of parallel.pipe={parallel.pipe}, and a step has {M}: "
+        f"make it {' or '.join(map(str, rounds))}, with train.global_batch_sequences={batches} or another microbatch_sequences."
+    )
 
 
 def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:

@@ -1,5 +1,5 @@
-"""Reads XLA's optimised HLO text: which collectives run, how often, over which mesh axes, and what lies between their start and
-their done. Plain text work, no JAX.
+"""Reads XLA's optimised HLO text: which collectives run, how often, over which mesh axes, what moves between device and host,
+and what lies between the start and the done of either. Plain text work, no JAX.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
 _BUFFER = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+ON_HOST = "S(5)"
+"""How XLA marks arrays in the host's memory."""
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
@@ -33,6 +36,30 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """An instruction where it runs."""
+
+    among: list[Instruction]
+    position: int
+    executed: int
+    loops: tuple[int, ...]
+
+    @property
+    def instruction(self) -> Instruction:
+        return self.among[self.position]
+
+    def until(self, op: str) -> tuple[list[Instruction], Instruction]:
+        """(what lies between, the done), for a start."""
+        name, later = self.instruction.name, range(self.position + 1, len(self.among))
+        done = next(i for i in later if _reads(self.among[i], name, op))
+        return self.among[self.position + 1 : done], self.among[done]
+
+    def inputs(self) -> list[Instruction]:
+        names = set(re.findall(r"%([\w.\-]+)", self.instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
+        return [instruction for instruction in self.among[: self.position] if instruction.name in names]
+
+
+@dataclass(frozen=True)
 class Collective:
     """One collective instruction (the start of an asynchronous one)."""
 
@@ -48,10 +75,26 @@ class Collective:
     asynchronous: bool
     spans_matmul: bool
     """Whether a matmul or fused attention, or a loop or call that holds one, lies between start and done."""
+    spans_loop: bool
+    """Whether a whole loop that holds one does."""
 
     @property
     def elements(self) -> int:
         return sum(math.prod(shape) for _, shape in self.buffers)
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """One move between the device's memory and the host's, where XLA writes `S(5)`."""
+
+    to_host: bool
+    buffer: tuple[str, tuple[int, ...]]
+    """dtype and shape of what moves."""
+    executed: int
+    loops: tuple[int, ...]
+    asynchronous: bool
+    spans_matmul: bool
+    """These four as of a Collective."""
 
 
 @dataclass
@@ -79,15 +122,21 @@ class Module:
                 current.append(_instruction(line))
 
     def collectives(self) -> list[Collective]:
-        return list(self._walk(self.entry, 1, ()))
+        found = []
+        for place in self._walk(self.entry, 1, ()):
+            if kind := next((kind for kind in COLLECTIVES if place.instruction.op in (kind, f"{kind}-start")), None):
+                found.append(self._collective(kind, place))
+        return found
 
-    def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[Collective]:
+    def host_copies(self) -> list[HostCopy]:
+        """Slices of arrays in the host's memory that are read from the device or written from it."""
+        return [copy for place in self._walk(self.entry, 1, ()) if (copy := self._host_copy(place))]
+
+    def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[_Place]:
         instructions = self.computations[computation]
         for position, instruction in enumerate(instructions):
-            kind = next((kind for kind in COLLECTIVES if instruction.op in (kind, f"{kind}-start")), None)
-            if kind:
-                yield self._collective(kind, instructions, position, executed, loops)
-            elif instruction.op == "while":
+            yield _Place(instructions, position, executed, loops)
+            if instruction.op == "while":
                 trips = int(found[1]) if (found := _TRIPS.search(instruction.text)) else 1
                 for name in instruction.called:
                     yield from self._walk(name, executed * trips, (*loops, trips))
@@ -95,18 +144,40 @@ class Module:
                 for name in instruction.called:
                     yield from self._walk(name, executed, loops)
 
-    def _collective(self, kind, instructions, position, executed, loops) -> Collective:
-        start = instructions[position]
+    def _collective(self, kind: str, place: _Place) -> Collective:
+        start = place.instruction
         asynchronous = start.op.endswith("-start")
-        between: list[Instruction] = []
-        result = start.result
-        if asynchronous:
-            done = next(i for i in range(position, len(instructions)) if _reads(instructions[i], start.name, f"{kind}-done"))
-            between = instructions[position + 1 : done]
-            result = instructions[done].result
-        buffers = tuple((dtype, _shape(dims)) for dtype, dims in _BUFFER.findall(result))
+        between, end = place.until(f"{kind}-done") if asynchronous else ([], start)
+        buffers = tuple((dtype, _shape(dims)) for dtype, dims in _BUFFER.findall(end.result))
+        spans = [instruction for instruction in between if self._has_matmul(instruction)]
+        return Collective(
+            kind,
+            buffers,
+            place.executed,
+            place.loops,
+            self._axes_of(start.text),
+            asynchronous,
+            spans_matmul=bool(spans),
+            spans_loop=any(instruction.op == "while" for instruction in spans),
+        )
+
+    def _host_copy(self, place: _Place) -> HostCopy | None:
+        """XLA fuses the slice with the copy, and starts it as `fusion-start` if it can."""
+        start = place.instruction
+        asynchronous = start.op == "fusion-start"
+        if not asynchronous and start.op not in ("fusion", "copy", "dynamic-slice", "dynamic-update-slice"):
+            return None
+        between, end = place.until("fusion-done") if asynchronous else ([], start)
+        to_host = ON_HOST in end.result
+        inputs = place.inputs()
+        if not to_host and not any(ON_HOST in instruction.result for instruction in inputs):
+            return None
+        # What is written: the one large input that is not the array it goes into.
+        moved = [instruction.result for instruction in inputs if ON_HOST not in instruction.result] if to_host else [end.result]
+        buffers = [(dtype, _shape(dims)) for result in moved for dtype, dims in _BUFFER.findall(result)]
+        largest = max(buffers, key=lambda buffer: math.prod(buffer[1]))
         spans = any(self._has_matmul(instruction) for instruction in between)
-        return Collective(kind, buffers, executed, loops, self._axes_of(start.text), asynchronous, spans)
+        return HostCopy(to_host, largest, place.executed, place.loops, asynchronous, spans)
 
     def _has_matmul(self, instruction: Instruction) -> bool:
         target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
@@ -162,12 +233,14 @@ def _groups(text: str, devices: int) -> list[list[int]]:
         order = _transposed(dims, _shape(iota[3]) if iota[3] else tuple(range(len(dims))))
         size = shape[-1]
         return [order[i : i + size] for i in range(0, len(order), size)]
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+    if mesh := _MESH_GROUPS.search(text):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        inside = set(re.findall(r"'([^']+)'", mesh[2]))
+        # Which device is where, if not in order: an iota of other dims, transposed.
+        order = _transposed(_shape(mesh[2]), _shape(mesh[3])) if mesh[3] else list(range(math.prod(axes.values())))
+        inside = set(re.findall(r"'([^']+)'", mesh[4]))
         groups: dict[tuple[int, ...], list[int]] = {}
-        for device in range(math.prod(axes.values())):
-            at = dict(zip(axes, _coordinates(device, tuple(axes.values())), strict=True))
+        for place, device in enumerate(order):
+            at = dict(zip(axes, _coordinates(place, tuple(axes.values())), strict=True))
             groups.setdefault(tuple(c for name, c in at.items() if name not in inside), []).append(device)
         return list(groups.values())
     raise ValueError(f"no replica groups in {text[:200]}")

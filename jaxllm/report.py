@@ -13,10 +13,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from rich.console import Group
 from rich.padding import Padding
@@ -25,11 +28,16 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm import distributed
-from jaxllm.config import AUTO, Config, ConfigError
+from jaxllm.config import ATTENTION_RESULTS, AUTO, Config, ConfigError, ModelConfig
 from jaxllm.mesh import AXES, CONTEXT, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.model.layers import Block, Ops, rotary_table
+from jaxllm.model.llama import apply_block
 from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.residuals import keep
 from jaxllm.parallel.zigzag import table_text
-from jaxllm.plan.flops import parameter_count
+from jaxllm.plan.activations import Held, bytes_per_token_and_layer, policy_of
+from jaxllm.plan.flops import parameter_count, train_flops_per_token
+from jaxllm.plan.hardware import GPUS, readable
 from jaxllm.sharding import Parameter, layout, vocab_rows, weight_rules
 
 HOST_GPUS = 8
@@ -38,6 +46,10 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile that cuBLAS's fastest bfloat16 kernels compute on Hopper."""
 MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
 """Each computes one output tile at a time, so a matmul of fewer tiles leaves some idle."""
+REFERENCE_GPU = "h100-80gb"
+"""Whose link and speed the times are of."""
+REACHED = 0.5
+"""Of its peak, what a well-shaped layer's forward pass computes at; a rule of thumb."""
 IDLE_PERCENT = 5
 """A shard that wastes no more than this is not worth a warning."""
 WIDTH = 80
@@ -81,6 +93,37 @@ class ParameterLine:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """What remat leaves for the backward pass of one block, on one device."""
+
+    policy: str
+    kept: dict[str, float]
+    """Bytes for each token and layer, on the device."""
+    offloaded: dict[str, float]
+    """The same, in the host's memory."""
+    recomputed: tuple[str, ...]
+    unnamed: float
+    """Bytes of what has no name: policy `none` alone, and then all of it."""
+    link_s: float
+    """Time that the offloaded bytes of one token and layer take to the host; as much back."""
+    compute_s: float
+    """Time of the layer's forward pass for one token; the backward takes twice that."""
+
+
+@dataclass(frozen=True)
+class StateOffload:
+    """parallel.offload_state, in bytes of one device and step."""
+
+    what: str
+    host: int
+    """Lying in the host's memory."""
+    to_device: int
+    to_host: int
+    link_s: float
+    """Both ways one after the other; nothing hides it."""
+
+
+@dataclass(frozen=True)
 class Warned:
     """Something that runs, and wastes."""
 
@@ -109,6 +152,8 @@ class Report:
     vocabulary_padding_rows: int
     parameters: tuple[ParameterLine, ...]
     bytes_per_device: Bytes
+    activations: Activations
+    state_offload: StateOffload
     notes: tuple[str, ...]
     warnings: tuple[Warned, ...]
 
@@ -135,6 +180,7 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
     table = jax.tree.leaves(tree)
     lines = tuple(describe(parameter, config) for parameter in table)
     padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
+    held = sum((line.bytes_per_device for line in lines), Bytes(0, 0, 0, 0))
     return Report(
         mesh=sizes,
         gpus=gpus,
@@ -146,7 +192,9 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
         parameter_count=parameter_count(config.model),
         vocabulary_padding_rows=padding,
         parameters=lines,
-        bytes_per_device=sum((line.bytes_per_device for line in lines), Bytes(0, 0, 0, 0)),
+        bytes_per_device=held,
+        activations=activations(config),
+        state_offload=state_offload(config, held),
         notes=tuple(notes(config, lines, padding)),
         warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, lines)),
     )
@@ -230,6 +278,62 @@ def notes(config: Config, lines: tuple[ParameterLine, ...], padding: int) -> Ite
         )
 
 
+# ----------------------------------------------------------------------------------------------- activations and offload
+
+
+def activations(config: Config) -> Activations:
+    """Of a block under parallel.remat, with attention as it is on a GPU: in blocks over context ranks or between documents."""
+    policy, model, parallel = policy_of(config.parallel.remat), config.model, config.parallel
+    c, t, S = parallel.context, parallel.tensor, config.train.sequence_length
+    blockwise = c > 1 or (config.data.mask_documents and model.attention != "xla")
+    unnamed, held = 0.0, Held({}, {})
+    if policy.everything:
+        unnamed = bytes_without_remat(model, S) / (c * t)
+    else:
+        held = bytes_per_token_and_layer(policy, model, context=c, tensor=t, blockwise=blockwise)
+    there = [name for name in policy.recompute if blockwise or name not in ATTENTION_RESULTS]
+    # Embedding and head are no layer's.
+    head = 6 * model.vocab_size * model.hidden_size
+    flops = (train_flops_per_token(model, S) - head) / 3 / model.num_layers / (c * t)
+    return Activations(
+        policy=policy.name,
+        kept=held.kept,
+        offloaded=held.offloaded,
+        recomputed=tuple(there),
+        unnamed=unnamed,
+        link_s=sum(held.offloaded.values()) / GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s,
+        compute_s=flops / (GPUS[REFERENCE_GPU].dense_flops["bfloat16"] * REACHED),
+    )
+
+
+def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
+    """Per token and layer, all that autodiff keeps of a block with plain XLA attention on one device. From the traced program:
+    there is no closed form.
+    """
+
+    def kept():
+        graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(0)))
+        weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
+        positions_BS = jnp.zeros((1, sequence_length), jnp.int32)
+        h_BSD = jnp.zeros((1, sequence_length, model.hidden_size), model.compute_dtype)
+        side = (rotary_table(model, positions_BS), None)
+        return keep(jax.vjp(partial(apply_block, graph, Ops()), weights, h_BSD, side)[1])
+
+    with nnx.use_eager_sharding(False):
+        leaves = jax.tree.leaves(jax.eval_shape(kept))
+    return sum(x.size * x.dtype.itemsize for x in leaves) / sequence_length
+
+
+def state_offload(config: Config, held: Bytes) -> StateOffload:
+    """Moments cross the link once each way; master weights also at the step's beginning, to be cast."""
+    what = config.parallel.offload_state
+    moments = held.moments if what != "none" else 0
+    master = held.master if what == "optimizer_and_master" else 0
+    to_device, to_host = moments + 2 * master, moments + master
+    link_s = (to_device + to_host) / GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s
+    return StateOffload(what, moments + master, to_device, to_host, link_s)
+
+
 # -------------------------------------------------------------------------------------------------------------- warnings
 
 
@@ -306,6 +410,7 @@ def render(report: Report) -> Group:
         Text(f"\nOn each device with ZeRO {report.zero}, compute in {report.compute_dtype}; activations not counted"),
         bytes_table(report),
         Text(f"Total {readable(total)} per device ({total:,} bytes)"),
+        *activation_lines(report),
         *(Text(f"\nNote: {note}") for note in report.notes),
     ]
     if report.warnings:
@@ -398,6 +503,31 @@ def bytes_table(report: Report) -> Table:
     return table
 
 
+def activation_lines(report: Report) -> Iterator[Text]:
+    """What remat keeps, and what the host's link has to carry."""
+    found, state = report.activations, report.state_offload
+    yield Text(f"\nRemat {found.policy}: bytes for each token of a sequence and each layer, on one device")
+    for label, sizes in (("kept", found.kept), ("offloaded", found.offloaded)):
+        if sizes:
+            listed = ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items())
+            yield Text(f"  {label} {sum(sizes.values()):,.0f}: {listed}")
+    if found.recomputed:
+        yield Text(f"  recomputed: {', '.join(found.recomputed)}")
+    if found.unnamed:
+        yield Text(f"  kept {found.unnamed:,.0f}, whatever autodiff wants, with plain XLA attention")
+    link = f"{GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s / 1e9:.0f} GB/s each way of {REFERENCE_GPU}'s link"
+    if found.offloaded:
+        yield Text(
+            f"  {found.link_s * 1e9:,.0f} ns to the host at {link}, behind {found.compute_s * 1e9:,.0f} ns of compute "
+            f"({REACHED:.0%} of the bfloat16 peak)" + (": the link is the slower" if found.link_s > found.compute_s else "")
+        )
+    if state.what != "none":
+        yield Text(
+            f"\noffload_state {state.what}: {readable(state.host)} of the total lie in the host's memory. Each step brings "
+            f"{readable(state.to_device)} in and {readable(state.to_host)} out: {state.link_s:.2g} s at {link}"
+        )
+
+
 def warning_lines(report: Report) -> Iterator[Text]:
     """One paragraph for all parameters that share a warning."""
     shared: dict[tuple[str | None, str], list[str]] = {}
@@ -406,11 +536,3 @@ def warning_lines(report: Report) -> Iterator[Text]:
     for (axis, message), names in shared.items():
         over = " x ".join(f"{name}={report.mesh[name]}" for name in axis.split(" x ")) if axis else "not split"
         yield Text(f"{', '.join(names) or 'mesh'} ({over}): {message}")
-
-
-def readable(size_bytes: int) -> str:
-    """'1.5 MiB': powers of 1024."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.1f} {unit}"
-    return f"{size_bytes} B"

@@ -23,9 +23,11 @@ from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES, axis_sizes
 Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
+STACK_DIMS = ("layers", "virtual_stages", "stages", "stage_layers")
+"""Dims that count layers (parallel/stacking.py), leading in every parameter of the layer stack."""
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
-"""Where ZeRO cuts: the first of these that a parameter has, that divides and that nothing else splits. Never `layers`: ZeRO 3
-gathers layer by layer."""
+"""Where ZeRO cuts: the first of these that a parameter has, that divides and that nothing else splits. Never one that counts
+layers: ZeRO 3 gathers layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tupl
     """
     return {
         "layers": (PIPE,),
+        "virtual_stages": (),
+        "stages": (PIPE,),
+        "stage_layers": (),
         "vocab": (PIPE, TENSOR),
         "embed": (),
         "heads": (TENSOR,),
@@ -125,13 +130,18 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
                 master = list(compute)
                 master[dim] = ZERO_AXES
                 return Layout(compute, PartitionSpec(*master), dim)
-    if len(parameter.dims) - ("layers" in parameter.dims) == 1:
+    if len(unstacked(parameter.dims)) == 1:
         # A norm's scale: a few kilobytes, replicated rather than a reason to refuse the mesh.
         return Layout(compute, compute, None)
     raise ConfigError(
         f"Parameter {parameter.path} with dims {parameter.dims} and shape {parameter.shape} has no dim that divides over "
         f"data x context = {ranks}, as parallel.zero={parallel.zero} needs; set parallel.zero=0 or use fewer data ranks."
     )
+
+
+def unstacked(dims: Dims) -> Dims:
+    """The dims of one layer's parameter."""
+    return tuple(dim for dim in dims if dim not in STACK_DIMS)
 
 
 def vocab_rows(model: ModelConfig, parallel: ParallelConfig) -> int:

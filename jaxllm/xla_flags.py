@@ -9,7 +9,8 @@ from pathlib import Path
 
 import jaxlib
 
-from jaxllm.config import RunConfig
+from jaxllm.config import Config, RunConfig
+from jaxllm.plan.activations import policy_of
 
 CPU_FLAGS = {
     # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out
@@ -21,7 +22,33 @@ CPU_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "xla_cpu_collective_call_terminate_timeout_seconds": "600",
 }
+SEVERAL_CPU_DEVICES_FLAGS = {
+    # The scheduler that runs independent thunks at once lets two devices take two collectives in different order: each then
+    # waits for the other for good. A pipeline's tick has such pairs: it hung in its first step, or crashed in a matmul that read
+    # what was not there (jaxlib 0.10.2).
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+}
 DETERMINISTIC_GPU_FLAGS = {"xla_gpu_deterministic_ops": "true"}
+
+PIPELINE_GPU_OPTIONS = {
+    # A loop with collectives inside may by default not run beside another collective: no message between stages would travel
+    # behind a layer loop.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+OFFLOAD_GPU_OPTIONS = {
+    # A block has up to nine tensors to fetch from the host; by default each waits for the one before, at the loop's top.
+    "xla_gpu_experimental_parallel_async_compute_limit": 16,
+}
+
+
+def compile_options(config: Config, platform: str) -> dict[str, int]:
+    """Options to compile this config's train step with. What the user set in XLA_FLAGS wins."""
+    if platform == "cpu":
+        return {}
+    options = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
+    options = options | (OFFLOAD_GPU_OPTIONS if policy_of(config.parallel.remat).offload else {})
+    given = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if f"--{name}" not in given and is_known(name)}
 
 
 def apply(run: RunConfig) -> list[str]:
@@ -29,6 +56,7 @@ def apply(run: RunConfig) -> list[str]:
     started a device they have no effect.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
+    flags |= SEVERAL_CPU_DEVICES_FLAGS if run.cpu_devices is not None else {}
     given = os.environ.get("XLA_FLAGS", "")
     added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]
     if added:

@@ -27,6 +27,7 @@ def run(*arguments, **options):
         (["train", "configs/quickstrat.yaml"], "There is no config file configs/quickstrat.yaml: did you mean"),
         (["train", "configs/quickstart.yaml", "run.cpu_devices=3", "parallel.data=2"], "is 2 devices, but there are 3"),
         (["train", "configs/quickstart.yaml", "run.dir=/proc/nowhere"], "cannot be written: choose another"),
+        (["schedule", "configs/mesh-demo.yaml"], "parallel.pipe=1 is no pipeline: set parallel.pipe"),
     ],
 )
 def test_mistakes_end_in_one_sentence_and_code_2(arguments, sentence):
@@ -47,6 +48,17 @@ def test_schema_prints_json_alone():
     result = run("schema")
     assert result.returncode == 0
     assert "model" in json.loads(result.stdout)["properties"]
+
+
+def test_schedule_draws_a_picture_and_prints_json_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    overrides = ["parallel.pipe=4", "train.microbatch_sequences=1"]
+    result = run("schedule", "configs/mesh-demo.yaml", *overrides, "--out", str(tmp_path / "timeline.png"), "--json")
+    assert result.returncode == 0, result.stderr
+    # Eight CPU devices of mesh-demo are four stages of two data ranks, which share 16 sequences.
+    numbers = {"microbatches": 8, "data": 2, "ticks": 15, "slots": 8, "most_live_slots": [8, 6, 4, 2]}
+    assert numbers.items() <= json.loads(result.stdout).items()
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_importing_is_quick_and_starts_nothing():

@@ -50,6 +50,39 @@ def recipe(tmp_path):
     return write
 
 
+# ------------------------------------------------------------------------------------------------------- remat and offload
+
+
+def test_what_remat_keeps_is_said():
+    """Llama-3.1-8B over tensor 4: a token's hidden state is 8 KiB, an eighth of the MLP's 28 KiB twice."""
+    mesh = ("parallel.data=2", "parallel.tensor=4", "data.mask_documents=false")
+    kept = inspect_config(published("llama-3.1-8b", *mesh)).activations
+    assert kept.kept["block_input"] == 4096 * 2 / 4
+    assert kept.kept["mlp_up"] == 14336 * 2 / 4
+    assert (kept.offloaded, kept.recomputed, kept.link_s) == ({}, (), 0)
+    mixed = inspect_config(published("llama-3.1-8b", *mesh, "parallel.remat={mlp_up: offload, query: keep}"))
+    assert mixed.activations.offloaded == {"mlp_up": 7168}
+    assert mixed.activations.recomputed == ("key", "value", "attention_out", "mlp_gate")
+    np.testing.assert_allclose(mixed.activations.link_s, 7168 / 55.04e9)
+    text = " ".join(text_of(mixed).split())
+    assert "Remat mapping" in text
+    assert "offloaded 7,168: mlp_up 7,168" in text
+    assert "130 ns to the host" in text
+    everything = inspect_config(published("llama-3.1-8b", *mesh, "parallel.remat=none", "train.sequence_length=512"))
+    assert everything.activations.unnamed > 5 * sum(kept.kept.values())
+
+
+def test_the_state_on_the_host_is_billed():
+    plain = inspect_config(published("llama-3.1-8b", "parallel.data=8"))
+    assert (plain.state_offload.host, plain.state_offload.link_s) == (0, 0)
+    report = inspect_config(published("llama-3.1-8b", "parallel.data=8", "parallel.offload_state=optimizer_and_master"))
+    held, state = report.bytes_per_device, report.state_offload
+    assert (state.host, state.to_device, state.to_host) == (held.master * 3, held.master * 4, held.master * 3)
+    np.testing.assert_allclose(state.link_s, 7 * held.master / 55.04e9)
+    assert "lie in the host's memory" in " ".join(text_of(report).split())
+    assert json.loads(json.dumps(report.to_json()))["state_offload"]["what"] == "optimizer_and_master"
+
+
 # ----------------------------------------------------------------------------------------------------------------- bytes
 
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of the vocabulary a rank's head holds, and how ranks put their parts together. Default: all of them."""
+
+    first: Callable[[int], Array | int] = lambda rows: 0
+    """rows of one rank -> the first of this rank's."""
+    total: Callable[[Array], Array] = lambda x: x
+    """The sum over ranks."""
+    largest: Callable[[Array], Array] = lambda x: x
+    """The largest over ranks."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -30,10 +44,30 @@ def cross_entropy(
       chunk_tokens: logits exist for about so many of the B S tokens at once (at least one position of each sequence).
       z_loss_weight: of log(Z)^2 (PaLM, section 5).
     """
-    return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight, with_gradients=False)[0]
+    return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)[0]
 
 
-def _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight, *, with_gradients):
+def loss_and_gradients(
+    h_BSD, head_VD, targets_BS, weights_BS, dhead_VD, *, rows: Rows, vocab_size, chunk_tokens, z_loss_weight
+):
+    """(loss, dh_BSD, dhead_VD): cross_entropy's loss and the objective's gradients, for a head that holds `rows` of the
+    vocabulary. dh_BSD is this rank's part of a sum over ranks. dhead_VD, float32, is added to what is given.
+    """
+    arguments = (h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)
+    (_, loss), (dh_BSD, dhead_VD) = _sums(*arguments, dhead_VD=dhead_VD, rows=rows)
+    return loss, dh_BSD, dhead_VD
+
+
+def loss_alone(h_BSD, head_VD, targets_BS, weights_BS, *, rows: Rows, vocab_size, chunk_tokens):
+    """cross_entropy's loss, for a head that holds `rows` of the vocabulary."""
+    return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, 0.0, rows=rows)[0][1]
+
+
+def _sums(
+    h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight, *, dhead_VD=None, rows: Rows = Rows()
+):
+    """((objective, loss), (dh_BSD, dhead_VD)); the gradients are None unless float32 dhead_VD is given to add to."""
+    with_gradients = dhead_VD is not None
     B, S, D = h_BSD.shape
     chunks = min(S, -(-B * S // chunk_tokens))
     C = -(-S // chunks)
@@ -43,18 +77,20 @@ def _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_lo
         x = jnp.pad(x, [(0, 0), (0, chunks * C - S)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)
 
-    is_token_V = jnp.arange(head_VD.shape[0]) < vocab_size
+    ids_V = jnp.arange(head_VD.shape[0]) + rows.first(head_VD.shape[0])
 
     def chunk(carry, inputs):
         objective, loss, dhead_VD = carry
         h_BCD, targets_BC, weights_BC = inputs
         with jax.named_scope("head"):
             logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, head_VD, preferred_element_type=jnp.float32)
-        logits_BCV = jnp.where(is_token_V[None, None], logits_BCV, -jnp.inf)
-        log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+        logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
+        top_BC = rows.largest(jnp.max(logits_BCV, axis=-1))
         # A comparison, not a gather: where the vocabulary is split over devices each looks at its own rows only.
-        is_target_BCV = targets_BC[..., None] == jnp.arange(head_VD.shape[0])[None, None]
+        is_target_BCV = targets_BC[..., None] == ids_V[None, None]
         target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
+        z_BC, target_BC = rows.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
+        log_z_BC = top_BC + jnp.log(z_BC)
         loss_BC = (log_z_BC - target_BC) * weights_BC
         loss += jnp.sum(loss_BC)
         objective += jnp.sum(loss_BC + z_loss_weight * jnp.square(log_z_BC) * weights_BC)
@@ -70,17 +106,17 @@ def _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_lo
         return (objective, loss, dhead_VD), dh_BCD
 
     zero = jnp.zeros((), jnp.float32)
-    dhead = jnp.zeros(head_VD.shape, jnp.float32) if with_gradients else None
     inputs = (cut(h_BSD), cut(targets_BS), cut(weights_BS))
-    (objective, loss, dhead_VD), dh = jax.lax.scan(chunk, (zero, zero, dhead), inputs)
+    (objective, loss, dhead_VD), dh = jax.lax.scan(chunk, (zero, zero, dhead_VD), inputs)
     if not with_gradients:
         return (objective, loss), None
     dh_BSD = jnp.moveaxis(dh, 0, 1).reshape(B, chunks * C, D)[:, :S]
-    return (objective, loss), (dh_BSD, dhead_VD.astype(head_VD.dtype))
+    return (objective, loss), (dh_BSD, dhead_VD)
 
 
-def _forward(*arguments):
-    return _sums(*arguments, with_gradients=True)
+def _forward(h_BSD, head_VD, *arguments):
+    sums, (dh_BSD, dhead_VD) = _sums(h_BSD, head_VD, *arguments, dhead_VD=jnp.zeros(head_VD.shape, jnp.float32))
+    return sums, (dh_BSD, dhead_VD.astype(head_VD.dtype))
 
 
 def _backward(vocab_size, chunk_tokens, z_loss_weight, gradients, cotangents):

@@ -20,16 +20,20 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config, ModelConfig
-from jaxllm.mesh import CONTEXT, DATA, MANUAL, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
+from jaxllm.mesh import CONTEXT, DATA, MANUAL, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
 from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
 from jaxllm.model.attention_blocks import xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.model.layers import Ops, look_up
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
-from jaxllm.parallel.remat import POLICIES
+from jaxllm.parallel.layer_loop import Access, LayerLoop
+from jaxllm.parallel.remat import remat
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
+from jaxllm.parallel.stacking import over_layers, stacking_of
+from jaxllm.parallel.stages import pipeline_regions
 from jaxllm.parallel.zero import Zero, manual_spec, sink
+from jaxllm.plan.activations import policy_of
 from jaxllm.sharding import Parameter, constrainer, layout, named, over_tensor, vocab_rows, weight_rules
 
 Params = Any
@@ -68,36 +72,47 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
 
     attention, attend = choose_attention(config, mesh.devices.flat[0])
     attend = attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR])
-    ops = Ops(attend=attend, look_up=look_up_over_tensor(sizes[TENSOR]), constrain=constrainer(sizes))
+    ops = Ops(attend=attend, look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]), constrain=constrainer(sizes))
     ranks = sizes[DATA] * sizes[CONTEXT]
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
     level = parallel.zero if ranks > 1 else 0
-    zero = Zero(level, layouts, unroll=unrolling(model)) if level >= 2 else None
-    sums = microbatch_sums(config, graph, ops, zero)
+    zero = Zero(level, layouts, len(stacking_of(config).shape)) if level >= 2 else None
+    if sizes[PIPE] > 1:
+        regions = pipeline_regions(config, graph, ops, zero.access if zero else Access())
+    else:
+        sums = microbatch_sums(config, graph, ops, zero)
 
-    def new_sinks() -> Params | None:
-        return jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts) if zero else None
+        def new_sinks() -> Params | None:
+            return jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts) if zero else None
+
+        regions = gradient_region(sums, new_sinks), loss_region(sums, new_sinks)
+
+    def by_name(level_from: int, share: Any, whole: Any) -> Any:
+        """What a level shares out: all parameters; in a pipeline the layers, since the rest is needed in every tick."""
+        names = () if level < level_from else ("layers",) if sizes[PIPE] > 1 else tuple(table)
+        return {name: share[name] if name in names else whole[name] for name in table}
 
     def compute_copy(params: Params) -> Params:
-        # Cast first, gather then: the gather carries the compute dtype. ZeRO 3 leaves each rank its share.
+        # Cast first, gather then: the gather carries the compute dtype. Unless the cast is pinned to where the weights lie, XLA
+        # gathers them in float32 for a pipeline. ZeRO 3 leaves each rank its share.
         cast = jax.tree.map(lambda p: p.astype(model.compute_dtype), params)
-        return jax.lax.with_sharding_constraint(cast, master_shardings if level == 3 else compute_shardings)
+        cast = jax.lax.with_sharding_constraint(cast, master_shardings)
+        return jax.lax.with_sharding_constraint(cast, by_name(3, master_shardings, compute_shardings))
 
-    share = jax.tree.map(manual_spec, layouts)
+    share, whole = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
+    summed = jax.tree.map(over_ranks, whole)
     per_rank = P(None, *batch_sharding(mesh).spec[1:])
-    in_specs = (share if level == 3 else P(), per_rank)
+    in_specs = (by_name(3, share, whole), per_rank)
     region = partial(jax.shard_map, mesh=mesh, axis_names=set(MANUAL), in_specs=in_specs, check_vma=False)
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        out_specs = (P(), share if zero else P(ZERO_AXES))
-        loss, gradients = region(gradient_region(sums, new_sinks), out_specs=out_specs)(compute_copy(params), batch)
-        if zero is None:
-            with jax.named_scope("reduce_gradients"):
-                gradients = jax.tree.map(lambda g: g.sum(0), gradients)
+        loss, gradients = region(regions[0], out_specs=(P(), by_name(2, share, summed)))(compute_copy(params), batch)
+        with jax.named_scope("reduce_gradients"):
+            gradients = by_name(2, gradients, jax.tree.map(lambda g: g.sum(0), gradients))
         return loss, jax.lax.with_sharding_constraint(gradients, master_shardings)
 
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return region(loss_region(sums, new_sinks), out_specs=P())(compute_copy(params), batch)
+        return region(regions[1], out_specs=P())(compute_copy(params), batch)
 
     return Parallelized(value_and_grad, loss_sum, partial(initial_params, config), master_shardings, table, layouts, attention)
 
@@ -110,19 +125,19 @@ None where the gradients are those of the weights."""
 def microbatch_sums(config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | None) -> Sums:
     """The forward pass of one microbatch, as differentiated."""
     model, train = config.model, config.train
-    remat = partial(POLICIES[config.parallel.remat], in_loop=model.scan_layers and model.num_layers > 1)
+    policy, unroll = policy_of(config.parallel.remat), unrolling(model)
 
     def sums(sinks, weights, rows, scale):
-        if zero is None:
-
-            def run_layers(block, layers, h_BSD, side):
-                return scan_layers(remat(block), layers, h_BSD, side, unroll=unrolling(model))
-        else:
+        if zero is not None:
             rest = {name: w for name, w in weights.items() if name != "layers"}
             weights = {**zero.read(rest, {name: sinks[name] for name in rest}), "layers": weights["layers"]}
 
-            def run_layers(block, layers, h_BSD, side):
-                return zero.run_layers(sinks["layers"], remat(block), layers, h_BSD, side)
+        def run_layers(block, layers, h_BSD, side):
+            if zero is None and not policy.offload:
+                rematted = remat(policy, block, in_loop=model.scan_layers and model.num_layers > 1)
+                return scan_layers(rematted, layers, h_BSD, side, unroll=unroll)
+            loop = LayerLoop(block, model.num_layers, policy, zero.access if zero else Access(), unroll=unroll)
+            return loop.run(layers, sinks["layers"] if zero else None, h_BSD, side)
 
         network = nnx.merge(graph, weights)
         h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)
@@ -132,6 +147,11 @@ def microbatch_sums(config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | 
         return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
 
     return sums
+
+
+def over_ranks(whole: P) -> P:
+    """The layout of ranks' own gradients with a leading dim: over all axes along which a rank's weight is not split."""
+    return P(tuple(axis for axis in MANUAL if axis not in whole), *whole)
 
 
 def unrolling(model: ModelConfig) -> int | bool:
@@ -185,16 +205,16 @@ def build_model(config: Config, key: jax.Array) -> Llama:
 
 def initial_params(config: Config, key: jax.Array) -> Params:
     """Master parameters as a nested dict: a function of the key alone, whatever the mesh."""
-    return nnx.to_pure_dict(nnx.state(build_model(config, key)))
+    return over_layers(stacking_of(config).stored, nnx.to_pure_dict(nnx.state(build_model(config, key))))
 
 
 def merge_model(config: Config, params: Params) -> Llama:
     """The network that holds these arrays."""
-    return nnx.merge(parameter_table(config)[0], params)
+    return nnx.merge(parameter_table(config)[0], over_layers(stacking_of(config).plain, params))
 
 
 def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
-    """The network's structure and its parameters as a nested dict of Parameter; nothing is computed."""
+    """The network's structure and its parameters, as they are stored, as a nested dict of Parameter; nothing is computed."""
     graph = None
 
     def build():
@@ -214,7 +234,8 @@ def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
         )
 
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    return graph, nnx.to_pure_dict(jax.tree_util.tree_map_with_path(line, state, is_leaf=is_variable))
+    table = nnx.to_pure_dict(jax.tree_util.tree_map_with_path(line, state, is_leaf=is_variable))
+    return graph, over_layers(stacking_of(config).describe, table)
 
 
 def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
@@ -263,19 +284,21 @@ def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> At
     return over_tensor(local, in_specs=(heads, kv, kv, P()), out_specs=heads)
 
 
-def look_up_over_tensor(tensor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The embedding with its rows split over `tensor` by hand: left to it, the compiler may gather the whole table.
+def look_up_over_ranks(pipe: int, tensor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The embedding with its rows split over `pipe` and `tensor` by hand: left to it, the compiler may gather the whole table.
 
     Each rank looks up the ids that are its own; the sum over ranks is scattered along the sequence, as blocks want it.
     """
-    if tensor == 1:
+    if pipe == tensor == 1:
         return look_up
 
     def local(rows_VD, ids_BS):
-        own = ids_BS - jax.lax.axis_index(TENSOR) * rows_VD.shape[0]
+        rank = jax.lax.axis_index(PIPE) * tensor + jax.lax.axis_index(TENSOR)
+        own = ids_BS - rank * rows_VD.shape[0]
         is_mine = (own >= 0) & (own < rows_VD.shape[0])
         found_BSD = jnp.where(is_mine[..., None], look_up(rows_VD, jnp.where(is_mine, own, 0)), 0)
         # All but one rank add zero: exact in any dtype.
-        return jax.lax.psum_scatter(found_BSD, TENSOR, scatter_dimension=1, tiled=True)
+        found_BSD = jax.lax.psum_scatter(found_BSD, TENSOR, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(found_BSD, PIPE) if pipe > 1 else found_BSD
 
     return over_tensor(local, in_specs=(P(TENSOR), P()), out_specs=P(None, TENSOR))

@@ -1,30 +1,26 @@
-"""Remat policies: which activations of a block are kept for the backward pass. Each is a function on the block."""
+"""Remat policies as functions on the block: which of its named tensors the backward pass finds, and which it computes again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 
-from jaxllm.model.attention_blocks import RESIDUALS
-from jaxllm.model.layers import MATMUL_OUTPUTS
+from jaxllm.config import BLOCK_INPUT
 from jaxllm.model.llama import BlockFunction
+from jaxllm.plan.activations import Policy
 
 
-def _keep(policy: Callable) -> Callable[[BlockFunction, bool], BlockFunction]:
-    def remat(block: BlockFunction, in_loop: bool) -> BlockFunction:
-        # In a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, and keep everything after all.
-        return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
+def remat(policy: Policy, block: BlockFunction, in_loop: bool) -> BlockFunction:
+    """The block with a policy applied. What is to be offloaded is kept by name, and moved by the loop that stores it.
 
-    return remat
+    A plain JAX block keeps about 67 bytes per token and unit of width (norms, SiLU and casts keep theirs); the named tensors
+    are a third of that.
 
-
-POLICIES: dict[str, Callable[[BlockFunction, bool], BlockFunction]] = {
-    "none": lambda block, in_loop: block,
-    # A plain JAX block keeps about 67 bytes per token and unit of width (norms, SiLU and casts keep theirs): the tagged matmul
-    # outputs are a third of that, and what is between them is cheap to compute again, but for the attention kernel itself: its
-    # results are kept where they have names, since a ring would be travelled again.
-    "selective": _keep(jax.checkpoint_policies.save_only_these_names(*MATMUL_OUTPUTS, *RESIDUALS)),
-    "full": _keep(jax.checkpoint_policies.nothing_saveable),
-}
-"""name -> function (block, whether it runs in a loop of several turns) -> block."""
+    Args:
+      in_loop: the block runs in a loop of several turns. There XLA cannot merge the recomputation with the forward pass;
+        unrolled it would, and keep everything after all.
+    """
+    if policy.everything:
+        return block
+    # An input needs no policy: it is there.
+    names = [name for name in policy.keep + policy.offload if name != BLOCK_INPUT]
+    return jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=not in_loop)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import ConfigError
+from jaxllm.plots import new_figure, save
 
 Product = tuple[int, int]
 """(query chunk, key chunk): the whole square of two chunks, or of one with itself its causal half."""
@@ -78,16 +78,10 @@ def picture(c: int, path: str | Path) -> None:
     """The square of query chunks x key chunks, each block in its rank's colour with the ring step that computes it.
 
     Raises:
-      ConfigError: matplotlib is not installed.
+      ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("Drawing needs matplotlib: pip install 'jaxllm[notebook]', or print table_text(c).") from error
     side = 0.45 * 2 * c + 2.5
-    figure = Figure(figsize=(side, side), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(side, side)
     axes = figure.add_subplot(aspect="equal", title=f"Zigzag, context = {c}: colour is the rank, number the ring step")
     axes.set(xlim=(0, 2 * c), ylim=(2 * c, 0), xlabel="key chunk", ylabel="query chunk (rank that holds it)")
     centres = [chunk + 0.5 for chunk in range(2 * c)]
@@ -100,7 +94,4 @@ def picture(c: int, path: str | Path) -> None:
                 corners = [(k, q), (k + 1, q + 1), (k, q + 1)] if q == k else [(k, q), (k + 1, q), (k + 1, q + 1), (k, q + 1)]
                 axes.fill(*zip(*corners, strict=True), color=f"C{rank % 10}", alpha=0.6, linewidth=0)
                 axes.text(k + (0.33 if q == k else 0.5), q + (0.67 if q == k else 0.5), step, ha="center", va="center")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written ({error}): choose another .png file.") from None
+    save(figure, path)

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from jaxllm.config import Config
 from jaxllm.parallel.parallelize import Parallelized, parallelize
+from jaxllm.train.offload import loading_params, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
-from jaxllm.train.state import TrainState, state_shardings
-from jaxllm.train.step import Metrics, make_train_step
+from jaxllm.train.state import TrainState, state_shardings, what_to_offload
+from jaxllm.train.step import Metrics, make_train_step, make_update
 
 
 @dataclass(frozen=True)
@@ -44,5 +45,13 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         params = functions.initialize(jax.random.key(seed))
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    step = make_train_step(functions.value_and_grad, optimizer, make_learning_rate(config), config.optimizer.clip_norm)
-    return Training(functions, state_shardings(functions, optimizer, mesh), create, step)
+    offload = what_to_offload(config, mesh)
+    shardings = state_shardings(functions, optimizer, mesh, offload)
+    if offload == "none":
+        update = make_update(optimizer)
+    else:
+        update = streamed_update(config, functions.table, shardings, mesh)
+    if offload == "optimizer_and_master":
+        functions = loading_params(config, functions, mesh)
+    step = make_train_step(functions.value_and_grad, update, make_learning_rate(config), config.optimizer.clip_norm)
+    return Training(functions, shardings, create, step)

@@ -6,7 +6,8 @@
       files.json                    sizes and checksums of the files above
     run.dir/checkpoints-damaged/    what was found torn: moved, never deleted
 
-The rows that `vocab_rows` adds for a mesh are zero, so reading cuts them off or adds them: a checkpoint fits every mesh.
+The rows that `vocab_rows` adds for a mesh are zero, and so are the layers that fill up a pipeline: reading cuts them off or
+adds them, and cuts the stack of layers anew for other virtual stages. A checkpoint fits every mesh.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.metadata
 import itertools
 import json
 import logging
+import math
 import os
 import platform
 import shutil
@@ -28,10 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import distributed
 from jaxllm.config import CheckpointConfig, Config, ConfigError
+from jaxllm.sharding import unstacked
 from jaxllm.train.state import TrainState
 
 FORMAT = 1
@@ -450,8 +455,8 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     Args:
       like: nested dicts of ShapeDtypeStructs with shardings. Each array is read straight into its layout, whatever mesh wrote
         it, and cast to its dtype.
-      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims; along `vocab`, zeros are added
-        or rows cut off at the end.
+      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims. Along `vocab`, zeros are added
+        or rows cut off at the end; so are layers, whose stack may be cut for another pipeline (parallel/stacking.py).
 
     Raises:
       ConfigError: an array is not there, or has another shape; the message names it.
@@ -462,23 +467,67 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
     dims = {_names(path): parameter.dims for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
 
-    def arguments(path: Any, x: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+    def read_as(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = _names(path)
         shape = saved.get(names)
         if shape is None:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
         of_parameter = dims.get(parameter, ("",) * x.ndim)
-        if len(shape) != x.ndim or any(a != b and d != "vocab" for a, b, d in zip(shape, x.shape, of_parameter, strict=True)):
+        stacked = len(of_parameter) - len(unstacked(of_parameter))
+        of_stack = len(shape) - (x.ndim - stacked)
+        sizes = zip(shape[of_stack:], x.shape[stacked:], of_parameter[stacked:], strict=False)
+        if (of_stack not in (1, 3) if stacked else of_stack) or any(a != b and d != "vocab" for a, b, d in sizes):
             raise ConfigError(
                 f"{'.'.join(parameter)} has shape {tuple(shape)} in {folder} and {x.shape} in this config: use the same model."
             )
-        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=shape == x.shape)
+        if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == x.shape[:stacked]:
+            return x
+        # Another pipeline's stack: read as it is, and cut anew below.
+        return jax.ShapeDtypeStruct(
+            (*shape[:of_stack], *x.shape[stacked:]), x.dtype, sharding=_of_another_stack(x.sharding, shape[:of_stack], stacked)
+        )
 
-    restore_args = jax.tree_util.tree_map_with_path(arguments, like)
+    def arguments(path: Any, x: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+        is_whole = tuple(saved[_names(path)]) == x.shape
+        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=is_whole)
+
+    on_disk = jax.tree_util.tree_map_with_path(read_as, like)
+    restore_args = jax.tree_util.tree_map_with_path(arguments, on_disk)
     partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
     # The handler alone: Checkpointer.restore ends in a barrier, where a process that failed would leave the others.
-    return handler.restore(folder, args=ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=partial))
+    args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
+    return jax.tree.map(_restack, handler.restore(folder, args=args), like)
+
+
+def _of_another_stack(sharding: Any, leading: tuple[int, ...], stacked: int) -> Any:
+    """The layout `sharding` of an array with `stacked` leading dims, for one with other leading dims: over the same axes as far
+    as a dim divides."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = [*sharding.spec, *[None] * stacked][: max(stacked, len(sharding.spec))]
+    axis = next((entry for entry in spec[:stacked] if entry is not None), None)
+    ways = 1 if axis is None else sharding.mesh.shape[axis]
+    home = next((i for i, size in enumerate(leading) if size % ways == 0), None)
+    entries = [axis if i == home else None for i in range(len(leading))]
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries, *spec[stacked:]))
+
+
+def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A stack of layers as `like` has it: cut into other chunks, identity layers of zeros added at the end or taken away."""
+    if x.shape == like.shape:
+        return x
+    # One leading dim or three; two of one are the same by now.
+    of_stack, stacked = {-2: (1, 3), 0: (3, 3), 2: (3, 1)}[x.ndim - like.ndim]
+
+    def cut(x: jax.Array) -> jax.Array:
+        rows, layers = x.reshape(-1, *x.shape[of_stack:]), math.prod(like.shape[:stacked])
+        rows = jnp.pad(rows, [(0, max(0, layers - rows.shape[0]))] + [(0, 0)] * (rows.ndim - 1))
+        return rows[:layers].reshape(like.shape)
+
+    found = jax.jit(cut, out_shardings=like.sharding)(x)
+    x.delete()
+    return found
 
 
 def _names(path: Any) -> tuple[str, ...]:

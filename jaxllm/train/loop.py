@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,8 +22,11 @@ from jaxllm import distributed
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
+from jaxllm.parallel.stacking import stacking_of
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
+from jaxllm.plan.pipeline_report import USUAL_IDLE
+from jaxllm.plan.schedule import idle_share, microbatches_for
 from jaxllm.train.checkpoint import Checkpoints, Meta, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
 from jaxllm.train.interrupt import Interrupt
@@ -226,12 +230,34 @@ def announce(console: Console, trainer: Trainer) -> None:
         f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
     )
+    if config.parallel.pipe > 1:
+        for line in pipeline_notes(config):
+            console.say(line)
     if trainer.weights is not None:
         console.say(f"weights from {trainer.weights.description}; optimizer, step and data begin anew")
     if config.total_tokens < config.optimizer.warmup_tokens:
         console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
     console.say(f"attention {trainer.parallelized.attention}; remat {config.parallel.remat}; {trainer.data.description}")
     note_epochs(console, trainer)
+
+
+def pipeline_notes(config: Config) -> Iterator[str]:
+    """What the pipeline costs: its bubble, and layers that do nothing."""
+    stages, virtual, M = config.parallel.pipe, config.parallel.virtual_stages, config.num_microbatches
+    stacking = stacking_of(config)
+    chunks = f" x {virtual} chunks" if virtual > 1 else ""
+    plural, idle = "s" if stacking.chunk > 1 else "", idle_share(stages, M, virtual)
+    schedule, layers = config.parallel.schedule, f"{stacking.chunk} layer{plural}"
+    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}; idle {100 * idle:.1f}%"
+    if extra := stacking.identity_layers:
+        yield f"note: {extra} identity layer{'s' if extra > 1 else ''} fill up the last stages: computed, never changed"
+    if idle >= USUAL_IDLE:
+        enough = microbatches_for(USUAL_IDLE, stages, virtual)
+        size = enough * config.train.global_batch_sequences // M
+        yield (
+            f"note: stages stand still {100 * idle:.1f}% of a step; {enough} microbatches (such as "
+            f"train.global_batch_sequences={size}) bring that below {100 * USUAL_IDLE:.0f}%"
+        )
 
 
 def note_epochs(console: Console, trainer: Trainer) -> None:
@@ -274,7 +300,8 @@ def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: li
     """
     data, unit, config = trainer.data, trainer.data.unit, trainer.config
     if data.held_out_tokens > 1:
-        batch_tokens = config.microbatch_sequences * int(config.parallel.data) * config.train.sequence_length
+        rows = config.microbatch_sequences * int(config.parallel.data) * config.parallel.pipe
+        batch_tokens = rows * config.train.sequence_length
         # A run that is started once more, with nothing to train, has its line already.
         known = has_evaluation(Path(config.run.dir) / "metrics.jsonl", trainer.step)
         found = record_evaluation(trainer, [] if known else sinks, interrupt, -(-FINAL_EVAL_TOKENS // batch_tokens))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxllm.config import Config
-from jaxllm.sharding import Parameter
+from jaxllm.sharding import Parameter, unstacked
 
 LearningRate = Callable[[jax.Array], jax.Array]
 
@@ -21,7 +21,7 @@ def make_optimizer(config: Config, table: Any) -> optax.GradientTransformation:
     Decay is on matrices only: parameters with at least two dims besides the layer stack's.
     """
     adamw = config.optimizer
-    decayed = jax.tree.map(lambda p: len([dim for dim in p.dims if dim != "layers"]) >= 2, table, is_leaf=_is_parameter)
+    decayed = jax.tree.map(lambda p: len(unstacked(p.dims)) >= 2, table, is_leaf=_is_parameter)
     return optax.chain(
         optax.scale_by_adam(adamw.beta1, adamw.beta2, adamw.epsilon),
         optax.add_decayed_weights(adamw.weight_decay, mask=decayed),

@@ -13,11 +13,21 @@ from jaxllm.train.optimizer import LearningRate, clip_by_norm
 from jaxllm.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
+Update = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
+"""(gradients, optimizer state, params, learning rate) -> (params, optimizer state)"""
+
+
+def make_update(optimizer: optax.GradientTransformation) -> Update:
+    def update(gradients: Any, opt_state: Any, params: Any, rate: jax.Array) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return jax.tree.map(lambda p, u: p - rate * u, params, updates), opt_state
+
+    return update
 
 
 def make_train_step(
     value_and_grad: Callable[[Any, Any], tuple[jax.Array, Any]],
-    optimizer: optax.GradientTransformation,
+    update: Update,
     learning_rate: LearningRate,
     clip_norm: float | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -28,9 +38,8 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             grad_norm = optax.global_norm(gradients)
             gradients = clip_by_norm(gradients, grad_norm, clip_norm)
-            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
             rate = learning_rate(state.step)
-            params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+            params, opt_state = update(gradients, state.opt_state, state.params, rate)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate)}
         return TrainState(state.step + 1, params, opt_state), metrics
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxllm import distributed
+from jaxllm import distributed, xla_flags
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
@@ -32,6 +32,7 @@ from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import Record
+from jaxllm.train.state import on_device
 from jaxllm.train.weights import Source, initial_weights, read_weights
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,8 @@ class Trainer:
 
     def compile_step(self, batch: Any) -> None:
         started = time.perf_counter()
-        self._compiled_step = self.jitted_step.lower(self.state, batch).compile()
+        options = xla_flags.compile_options(self.config, self.mesh.devices.flat[0].platform)
+        self._compiled_step = self.jitted_step.lower(self.state, batch).compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
 
     def _read(self, pending) -> Record | None:
@@ -227,13 +229,19 @@ class Trainer:
         Raises:
           ConfigError: nothing is held out.
         """
-        R = self.config.microbatch_sequences * int(self.config.parallel.data)
+        # A pipeline takes as many microbatches as it has stages, or it would stand still most of the time.
+        M, R = self.config.parallel.pipe, self.config.microbatch_sequences * int(self.config.parallel.data)
         sums: dict[str, tuple[float, int]] = {}
         with jax.set_mesh(self.mesh):
             for source in self.data.held_out():
                 total, count = 0.0, 0
-                for first in itertools.islice(range(0, source.packing.num_samples, R), max_batches):
-                    batch = self._place(lambda rows, source=source, first=first: source.in_order((first + rows).tolist()), 1, R)
+                for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
+                    samples = (first + np.arange(M * R)).reshape(M, R)
+
+                    def read(rows, source=source, samples=samples):
+                        return source.in_order(samples[:, rows].reshape(-1).tolist())
+
+                    batch = self._place(read, M, R)
                     part, tokens = self._loss_sum(self.state.params, batch)
                     # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
                     total, count = total + float(part), count + int(tokens)
@@ -249,7 +257,7 @@ class Trainer:
     @property
     def model(self) -> Llama:
         """The network with the present parameters, in the compute dtype's place on the mesh."""
-        return merge_model(self.config, self.state.params)
+        return merge_model(self.config, on_device(self.state.params))
 
     def close(self) -> None:
         """Stops the thread that reads ahead."""

@@ -17,7 +17,7 @@ from jaxllm.mesh import make_mesh
 from jaxllm.parallel.parallelize import merge_model, parallelize
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState
-from jaxllm.train.step import make_train_step
+from jaxllm.train.step import make_train_step, make_update
 
 LOGIT_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
@@ -66,7 +66,7 @@ def ours(case, golden):
                 seen.append(run.value_and_grad(params, batch))
                 return seen[0]
 
-            state, metrics = make_train_step(value_and_grad, optimizer, rate, clip_norm)(state, batch)
+            state, metrics = make_train_step(value_and_grad, make_update(optimizer), rate, clip_norm)(state, batch)
             return state, metrics["loss"], seen[0][1]
 
         state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))

@@ -1,11 +1,13 @@
 """One configuration on a mesh, to be held against one device."""
 
 import itertools
+import math
 
 import jax
 import numpy as np
 
-from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
+from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
 
@@ -14,7 +16,7 @@ class Run:
     """value_and_grad and the train step of a config. `batch(seed)` makes arrays [microbatch, sequence, position], numpy."""
 
     def __init__(self, config, batch):
-        devices = jax.devices()[: int(config.parallel.data) * config.parallel.context * config.parallel.tensor]
+        devices = jax.devices()[: math.prod(axis_sizes(config.parallel).values())]
         self.config, self.batch = config.resolve(len(devices)), batch
         self.mesh = make_mesh(self.config.parallel, devices)
         training = build_training(self.config, self.mesh)
@@ -30,12 +32,25 @@ class Run:
         with jax.set_mesh(self.mesh):
             return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(self.batch(seed)))
 
+    def plain(self, tree):
+        """Parameters or gradients as one device has them: layers in one stack, without identity layers or padded rows, both of
+        which must be 0."""
+        stacking = stacking_of(self.config)
+
+        def plain(x):
+            rows = np.asarray(x).reshape(-1, *x.shape[len(stacking.shape) :])
+            assert (rows[stacking.layers :] == 0).all()
+            return stacking.plain(np.asarray(x))
+
+        return over_layers(plain, trimmed(tree, self.config.model.vocab_size))
+
     def losses(self, steps):
         step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []
         with jax.set_mesh(self.mesh):
             for number in range(steps):
                 state, metrics = step(state, self.place(self.batch(number)))
                 losses.append(float(metrics["loss"]))
+        self.state = state
         return losses
 
 
@@ -70,8 +85,9 @@ def pairwise(combinations):
         flat = [v for value in combination for v in (value if isinstance(value, tuple) else (value,))]
         return set(itertools.combinations(enumerate(flat), 2))
 
-    chosen, missing = [], set().union(*map(pairs, combinations))
+    pairs_of = {combination: pairs(combination) for combination in combinations}
+    chosen, missing = [], set().union(*pairs_of.values())
     while missing:
-        chosen.append(max(combinations, key=lambda c: len(pairs(c) & missing)))
-        missing -= pairs(chosen[-1])
+        chosen.append(max(combinations, key=lambda c: len(pairs_of[c] & missing)))
+        missing -= pairs_of[chosen[-1]]
     return chosen

@@ -1,13 +1,27 @@
-"""Every policy computes the same gradients; each keeps less than the one before."""
+"""Every policy computes the same gradients and keeps less than the one before; what is kept is known by name and by bytes."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
-from jaxllm.mesh import make_mesh
-from jaxllm.parallel.parallelize import parallelize
+from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ConfigError
+from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
+from jaxllm.model.attention_blocks import RESIDUALS, xla_kernel
+from jaxllm.model.layers import MATMUL_OUTPUTS, Block, Ops, rotary_table, rotate
+from jaxllm.model.llama import apply_block
+from jaxllm.parallel.parallelize import attend_per_tensor_rank, choose_attention, parallelize
+from jaxllm.parallel.remat import remat
+from jaxllm.plan.activations import Policy, policy_of
+from jaxllm.parallel.residuals import absent, keep, kept_names, waits_on_host
+from jaxllm.parallel.ring_attention import ring_attention
+from jaxllm.plan.activations import bytes_per_token_and_layer
+from jaxllm.sharding import constrainer
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 POLICIES = ("none", "selective", "full")
@@ -68,3 +82,152 @@ def test_memory_falls_on_the_gpu_target(tiny_config, scan):
     none, selective, full = map(temporary_bytes, POLICIES)
     assert full < 0.8 * selective
     assert selective < 0.8 * none
+
+
+# ------------------------------------------------------------------------------------------------------ names and bytes
+
+MAPPINGS = {
+    "some kept": {"query": "keep", "mlp_up": "offload"},
+    "input away": {"block_input": "offload", "attention_output": "offload", "attention_lse": "keep"},
+    "nothing named": {},
+}
+REMATS = {**{name: name for name in ("selective", "full", "offload")}, **MAPPINGS}
+MESHES = {
+    "one": (),
+    "tensor": ("parallel.tensor=2",),
+    "replicated keys": ("parallel.tensor=4",),
+    "ring": ("parallel.context=2",),
+}
+
+
+def one_block(config, function):
+    """function(block, weights, h, side), traced where blocks run: in a region that is manual but for tensor. As an output of
+    that region, shapes of a rank's arrays and, per array, what function says.
+    """
+    parallel, model = config.parallel, config.model
+    size = parallel.tensor * parallel.context
+    config = config.resolve(size)
+    mesh = make_mesh(config.parallel, jax.devices()[:size])
+    _, attend = choose_attention(config, mesh.devices.flat[0])
+    if config.data.mask_documents:
+        attend = ring_attention(xla_kernel(), CONTEXT, parallel.context)
+    attend = attend_per_tensor_rank(attend, model.num_kv_heads, parallel.tensor)
+    ops = Ops(attend=attend, constrain=constrainer(axis_sizes(config.parallel)))
+    shape = (2, config.train.sequence_length // parallel.context)
+    found = []
+
+    def region(positions_BS):
+        with nnx.use_eager_sharding(False):
+            graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(0)))
+        weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
+        h_BSD = jnp.zeros((*shape, model.hidden_size), model.compute_dtype)
+        side = (rotary_table(model, positions_BS), positions_BS if config.data.mask_documents else None)
+        found.append(function(partial(apply_block, graph, ops), weights, h_BSD, side))
+        return positions_BS
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(region, axis_names=set(MANUAL), in_specs=P(), out_specs=P(), check_vma=False)
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct(shape, jnp.int32))
+    return found[0]
+
+
+@pytest.mark.parametrize("remat_name", REMATS)
+@pytest.mark.parametrize("blockwise", [False, True], ids=["plain", "blockwise"])
+def test_residuals_are_known_by_name(tiny_config, blockwise, remat_name):
+    """Square weights, and an MLP as wide as the heads together: shapes would not tell a key from a value, nor gate from up."""
+    config = tiny_config(f"data.mask_documents={str(blockwise).lower()}", "model.intermediate_size=32", "model.num_kv_heads=4")
+    policy = policy_of(REMATS[remat_name])
+    names = one_block(config, lambda block, *at: kept_names(remat(policy, block, True), *at, policy))
+    attention = set() if blockwise else set(ATTENTION_RESULTS)
+    assert set(jax.tree.leaves(names)) == {*policy.keep, *policy.offload} - attention
+    assert None not in jax.tree.leaves(names, is_leaf=lambda x: x is None)
+    assert set(absent(names, policy.offload)) == attention & set(policy.offload)
+    assert names[0] == BLOCK_INPUT
+    assert sum(waits_on_host(names, policy)) == len(set(policy.offload) - attention)
+
+
+def test_a_residual_is_the_tensor_it_is_named_for(tiny_config):
+    """By value: the names of kept_names on the residuals of a block that runs, against the block's own tensors."""
+    policy = policy_of("selective")
+    model = tiny_config("model.num_kv_heads=4").model
+    with nnx.use_eager_sharding(False):
+        graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(1)))
+    weights = nnx.to_pure_dict(weights)
+    h_BSD = jax.random.normal(jax.random.key(2), (2, 16, 32))
+    side = (rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
+    block = remat(policy, partial(apply_block, graph, Ops()), True)
+    names = kept_names(block, weights, h_BSD, side, policy)
+    kept = dict(zip(jax.tree.leaves(names), jax.tree.leaves(keep(jax.vjp(block, weights, h_BSD, side)[1])), strict=True))
+    x_BSD = nnx.merge(graph, weights).attention_norm(h_BSD)
+    attention, mlp = weights["attention"], weights["mlp"]
+    expected = {
+        "block_input": h_BSD,
+        "query": rotate(jnp.einsum("BSD,DNH->BSNH", x_BSD, attention["query"]), side[0]),
+        "key": rotate(jnp.einsum("BSD,DNH->BSNH", x_BSD, attention["key"]), side[0]),
+        "value": jnp.einsum("BSD,DNH->BSNH", x_BSD, attention["value"]),
+    }
+    middle_BSD = nnx.merge(graph, weights).mlp_norm(h_BSD + kept["attention_out"])
+    expected |= {"mlp_gate": middle_BSD @ mlp["gate"], "mlp_up": middle_BSD @ mlp["up"]}
+    for name, array in expected.items():
+        np.testing.assert_allclose(kept[name], array, atol=1e-6, err_msg=name)
+
+
+def test_what_cannot_be_offloaded_is_an_error():
+    policy = policy_of({"mlp_up": "offload"})
+    with pytest.raises(RuntimeError, match="is its mlp_up"):
+        kept_names(lambda w, h, side: jnp.sin(w * h), jnp.ones(3), jnp.ones(3), None, policy)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("remat_name", REMATS)
+@pytest.mark.parametrize("blockwise", [False, True], ids=["plain", "blockwise"])
+def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockwise):
+    config = tiny_config(*MESHES[mesh], f"data.mask_documents={str(blockwise).lower()}", "model.compute_dtype=bfloat16")
+    policy, parallel = policy_of(REMATS[remat_name]), config.parallel
+
+    def sizes(block, *at):
+        block = remat(policy, block, True)
+        kept = jax.eval_shape(lambda *at: keep(jax.vjp(block, *at)[1]), *at)
+        return dict(zip(jax.tree.leaves(kept_names(block, *at, policy)), jax.tree.leaves(kept), strict=True))
+
+    # Shapes are those of a context rank with all its tensor ranks: theirs are split, but for keys that do not divide.
+    t = parallel.tensor
+    whole = {"key", "value"} if config.model.num_kv_heads % t else set()
+    found = {n: x.size * x.dtype.itemsize / (1 if n in whole else t) for n, x in one_block(config, sizes).items()}
+    in_blocks = blockwise or parallel.context > 1
+    held = bytes_per_token_and_layer(policy, config.model, context=parallel.context, tensor=t, blockwise=in_blocks)
+    assert {n: 2 * config.train.sequence_length * size for n, size in {**held.kept, **held.offloaded}.items()} == found
+    assert not held.kept.keys() & held.offloaded.keys()
+
+
+def test_names_in_the_config_are_the_models():
+    assert {BLOCK_INPUT, *MATMUL_OUTPUTS, *RESIDUALS} == set(BLOCK_TENSORS)
+    assert ATTENTION_RESULTS == RESIDUALS
+
+
+REFUSALS = {
+    "parallel.remat={qery: keep}": "parallel.remat.qery is no tensor of a block: did you mean query?",
+    "parallel.remat={zzz: keep}": "parallel.remat.zzz is no tensor of a block: the tensors of a block are block_input, query",
+    "parallel.remat.query=kep": "parallel.remat.query=kep is not one of the choices: use keep, recompute, offload.",
+    "parallel.remat.block_input=recompute": "all else follows from it, so use keep or offload.",
+    "parallel.remat.attention_output=keep": "gains nothing alone: keep or offload attention_lse too.",
+    "parallel.remat=fulll": "parallel.remat=fulll is not one of the choices: use ",
+    "parallel.remat=3": "parallel.remat=3 is not ",
+}
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_mistakes_are_refused(tiny_config, override):
+    with pytest.raises(ConfigError) as error:
+        tiny_config(override)
+    assert REFUSALS[override] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mapping_can_be_given_on_the_command_line(tiny_config):
+    config = tiny_config("parallel.remat={query: keep, mlp_up: keep}", "parallel.remat.mlp_up=offload")
+    assert config.parallel.remat == {"query": "keep", "mlp_up": "offload"}
+    policy = policy_of(config.parallel.remat)
+    assert policy == Policy("mapping", ("block_input", "query"), ("mlp_up",), everything=False)
+    assert policy_of("offload").offload == policy_of("selective").keep == BLOCK_TENSORS
+    assert policy_of("full").recompute == BLOCK_TENSORS[1:]

@@ -1,0 +1,172 @@
+"""Runs any pipeline schedule: a table (plan/schedule.py) turned into scans over ticks, in one SPMD program.
+
+All stages run the same tick, each on the microbatch and chunk that its column of the table names; what a stage has nothing to
+do for is computed on whatever lies there and not used. The forward's residuals wait in a ring of slots that the table assigns,
+so memory is what the schedule needs and not what autodiff through a scan would keep: all microbatches.
+
+No stage is special. Embedding and head are split over stages by vocabulary: all look up the microbatch that enters, all work
+on the loss of the one that leaves. Gradients are computed here, by hand; the vocabulary's come from `Stage`.
+
+A tick's messages overlap with its compute: the output is sent as soon as it is made and travels during the backward; the
+gradient is sent at the top of the next tick and travels during its forward; the loss of an output is taken one tick later, so
+forward and backward of a tick do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.plan.schedule import Run, Schedule
+
+Tree = Any
+Rows = dict[str, jax.Array]
+"""One microbatch's rows of the batch: tokens, targets, ... [sequence, position]."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank does in a tick. Called where `axis` is manual; hidden states are [B, S, D]. `sums` are float32 gradients,
+    added to and handed back."""
+
+    axis: str
+    look_up: Callable[[Rows], jax.Array]
+    """All ranks: the embedding of a microbatch, on every rank."""
+    look_up_backward: Callable[[jax.Array, Rows, Tree], Tree]
+    """(gradient of the embedding on the first stage, zero elsewhere; rows; sums) -> sums"""
+    forward: Callable[..., tuple[jax.Array, Tree, Tree]]
+    """(chunk, h, rows, ring or None, slot, chunk of the backward that follows or None) -> (h, ring, what that backward may
+    use)"""
+    backward: Callable[..., tuple[jax.Array, Tree]]
+    """(chunk, dh, rows, ring, slot, sums, what the forward left or None, valid) -> (dh, sums)"""
+    head: Callable[..., tuple[jax.Array, jax.Array, Tree]]
+    """(h, rows, sums, valid) -> (loss, dh, sums), all ranks: of a microbatch that has left the last stage"""
+    head_loss: Callable[[jax.Array, Rows], jax.Array]
+    """(h, rows) -> loss"""
+    send: Callable[[jax.Array, int], jax.Array]
+    """(h, 1) from each stage to the next, (h, -1) to the one before; in a ring."""
+    broadcast: Callable[[jax.Array], jax.Array]
+    """The sum over stages, on each."""
+    new_ring: Callable[[int, jax.Array, Rows], Tree]
+    """(slots, h, rows of any microbatch) -> ring; of h and rows shapes alone matter"""
+
+
+def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+    """(loss summed over microbatches, sums with all gradients added). The loss is the same on every stage.
+
+    Args:
+      batch: arrays [microbatch, sequence, position].
+      h_BSD: zeros of a hidden state's shape and layout.
+      sums: None for a schedule without backward, which gives the loss alone.
+    """
+    P, V = schedule.stages, schedule.virtual_stages
+    rank = jax.lax.axis_index(stage.axis)
+    is_first, is_last = rank == 0, rank == P - 1
+
+    def rows_of(microbatch) -> Rows:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False), batch)
+
+    def tick(run: Run, carry, line):
+        arriving, returning, finished, ring, sums, loss = carry
+        ahead, back = (jax.tree.map(lambda column: column[rank], line[way]) for way in ("forward", "backward"))
+        if run.backward:
+            dh_BSD = stage.send(returning, -1)
+            if run.embed:
+                sums = embedding_backward(returning, line["returned"], sums)
+        if run.head:
+            leaving = line["leaving"]
+            h_BSD = jax.lax.dynamic_index_in_dim(finished, line["taken"], keepdims=False)
+            h_BSD = stage.broadcast(jnp.where(is_last, h_BSD, 0))
+            if run.backward:
+                part, of_head_BSD, sums = stage.head(h_BSD, rows_of(leaving["microbatch"]), sums, leaving["valid"])
+                dh_BSD = jnp.where(is_last & (back["chunk"] == V - 1), of_head_BSD, dh_BSD)
+            else:
+                part = stage.head_loss(h_BSD, rows_of(leaving["microbatch"]))
+            loss = loss + jnp.where(leaving["valid"], part, 0)
+        left = None
+        if run.forward:
+            h_BSD = arriving
+            if run.embed:
+                x_BSD = stage.look_up(rows_of(line["entering"]["microbatch"]))
+                h_BSD = jnp.where(is_first & (ahead["chunk"] == 0), x_BSD, h_BSD)
+            following = back["chunk"] if run.backward else None
+            h_BSD, ring, left = stage.forward(
+                ahead["chunk"], h_BSD, rows_of(ahead["microbatch"]), ring, ahead["slot"], following
+            )
+            arriving = stage.send(h_BSD, 1)
+            finished = jax.lax.dynamic_update_index_in_dim(finished, h_BSD, line["finished"], 0)
+        if run.backward:
+            unit = (back["slot"], sums, left if run.forward else None, back["valid"])
+            returning, sums = stage.backward(back["chunk"], dh_BSD, rows_of(back["microbatch"]), ring, *unit)
+        return (arriving, returning, finished, ring, sums, loss), None
+
+    def embedding_backward(returning, unit, sums):
+        return stage.look_up_backward(jnp.where(is_first & unit["valid"], returning, 0), rows_of(unit["microbatch"]), sums)
+
+    ring = None if sums is None else stage.new_ring(schedule.slots, h_BSD, rows_of(0))
+    finished = jnp.zeros((schedule.finished_slots, *h_BSD.shape), h_BSD.dtype)
+    carry = (h_BSD, h_BSD if sums is not None else None, finished, ring, sums, jnp.zeros((), jnp.float32))
+    lines = table_lines(schedule)
+    for group in schedule.runs:
+        carry = _scan_group(tick, group, lines, carry)
+    _, returning, _, _, sums, loss = carry
+    if sums is not None:
+        last = jax.tree.map(lambda x: x[-1], lines["returned_after"])
+        sums = embedding_backward(returning, last, sums)
+    return loss, sums
+
+
+def _scan_group(tick, group, lines: dict[str, Any], carry):
+    """The group's runs one after another, all of it `repeat` times."""
+
+    def once(carry, parts):
+        for run, part in zip(group.runs, parts, strict=True):
+            carry, _ = jax.lax.scan(partial(tick, run), carry, part)
+        return carry, None
+
+    period = sum(run.length for run in group.runs)
+
+    def part_of(run: Run) -> dict[str, Any]:
+        at = run.start + period * np.arange(group.repeat)[:, None] + np.arange(run.length)
+        return jax.tree.map(lambda column: column[at], {key: value for key, value in lines.items() if key != "returned_after"})
+
+    parts = [part_of(run) for run in group.runs]
+    if group.repeat == 1:
+        return once(carry, jax.tree.map(lambda x: x[0], parts))[0]
+    return jax.lax.scan(once, carry, parts)[0]
+
+
+def table_lines(schedule: Schedule) -> dict[str, Any]:
+    """The table as arrays with a leading tick dim: what each stage does, and which microbatches all stages look up (entering),
+    take the loss of (leaving) and add to the embedding's gradient (returned: it came out of the first stage a tick ago).
+    """
+    V, forward, backward = schedule.virtual_stages, schedule.forward, schedule.backward
+
+    def unit(units, stage: int, chunk: int) -> dict[str, np.ndarray]:
+        return {
+            "microbatch": units.microbatch[:, stage],
+            "valid": units.valid[:, stage] & (units.chunk[:, stage] == chunk),
+        }
+
+    def a_tick_later(unit: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: np.concatenate([np.zeros_like(x[:1]), x[:-1]]) for name, x in unit.items()}
+
+    returned = unit(backward, 0, 0)
+    made = unit(forward, -1, V - 1)
+    columns = lambda units: {"chunk": units.chunk, "microbatch": units.microbatch, "slot": units.slot, "valid": units.valid}  # noqa: E731
+    return {
+        "forward": columns(forward),
+        "backward": columns(backward),
+        "entering": unit(forward, 0, 0),
+        "leaving": unit(backward, -1, V - 1) if backward.valid.any() else a_tick_later(made),
+        "returned": a_tick_later(returned),
+        "returned_after": returned,
+        "finished": schedule.finished,
+        "taken": schedule.taken,
+    }

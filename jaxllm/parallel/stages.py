@@ -1,0 +1,177 @@
+"""The Llama as a pipeline: what each rank does in a tick, and the forward and backward pass of a step made of it.
+
+Runs in the region that is manual over (pipe, data, context). Each rank of `pipe` holds its stages' layers and a slice of the
+vocabulary, of the embedding and of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.config import Config
+from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
+from jaxllm.model.layers import Ops, rotary_table
+from jaxllm.model.llama import Llama, Side, apply_block
+from jaxllm.model.loss import Rows as VocabularyRows
+from jaxllm.model.loss import loss_alone, loss_and_gradients
+from jaxllm.parallel.layer_loop import Access, LayerLoop
+from jaxllm.parallel.pipeline import Rows, Stage, run_schedule
+from jaxllm.parallel.stacking import stacking_of
+from jaxllm.plan.activations import policy_of
+from jaxllm.plan.schedule import forward_only, make_schedule
+from jaxllm.sharding import over_tensor
+
+Tree = Any
+Region = Callable[[Tree, Rows], Any]
+SPLIT, WHOLE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
+
+
+def pipeline_regions(config: Config, graph: nnx.GraphDef, ops: Ops, access: Access) -> tuple[Region, Region]:
+    """(gradient region, loss region).
+
+    The first: (weights, batch) -> (mean loss over the global batch, float32 gradients). Gradients of layers are the rank's
+    share of their sum if `access` scatters; all others are the rank's own part, with a leading dim of 1. The second: (weights,
+    batch) -> (sum of token losses over the global batch, number of targets).
+    """
+    parallel, stacking = config.parallel, stacking_of(config)
+    stages, stack_dims = (parallel.pipe, parallel.virtual_stages), len(stacking.shape)
+
+    def run(schedule, weights: Tree, batch: Rows, scale: jax.Array, sums: Tree):
+        B, S = batch["tokens"].shape[1:]
+        zeros_BSD = ops.constrain(jnp.zeros((B, S, config.model.hidden_size), config.model.compute_dtype), SPLIT)
+        network = nnx.merge(graph, weights)
+        block, unroll = partial(apply_block, nnx.split(network.layers)[0], ops), 1 if config.model.scan_layers else True
+        loop = LayerLoop(block, stacking.chunk, policy_of(parallel.remat), access, unroll=unroll)
+        stage = llama_stage(config, ops, loop, network, weights, scale)
+        return run_schedule(schedule, stage, batch, zeros_BSD, sums)
+
+    def gradient_region(weights: Tree, batch: Rows):
+        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ZERO_AXES), 1).astype(jnp.float32)
+        flat = flatten_layers(weights, stack_dims)
+        sums = {name: new_sums(tree, access if name == "layers" else Access()) for name, tree in flat.items()}
+        schedule = make_schedule(parallel.schedule, stages[0], batch["tokens"].shape[0], stages[1])
+        loss, sums = run(schedule, flat, batch, scale, sums)
+
+        def handed_out(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
+            if name == "layers":
+                g = g.reshape(*w.shape[:stack_dims], *g.shape[1:])
+            return g if name == "layers" and access.scatter else g[None]
+
+        gradients = {name: jax.tree.map(partial(handed_out, name), sums[name], weights[name]) for name in sums}
+        return jax.lax.psum(loss, ZERO_AXES), gradients
+
+    def loss_region(weights: Tree, batch: Rows):
+        schedule = forward_only(stages[0], batch["tokens"].shape[0], stages[1])
+        total, _ = run(schedule, flatten_layers(weights, stack_dims), batch, jnp.ones((), jnp.float32), None)
+        return jax.lax.psum((total, batch["mask"].sum()), ZERO_AXES)
+
+    return gradient_region, loss_region
+
+
+def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weights: Tree, scale: jax.Array) -> Stage:
+    """A tick's work on `weights`, the rank's: layers [chunks x layers of a chunk, ...].
+
+    Args:
+      scale: of each token's loss in the sum.
+    """
+    model, train = config.model, config.train
+    head_name = "embedding" if model.tie_embeddings else "head"
+    rows = VocabularyRows(
+        first=lambda rows: jax.lax.axis_index(PIPE) * rows,
+        total=lambda x: jax.lax.psum(x, PIPE),
+        largest=lambda x: jax.lax.pmax(x, PIPE),
+    )
+    bounds = {"rows": rows, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
+    norm_graph = nnx.split(network.final_norm)[0]
+
+    def side(rows: Rows) -> Side:
+        return rotary_table(model, rows["positions"]), rows.get("segments")
+
+    def look_up(table_VD, rows: Rows):
+        return ops.constrain(ops.look_up(table_VD, rows["tokens"]), SPLIT)
+
+    def look_up_backward(dh_BSD, rows: Rows, sums: Tree) -> Tree:
+        # The look-up ends in a sum over stages, and so does its transpose. It is right because only the first stage's gradient
+        # is not zero.
+        (dtable_VD,) = jax.vjp(lambda table_VD: look_up(table_VD, rows), weights["embedding"])[1](dh_BSD)
+        return sums | {"embedding": sums["embedding"] + dtable_VD.astype(jnp.float32)}
+
+    def norm(scale_D, h_BSD):
+        return ops.constrain(nnx.merge(norm_graph, scale_D)(h_BSD), WHOLE)
+
+    def head(h_BSD, rows: Rows, sums: Tree, valid):
+        weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * scale, 0)
+        normed_BSD, norm_backward = jax.vjp(norm, weights["final_norm"], h_BSD)
+        inputs = (normed_BSD, weights[head_name], rows["targets"], weights_BS, sums[head_name])
+        loss, dnormed_BSD, dhead_VD = loss_and_gradients(*inputs, z_loss_weight=train.z_loss_weight, **bounds)
+        # Each stage goes back through the norm with its part: a linear map, so parts may be added after it.
+        dnorm, dh_BSD = norm_backward(ops.constrain(dnormed_BSD, WHOLE))
+        dnorm = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), sums["final_norm"], dnorm)
+        return loss, broadcast(ops.constrain(dh_BSD, SPLIT)), sums | {head_name: dhead_VD, "final_norm": dnorm}
+
+    def head_loss(h_BSD, rows: Rows):
+        weights_BS = rows["mask"].astype(jnp.float32) * scale
+        return loss_alone(norm(weights["final_norm"], h_BSD), weights[head_name], rows["targets"], weights_BS, **bounds)
+
+    def forward(chunk, h_BSD, rows: Rows, ring, slot, following):
+        then = None if following is None else following * loop.length + loop.length - 1
+        return loop.forward(weights["layers"], chunk, h_BSD, side(rows), ring, slot, then)
+
+    def backward(chunk, dh_BSD, rows: Rows, ring, slot, sums: Tree, last, valid):
+        arguments = (weights["layers"], chunk, dh_BSD, side(rows), ring, slot, sums["layers"], last, valid)
+        dh_BSD, layers = loop.backward(*arguments)
+        return ops.constrain(dh_BSD, SPLIT), sums | {"layers": layers}
+
+    return Stage(
+        axis=PIPE,
+        look_up=partial(look_up, weights["embedding"]),
+        look_up_backward=look_up_backward,
+        forward=forward,
+        backward=backward,
+        head=head,
+        head_loss=head_loss,
+        send=partial(send, stages=config.parallel.pipe),
+        broadcast=broadcast,
+        new_ring=lambda slots, h_BSD, rows: loop.new_ring(slots, weights["layers"], h_BSD, side(rows)),
+    )
+
+
+# Hidden states are sent by tensor ranks one by one, each its part of the sequence; there every axis is manual, and the CPU
+# compiler, which dies of a bfloat16 sum where only some are, lives.
+
+
+def send(h_BSD: jax.Array, direction: int, *, stages: int) -> jax.Array:
+    pairs = [(stage, (stage + direction) % stages) for stage in range(stages)]
+    return over_tensor(lambda x: jax.lax.ppermute(x, PIPE, pairs), in_specs=(P(None, TENSOR),), out_specs=P(None, TENSOR))(
+        h_BSD
+    )
+
+
+def broadcast(h_BSD: jax.Array) -> jax.Array:
+    return over_tensor(lambda x: jax.lax.psum(x, PIPE), in_specs=(P(None, TENSOR),), out_specs=P(None, TENSOR))(h_BSD)
+
+
+def flatten_layers(weights: Tree, stack_dims: int) -> Tree:
+    """The rank's layers with one leading dim."""
+    flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stack_dims:]), weights["layers"])
+    return {**weights, "layers": flat}
+
+
+def new_sums(weights: Tree, access: Access) -> Tree:
+    """Zeros for gradients: of the weights' shapes, or of a rank's share of them if `access` scatters."""
+    if access.scatter is None:
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    layers = jax.tree.leaves(weights)[0].shape[0]
+
+    def share(weights):
+        layer = jax.tree.map(lambda w: w[0], weights)
+        return access.scatter(access.gather(layer) if access.gather else layer)
+
+    return jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), jnp.float32), jax.eval_shape(share, weights))

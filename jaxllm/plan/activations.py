@@ -1,0 +1,95 @@
+"""What a block keeps for its backward pass under a remat policy, and how many bytes that is.
+
+A block reads one tensor, block_input, and gives names to the outputs of its matmuls and of its attention. A policy says of each
+whether it is kept on the device, waits in the host's memory, or is computed again from block_input and what was kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ModelConfig, Remat
+
+Bytes = dict[str, float]
+"""Name of a tensor -> bytes."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Names in the order of BLOCK_TENSORS; those in neither `keep` nor `offload` are computed again."""
+
+    name: str
+    """As the config has it; `mapping` for one that names tensors."""
+    keep: tuple[str, ...]
+    """On the device."""
+    offload: tuple[str, ...]
+    """In the host's pinned memory."""
+    everything: bool
+    """No rematerialisation: whatever autodiff wants is kept, much of it without a name."""
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        return tuple(name for name in BLOCK_TENSORS if name not in self.keep + self.offload)
+
+
+def policy_of(remat: Remat) -> Policy:
+    """The policy that parallel.remat means.
+
+    `selective` keeps every name: what lies between them is cheap to compute again. Attention without results of its own
+    (ATTENTION_RESULTS are there in blockwise attention alone) runs once more.
+    """
+    if isinstance(remat, str):
+        keep = {"none": BLOCK_TENSORS, "selective": BLOCK_TENSORS, "full": (BLOCK_INPUT,), "offload": ()}[remat]
+        return Policy(remat, keep, BLOCK_TENSORS if remat == "offload" else (), everything=remat == "none")
+    fates = {BLOCK_INPUT: "keep", **remat}
+    keep, offload = (tuple(name for name in BLOCK_TENSORS if fates.get(name) == fate) for fate in ("keep", "offload"))
+    return Policy("mapping", keep, offload, everything=False)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device and in its host's memory."""
+
+    kept: Bytes
+    offloaded: Bytes
+
+
+def bytes_per_token_and_layer(
+    policy: Policy, model: ModelConfig, *, context: int = 1, tensor: int = 1, blockwise: bool
+) -> Held:
+    """Of the named tensors of one block, for each token of a sequence; the device has its share of every sequence.
+
+    With D, F, N, K, H as in layers.py, b bytes of the compute dtype, c context and t tensor ranks: block_input and
+    attention_out D b / (c t), as the sequence is split over tensor between blocks; query and attention_output N H b / (c t);
+    key and value K H b / (c t), or K H b / c where t does not divide K (every rank then has all heads, see weight_rules);
+    mlp_gate and mlp_up F b / (c t); attention_lse, float32, 4 N / (c t).
+
+    Args:
+      blockwise: attention runs in blocks (over context ranks, or cuDNN with documents), so that it has results to keep.
+
+    Raises:
+      ValueError: the policy keeps everything, for which there is no closed form.
+    """
+    if policy.everything:
+        raise ValueError("What remat=none keeps follows from autodiff, not from the names of tensors.")
+    itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
+    query = model.num_heads * model.head_dim * itemsize
+    key = model.num_kv_heads * model.head_dim * itemsize * (tensor if model.num_kv_heads % tensor else 1)
+    width, mlp = model.hidden_size * itemsize, model.intermediate_size * itemsize
+    sizes = {
+        BLOCK_INPUT: width,
+        "query": query,
+        "key": key,
+        "value": key,
+        "attention_output": query,
+        "attention_lse": 4 * model.num_heads,
+        "attention_out": width,
+        "mlp_gate": mlp,
+        "mlp_up": mlp,
+    }
+
+    def of(names: tuple[str, ...]) -> Bytes:
+        there = [name for name in names if blockwise or name not in ATTENTION_RESULTS]
+        return {name: sizes[name] / (context * tensor) for name in there}
+
+    return Held(of(policy.keep), of(policy.offload))

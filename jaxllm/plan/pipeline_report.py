@@ -1,0 +1,107 @@
+"""A config's pipeline in a few lines: ticks, idle share, residual slots. What `jaxllm schedule` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.config import AUTO, Config, ConfigError
+from jaxllm.plan.activations import bytes_per_token_and_layer, policy_of
+from jaxllm.plan.hardware import readable
+from jaxllm.plan.schedule import Schedule, idle_share, make_schedule, microbatches_for
+
+USUAL_IDLE = 0.1
+"""An idle share that few would call too large; the report says how many microbatches it takes."""
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    schedule: Schedule
+    data: int
+    """Data ranks, which share a batch's microbatches."""
+    data_is_assumed: bool
+    slot_bytes: int | None
+    """Of one slot on one device; None for remat=none, which keeps what autodiff wants."""
+    offloaded_slot_bytes: int
+    """Of one slot in the host's memory."""
+
+    @property
+    def idle_share(self) -> float:
+        return idle_share(self.schedule.stages, self.schedule.microbatches, self.schedule.virtual_stages)
+
+    @property
+    def most_live(self) -> list[int]:
+        """The most residual slots in use on each stage."""
+        return self.schedule.live.max(axis=0).tolist()
+
+    def to_json(self) -> dict[str, Any]:
+        s = self.schedule
+        return {
+            "schedule": s.name,
+            "stages": s.stages,
+            "virtual_stages": s.virtual_stages,
+            "microbatches": s.microbatches,
+            "data": self.data,
+            "data_is_assumed": self.data_is_assumed,
+            "ticks": s.ticks,
+            "forward_ticks": s.forward_units,
+            "backward_ticks": s.backward_units,
+            "idle_share": self.idle_share,
+            "slots": s.slots,
+            "most_live_slots": self.most_live,
+            "slot_bytes": self.slot_bytes,
+            "offloaded_slot_bytes": self.offloaded_slot_bytes,
+        }
+
+    def lines(self) -> Iterator[str]:
+        s = self.schedule
+        P, V = s.stages, s.virtual_stages
+        chunks, plural = f" x {V} virtual" if V > 1 else "", "es" if s.microbatches > 1 else ""
+        yield f"{s.name}: {P} stages{chunks}, {s.microbatches} microbatch{plural} a step"
+        if self.data_is_assumed:
+            yield "  parallel.data=auto is taken as 1 here: set it, or run.cpu_devices, to divide the batch as the run does."
+        yield f"  ticks        {s.ticks}; forward in {s.forward_units}, backward in {s.backward_units}"
+        enough = microbatches_for(USUAL_IDLE, P, V)
+        hint = "" if self.idle_share < USUAL_IDLE else f"; below {USUAL_IDLE:.0%} from {enough} microbatches"
+        yield f"  idle         {self.idle_share:.1%} of the step{hint}"
+        part = f", 1/{V} of its layers" if V > 1 else ""
+        yield f"  slots        {s.slots} on each stage, each for one microbatch's residuals{part}"
+        yield f"  most in use  {' '.join(map(str, self.most_live))}  (stage 0 first)"
+        if self.slot_bytes is None:
+            yield "  memory       not known before the step is compiled: remat=none keeps what autodiff wants"
+        else:
+            on_host = f", and {readable(s.slots * self.offloaded_slot_bytes)} on its host" if self.offloaded_slot_bytes else ""
+            yield f"  memory       {readable(s.slots * self.slot_bytes)} of residuals on each device{on_host}"
+
+
+def pipeline_report(config: Config) -> PipelineReport:
+    """The schedule that a run of this config executes.
+
+    The number of microbatches depends on parallel.data: where that is auto, the devices of run.cpu_devices decide, and without
+    them one data rank is assumed.
+
+    Raises:
+      ConfigError: parallel.pipe is 1, or the batch does not divide.
+    """
+    p = config.parallel
+    if p.pipe == 1:
+        raise ConfigError("parallel.pipe=1 is no pipeline: set parallel.pipe to the number of stages, such as parallel.pipe=4.")
+    assumed = p.data == AUTO and config.run.cpu_devices is None
+    if p.data == AUTO:
+        config = config.resolve(config.run.cpu_devices or p.replica * p.pipe * p.context * p.tensor)
+    schedule = make_schedule(p.schedule, p.pipe, config.num_microbatches, p.virtual_stages)
+    return PipelineReport(schedule, int(config.parallel.data), assumed, *slot_bytes(config))
+
+
+def slot_bytes(config: Config) -> tuple[int | None, int]:
+    """What one chunk keeps of one microbatch, (on one device, in its host's memory), from the closed form of activations.py."""
+    model, p, policy = config.model, config.parallel, policy_of(config.parallel.remat)
+    if policy.everything:
+        return None, 0
+    blockwise = p.context > 1 or (config.data.mask_documents and model.attention != "xla")
+    held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=blockwise)
+    layers = math.ceil(model.num_layers / (p.pipe * p.virtual_stages))
+    tokens = layers * config.microbatch_sequences * config.train.sequence_length
+    return round(tokens * sum(held.kept.values())), round(tokens * sum(held.offloaded.values()))

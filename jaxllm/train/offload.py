@@ -1,0 +1,179 @@
+"""Optimizer state in the host's memory: AdamW's moments, and the fp32 master weights if wanted, lie there between steps.
+
+The update brings in a piece at a time (a layer; of the embedding and the head some rows), so that the device never holds more
+than a few: a loop reads from the arrays on the host and writes back into them. Within a piece XLA reads one parameter while it
+writes another. To read the next piece at the same time would be a read and a write of one array, and cost a copy of all of it.
+Every rank works on its own share, in a region that is manual over all axes: left to the compiler, a stack of layers that is
+split over `pipe` would be gathered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxllm.config import Config
+from jaxllm.parallel.parallelize import Parallelized
+from jaxllm.sharding import Parameter, unstacked
+from jaxllm.train.optimizer import make_optimizer
+from jaxllm.train.state import TrainState
+from jaxllm.train.step import Update, make_update
+
+PIECE_BYTES = 64 * 2**20
+"""Of an embedding or head, at most: 1.2 ms of a PCIe 5 link, far above what it takes to start a copy."""
+
+Space = jax.memory.Space
+Tree = Any
+
+
+def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Mesh) -> Update:
+    """The optimizer's update with moments (and params) on the host. Its numbers are those of the plain update.
+
+    Args:
+      table: nested dict of Parameter.
+      shardings: where the state lies.
+    """
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    params_on_host = config.parallel.offload_state == "optimizer_and_master"
+
+    def update(gradients: Tree, opt_state: Tree, params: Tree, rate: jax.Array) -> tuple[Tree, Tree]:
+        anatomy = Anatomy.of(opt_state, table)
+        moments, counters = anatomy.take_apart(opt_state)
+        moment_specs, counter_specs = anatomy.take_apart(specs.opt_state)
+        parts = {}
+        for name, part in table.items():
+            state_specs = (specs.params[name], [tree[name] for tree in moment_specs], counter_specs)
+            run = partial(_update_part, make_update(make_optimizer(config, part)), anatomy, part, params_on_host)
+            in_specs = (specs.params[name], *state_specs, PartitionSpec())
+            mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=state_specs, check_vma=False)
+            parts[name] = mapped(gradients[name], params[name], [tree[name] for tree in moments], counters, rate)
+        new_moments = [{name: new[i] for name, (_, new, _) in parts.items()} for i in range(len(moments))]
+        # Every part has counted the step.
+        *_, (_, _, new_counters) = parts.values()
+        return {name: new for name, (new, _, _) in parts.items()}, anatomy.assemble(new_moments, new_counters)
+
+    return update
+
+
+def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Parallelized:
+    """The functions for master weights on the host: what comes to the device is a copy in the compute dtype."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, functions.master_shardings)
+
+    def load(params: Tree) -> Tree:
+        loaded = {}
+        for name, part in functions.table.items():
+            run = partial(_cast_part, config.model.compute_dtype, part)
+            mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs[name],), out_specs=specs[name], check_vma=False)
+            loaded[name] = mapped(params[name])
+        return loaded
+
+    return dataclasses.replace(
+        functions,
+        value_and_grad=lambda params, batch: functions.value_and_grad(load(params), batch),
+        loss_sum=lambda params, batch: functions.loss_sum(load(params), batch),
+    )
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """How an optimizer state is made of trees like the parameters (Adam: two) and of other arrays (a counter)."""
+
+    structure: Any
+    is_tree: tuple[bool, ...]
+    """For each entry of the structure."""
+
+    @staticmethod
+    def of(opt_state: Tree, table: Tree) -> Anatomy:
+        def is_tree(x: Any) -> bool:
+            return isinstance(x, dict) and x.keys() == table.keys()
+
+        entries, structure = jax.tree.flatten(opt_state, is_leaf=is_tree)
+        return Anatomy(structure, tuple(map(is_tree, entries)))
+
+    def take_apart(self, opt_state: Tree) -> tuple[list[Tree], list[Any]]:
+        """(trees, others); the trees may be a part of those the structure is of."""
+        entries = list(zip(self.structure.flatten_up_to(opt_state), self.is_tree, strict=True))
+        return [x for x, is_tree in entries if is_tree], [x for x, is_tree in entries if not is_tree]
+
+    def assemble(self, trees: list[Tree], others: list[Any]) -> Tree:
+        trees, others = iter(trees), iter(others)
+        return self.structure.unflatten([next(trees if is_tree else others) for is_tree in self.is_tree])
+
+
+# ------------------------------------------------------------------------------------------- one part, on a rank's own share
+
+
+def _update_part(update: Update, anatomy: Anatomy, part, params_on_host: bool, gradients, params, moments, counters, rate):
+    """One top-level entry of the parameters, a piece after the other: (params, moments, counters)."""
+    count = _pieces(part, params)
+    shapes = jax.tree.map(jnp.shape, (params, moments))
+    gradients, params, *moments = (_cut(part, count, tree) for tree in (gradients, params, *moments))
+
+    def body(carry, number):
+        params, moments = carry
+        at = partial(_read, number)
+        # Not the carry's counters: every piece counts the same step.
+        state = anatomy.assemble(at(moments, True), counters)
+        new_params, state = update(at(gradients, False), state, at(params, params_on_host), rate)
+        new_moments, new_counters = anatomy.take_apart(state)
+        params = _write(number, params, new_params, params_on_host)
+        return (params, _write(number, moments, new_moments, True)), new_counters
+
+    carry, new_counters = jax.lax.scan(body, (params, moments), jnp.arange(count))
+    return *jax.tree.map(lambda x, shape: x.reshape(shape), carry, shapes), [x[-1] for x in new_counters]
+
+
+def _cast_part(dtype: str, part: Tree, params: Tree) -> Tree:
+    """One top-level entry of the parameters in `dtype` on the device, from the host."""
+    count = _pieces(part, params)
+    pieces = _cut(part, count, params)
+    body = lambda _, number: (None, jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True)))  # noqa: E731
+    _, loaded = jax.lax.scan(body, None, jnp.arange(count))
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), loaded, params)
+
+
+def _pieces(part: Tree, params: Tree) -> int:
+    """How many pieces to cut a rank's share into: its layers, or as few as keep each within PIECE_BYTES."""
+    (first, *_), (array, *_) = jax.tree.leaves(part), jax.tree.leaves(params)
+    if stacked := _stack_dims(first):
+        return math.prod(array.shape[:stacked])
+    rows, row_bytes = array.shape[0], 4 * math.prod(array.shape[1:])
+    return next(n for n in range(1, rows + 1) if rows % n == 0 and (rows // n * row_bytes <= PIECE_BYTES or n == rows))
+
+
+def _cut(part: Tree, count: int, arrays: Tree) -> Tree:
+    """Arrays of a part as [piece, ...]."""
+
+    def cut(parameter: Parameter, x: jax.Array) -> jax.Array:
+        stacked = _stack_dims(parameter)
+        return x.reshape(count, *(x.shape[stacked:] if stacked else (x.shape[0] // count, *x.shape[1:])))
+
+    return jax.tree.map(cut, part, arrays)
+
+
+def _stack_dims(parameter: Parameter) -> int:
+    """How many leading dims count layers."""
+    return len(parameter.dims) - len(unstacked(parameter.dims))
+
+
+def _read(number: jax.Array, arrays: Tree, on_host: bool) -> Tree:
+    def read(x: jax.Array) -> jax.Array:
+        piece = jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+        return jax.device_put(piece, Space.Device) if on_host else piece
+
+    return jax.tree.map(read, arrays)
+
+
+def _write(number: jax.Array, arrays: Tree, pieces: Tree, on_host: bool) -> Tree:
+    def write(x: jax.Array, piece: jax.Array) -> jax.Array:
+        piece = jax.device_put(piece, Space.Host) if on_host else piece
+        return jax.lax.dynamic_update_index_in_dim(x, piece, number, 0)
+
+    return jax.tree.map(write, arrays, pieces)

@@ -1,0 +1,192 @@
+"""Optimizer state on the host: the same numbers, less memory on the device, and checkpoints that fit either way."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.mesh import make_mesh
+from jaxllm.plan.flops import parameter_count
+from jaxllm.train import offload
+from jaxllm.train.build import build_training
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.loop import fit
+from jaxllm.train.optimizer import make_optimizer
+from jaxllm.train.state import HOST, what_to_offload
+from jaxllm.train.step import make_update
+
+sys.path.append(str(Path(__file__).parents[1] / "parallel"))
+from meshes import Run
+
+needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+OFFLOADS = ("optimizer", "optimizer_and_master")
+MESHES = {
+    "one device": (),
+    "zero 0": ("parallel.data=2", "parallel.zero=0"),
+    "zero 1, tensor": ("parallel.data=2", "parallel.tensor=2", "parallel.zero=1", "model.tie_embeddings=true"),
+    "zero 2, context": ("parallel.data=2", "parallel.context=2", "parallel.zero=2"),
+    "zero 3, tensor": ("parallel.data=2", "parallel.tensor=2", "parallel.zero=3", "model.vocab_size=257"),
+}
+
+
+def batch(seed):
+    ids = np.random.default_rng(seed).integers(0, 256, (2, 4, 17)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (2, 4, 16))
+    return {"tokens": ids[..., :-1], "targets": ids[..., 1:], "mask": ids[..., 1:] > 9, "positions": positions}
+
+
+AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
+"""XLA's simplifier rewrites quotients by how many uses a scalar has. Adam's bias correction serves all parameters of the plain
+update and those of one part of the streamed one: without this, embedding and head differ in the last bit."""
+
+
+def after_three_steps(config):
+    """(params, optimizer state, losses, the last batch's loss by loss_sum). Gradients and update are compiled apart: without
+    the simplifier XLA's CPU compiler dies of collectives.
+    """
+    run = Run(config, batch)
+    config, state, table, losses = run.config, run.state, run.functions.table, []
+    lies = build_training(config, run.mesh).shardings
+    plain = config.parallel.offload_state == "none"
+    chosen = make_update(make_optimizer(config, table)) if plain else offload.streamed_update(config, table, lies, run.mesh)
+    gradient, params, opt_state = jax.jit(run.functions.value_and_grad), state.params, state.opt_state
+    update = jax.jit(chosen, donate_argnums=(1, 2), out_shardings=(lies.params, lies.opt_state), compiler_options=AS_WRITTEN)
+    with jax.set_mesh(run.mesh):
+        for seed in range(3):
+            loss, gradients = gradient(params, run.place(batch(seed)))
+            params, opt_state = update(gradients, opt_state, params, jnp.float32(1e-3))
+            losses.append(float(loss))
+        total, _ = jax.jit(run.functions.loss_sum)(params, run.place(batch(2)))
+    return params, opt_state, losses, float(total)
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
+    dtype = "bfloat16" if "tensor" in mesh else "float32"
+    # Embedding and head in several pieces too.
+    monkeypatch.setattr(offload, "PIECE_BYTES", 4096)
+    common = (*MESHES[mesh], "data.mask_documents=false", "train.microbatch_sequences=2", f"model.compute_dtype={dtype}")
+    if "parallel.data=2" not in common:
+        common = (*common, "train.microbatch_sequences=4", "parallel.data=1")
+    plain = after_three_steps(tiny_config(*common))
+    for where in OFFLOADS:
+        moved = after_three_steps(tiny_config(*common, f"parallel.offload_state={where}"))
+        jax.tree.map(np.testing.assert_array_equal, moved, plain)
+        assert kinds(moved[1]) == {HOST}
+        assert kinds(moved[0]) == ({HOST} if where == "optimizer_and_master" else {"device"})
+
+
+@pytest.mark.parametrize("before", ["none", *OFFLOADS])
+def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before):
+    """Two steps, saved, and two more with another offload: as four steps without."""
+    common = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", "parallel.zero=1", "optimizer.schedule=constant")
+    common = (*common, "checkpoint.every_steps=2", "train.eval_batches=1")
+    after = "optimizer_and_master" if before == "none" else "none"
+    folder = tmp_path / "moved"
+    fit(tiny_config(*common, f"run.dir={folder}", "train.steps=2", f"parallel.offload_state={before}"))
+    config = tiny_config(*common, f"run.dir={folder}", f"parallel.offload_state={after}")
+    trainer = jaxllm.Trainer(config, resumes=True)
+    trainer.restore(Checkpoints(folder, config.checkpoint))
+    assert trainer.step == 2
+    assert kinds(trainer.state.opt_state) == ({HOST} if after != "none" else {"device"})
+    list(trainer.steps(2))
+    trainer.close()
+    whole = fit(tiny_config(*common, f"run.dir={tmp_path / 'whole'}"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), trainer.state, whole.state)
+
+
+def test_an_offloaded_model_can_be_used(tiny_config):
+    """Evaluation and the model at hand read weights that lie on the host."""
+    trainer = jaxllm.Trainer(tiny_config("parallel.data=8", "parallel.offload_state=optimizer_and_master"))
+    plain = jaxllm.Trainer(tiny_config("parallel.data=8"))
+    assert trainer.evaluate(2).loss == plain.evaluate(2).loss
+    tokens = jnp.ones((1, 8), jnp.int32)
+    with jax.set_mesh(trainer.mesh):
+        np.testing.assert_array_equal(trainer.model(tokens), plain.model(tokens))
+    trainer.close()
+    plain.close()
+
+
+def test_devices_without_host_memory_keep_the_state(tiny_config, caplog):
+    class Device:
+        platform = "cpu"
+
+        def addressable_memories(self):
+            return [type("Memory", (), {"kind": "device"})()]
+
+    class Mesh:
+        devices = np.array([Device()])
+
+    config = tiny_config("parallel.offload_state=optimizer")
+    assert what_to_offload(config, Mesh()) == "none"
+    assert "parallel.offload_state=optimizer changes nothing here" in caplog.text
+    assert what_to_offload(config, make_mesh(config.resolve(8).parallel)) == "optimizer"
+
+
+def test_none_may_be_written_as_null(tiny_config):
+    assert tiny_config("parallel.offload_state=null").parallel.offload_state == "none"
+
+
+# -------------------------------------------------------------------------------------------------- compiled for H100s
+
+SIZES = ("model.hidden_size=512", "model.intermediate_size=2048", "model.num_layers=16", "model.vocab_size=512")
+SMALL_BATCH = ("train.sequence_length=128", "parallel.remat=full", "model.compute_dtype=bfloat16")
+
+
+@needs_gpu_compiler
+def test_the_device_holds_no_more_than_pieces(tiny_config, capfd):
+    """By XLA's figures: arguments fall by what is offloaded to the byte, temporaries do not grow by more than a piece of each
+    array, and nothing is computed on the host or copied there.
+    """
+    parameters = parameter_count(tiny_config(*SIZES).model)
+
+    def compiled(where):
+        config = tiny_config(*SIZES, *SMALL_BATCH, f"parallel.offload_state={where}")
+        program = compile_step(config, gpu_devices(1, 1))
+        assert "host compute" not in program.as_text()
+        return program.memory_analysis(), program.as_text()
+
+    plain, _ = compiled("none")
+    for where, moved in (("optimizer", 8 * parameters), ("optimizer_and_master", 12 * parameters)):
+        memory, text = compiled(where)
+        assert plain.argument_size_in_bytes - memory.argument_size_in_bytes == pytest.approx(moved, rel=1e-3)
+        assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == pytest.approx(moved, rel=1e-3)
+        assert memory.host_temp_size_in_bytes == 0
+        assert memory.temp_size_in_bytes - plain.temp_size_in_bytes < 8 * parameters / 8
+        assert "S(5)" in text
+    assert "host compute" not in capfd.readouterr().err
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_the_update_alone_needs_a_few_layers(tiny_config):
+    """Without the rest of the step, whose peak would hide it: 32 layers need no more than 8."""
+
+    def temporary_bytes(layers):
+        overrides = (*SIZES, *SMALL_BATCH, f"model.num_layers={layers}", "parallel.offload_state=optimizer")
+        config = tiny_config(*overrides).resolve(1)
+        mesh = make_mesh(config.parallel, gpu_devices(1, 1))
+        training = build_training(config, mesh)
+        lies = training.shardings
+        update = offload.streamed_update(config, training.functions.table, lies, mesh)
+
+        def placed(x, sharding):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        with jax.set_mesh(mesh):
+            state = jax.tree.map(placed, jax.eval_shape(training.create, 0), lies)
+            jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=(lies.params, lies.opt_state))
+            traced = jitted.trace(state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
+            program = traced.lower(lowering_platforms=("cuda",)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(32) < 1.1 * temporary_bytes(8)
