@@ -306,8 +306,9 @@ class TrainConfig(Section):
     eval_every_steps: PositiveInt | None = None
     """Held-out loss every so often; it is taken at the end in any case."""
     eval_batches: PositiveInt | None = None
-    """Batches of held-out text, of each source, in each evaluation on the way; default: all of it. The one at the end reads
-    all, up to 16,777,216 tokens of each source."""
+    """Batches of held-out text, of each source, in each evaluation on the way; default: all of it. A batch is
+    microbatch_sequences on every data rank, times parallel.pipe. The evaluation at the end reads all, up to 16,777,216 tokens
+    of each source."""
 
 
 class CheckpointConfig(Section):
@@ -397,10 +398,10 @@ class Config(Section):
             )
         chunks = parallel.pipe * parallel.virtual_stages
         if model.num_layers <= (chunks - 1) * math.ceil(model.num_layers / chunks):
-            usable = [n for n in range(1, chunks) if model.num_layers > (n - 1) * math.ceil(model.num_layers / n)]
+            fix = _fewer_chunks(model.num_layers, parallel)
             raise refuse(
-                f"model.num_layers={model.num_layers} leaves a stage of parallel.pipe={parallel.pipe} x "
-                f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: make the product {usable[-1]}."
+                f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
+                f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: {fix}."
             )
         if parallel.data != AUTO:
             _check_microbatches(self)
@@ -482,6 +483,18 @@ class Config(Section):
         except PydanticCustomError as error:
             raise ConfigError(error.message()) from None
         return config
+
+
+def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
+    """What to set so that every chunk has a layer: fewer virtual stages if that does, else fewer stages."""
+    fits = lambda chunks: layers > (chunks - 1) * math.ceil(layers / chunks)  # noqa: E731
+    for virtual_stages in range(parallel.virtual_stages - 1, 1, -1):
+        if fits(parallel.pipe * virtual_stages):
+            return f"set parallel.virtual_stages={virtual_stages}"
+    if parallel.virtual_stages > 1 and fits(parallel.pipe):
+        return "set parallel.virtual_stages=1 and schedule=1f1b"
+    stages = next(pipe for pipe in range(parallel.pipe - 1, 0, -1) if fits(pipe))
+    return f"set parallel.pipe={stages}" + (", virtual_stages=1 and schedule=1f1b" if parallel.virtual_stages > 1 else "")
 
 
 def _check_microbatches(config: Config) -> None:

@@ -34,11 +34,12 @@ from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block
 from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.parallel.residuals import keep
+from jaxllm.parallel.stacking import stacking_of
 from jaxllm.parallel.zigzag import table_text
 from jaxllm.plan.activations import Held, bytes_per_token_and_layer, policy_of
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.hardware import GPUS, readable
-from jaxllm.sharding import Parameter, layout, vocab_rows, weight_rules
+from jaxllm.sharding import STACK_DIMS, Parameter, is_shared_out, layout, vocab_rows, weight_rules
 
 HOST_GPUS = 8
 """GPUs of the usual host: a default host is no larger."""
@@ -234,8 +235,7 @@ def describe(parameter: Parameter, config: Config) -> ParameterLine:
     spot = layout(parameter, weight_rules(config.model, parallel), parallel)
     compute = elements_per_device(parameter.shape, spot.compute, sizes)
     master = elements_per_device(parameter.shape, spot.master, sizes)
-    gradients = master if parallel.zero >= 2 else compute
-    copy = master if parallel.zero == 3 else compute
+    gradients, copy = (master if is_shared_out(parameter.path, parallel, level) else compute for level in (2, 3))
     dtype = np.dtype(config.model.compute_dtype)
     # Casting to the dtype and layout it already has makes no array.
     is_master = dtype == parameter.dtype and copy == master
@@ -264,6 +264,8 @@ def notes(config: Config, lines: tuple[ParameterLine, ...], padding: int) -> Ite
     model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
     if padding:
         yield f"{padding} rows of zeros pad the vocabulary from {model.vocab_size} to {model.vocab_size + padding}."
+    if extra := stacking_of(config).identity_layers:
+        yield f"{extra} identity layers (zero weights) fill up the {model.num_layers} for the pipeline; the bytes count them."
     if parallel.zero and math.prod(sizes[axis] for axis in ZERO_AXES) == 1:
         yield f"parallel.zero={parallel.zero} shards nothing here: data x context is 1."
     if all(line.bytes_per_device.compute_copy == 0 for line in lines):
@@ -356,7 +358,7 @@ def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterato
         # An embedding that is not also the head is looked up, not multiplied.
         if "norm" in line.path or (line.path == "embedding" and not config.model.tie_embeddings):
             continue
-        wide = [i for i, dim in enumerate(line.dims) if dim not in ("layers", "embed")]
+        wide = [i for i, dim in enumerate(line.dims) if dim not in (*STACK_DIMS, "embed")]
         whole = math.prod(line.shape[i] for i in wide)
         axes = [axis for i in wide for axis in line.compute[i] if sizes[axis] > 1]
         ways = math.prod(sizes[axis] for axis in axes)

@@ -144,6 +144,13 @@ def unstacked(dims: Dims) -> Dims:
     return tuple(dim for dim in dims if dim not in STACK_DIMS)
 
 
+def is_shared_out(path: str, parallel: ParallelConfig, level_from: int) -> bool:
+    """Whether ZeRO shares out a parameter's gradient (level_from=2) or its copy in the train step (3). In a pipeline that is
+    done with the layers alone: the rest is needed in every tick.
+    """
+    return parallel.zero >= level_from and (parallel.pipe == 1 or path.split(".")[0] == "layers")
+
+
 def vocab_rows(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Rows of the embedding and the head: vocab_size padded to what divides over the axes it lies on.
 

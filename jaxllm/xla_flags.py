@@ -24,8 +24,8 @@ CPU_FLAGS = {
 }
 SEVERAL_CPU_DEVICES_FLAGS = {
     # The scheduler that runs independent thunks at once lets two devices take two collectives in different order: each then
-    # waits for the other for good. A pipeline's tick has such pairs: it hung in its first step, or crashed in a matmul that read
-    # what was not there (jaxlib 0.10.2).
+    # waits for the other for good. A pipeline's tick has such pairs: it hung in its first step, or crashed in a matmul that
+    # read what was not there (jaxlib 0.10.2).
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 DETERMINISTIC_GPU_FLAGS = {"xla_gpu_deterministic_ops": "true"}
@@ -56,8 +56,9 @@ def apply(run: RunConfig) -> list[str]:
     started a device they have no effect.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
-    flags |= SEVERAL_CPU_DEVICES_FLAGS if run.cpu_devices is not None else {}
     given = os.environ.get("XLA_FLAGS", "")
+    if run.cpu_devices is not None or "xla_force_host_platform_device_count" in given:
+        flags |= SEVERAL_CPU_DEVICES_FLAGS
     added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()

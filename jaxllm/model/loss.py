@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 
 @dataclass(frozen=True)
-class Rows:
+class VocabularySlice:
     """Which rows of the vocabulary a rank's head holds, and how ranks put their parts together. Default: all of them."""
 
     first: Callable[[int], Array | int] = lambda rows: 0
@@ -48,23 +48,32 @@ def cross_entropy(
 
 
 def loss_and_gradients(
-    h_BSD, head_VD, targets_BS, weights_BS, dhead_VD, *, rows: Rows, vocab_size, chunk_tokens, z_loss_weight
+    h_BSD, head_VD, targets_BS, weights_BS, dhead_VD, *, part: VocabularySlice, vocab_size, chunk_tokens, z_loss_weight
 ):
-    """(loss, dh_BSD, dhead_VD): cross_entropy's loss and the objective's gradients, for a head that holds `rows` of the
+    """(loss, dh_BSD, dhead_VD): cross_entropy's loss and the objective's gradients, for a head that holds a `part` of the
     vocabulary. dh_BSD is this rank's part of a sum over ranks. dhead_VD, float32, is added to what is given.
     """
     arguments = (h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)
-    (_, loss), (dh_BSD, dhead_VD) = _sums(*arguments, dhead_VD=dhead_VD, rows=rows)
+    (_, loss), (dh_BSD, dhead_VD) = _sums(*arguments, dhead_VD=dhead_VD, part=part)
     return loss, dh_BSD, dhead_VD
 
 
-def loss_alone(h_BSD, head_VD, targets_BS, weights_BS, *, rows: Rows, vocab_size, chunk_tokens):
-    """cross_entropy's loss, for a head that holds `rows` of the vocabulary."""
-    return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, 0.0, rows=rows)[0][1]
+def loss_alone(h_BSD, head_VD, targets_BS, weights_BS, *, part: VocabularySlice, vocab_size, chunk_tokens):
+    """cross_entropy's loss, for a head that holds a `part` of the vocabulary."""
+    return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, 0.0, part=part)[0][1]
 
 
 def _sums(
-    h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight, *, dhead_VD=None, rows: Rows = Rows()
+    h_BSD,
+    head_VD,
+    targets_BS,
+    weights_BS,
+    vocab_size,
+    chunk_tokens,
+    z_loss_weight,
+    *,
+    dhead_VD=None,
+    part: VocabularySlice = VocabularySlice(),
 ):
     """((objective, loss), (dh_BSD, dhead_VD)); the gradients are None unless float32 dhead_VD is given to add to."""
     with_gradients = dhead_VD is not None
@@ -77,7 +86,7 @@ def _sums(
         x = jnp.pad(x, [(0, 0), (0, chunks * C - S)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)
 
-    ids_V = jnp.arange(head_VD.shape[0]) + rows.first(head_VD.shape[0])
+    ids_V = jnp.arange(head_VD.shape[0]) + part.first(head_VD.shape[0])
 
     def chunk(carry, inputs):
         objective, loss, dhead_VD = carry
@@ -85,11 +94,11 @@ def _sums(
         with jax.named_scope("head"):
             logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, head_VD, preferred_element_type=jnp.float32)
         logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
-        top_BC = rows.largest(jnp.max(logits_BCV, axis=-1))
+        top_BC = part.largest(jnp.max(logits_BCV, axis=-1))
         # A comparison, not a gather: where the vocabulary is split over devices each looks at its own rows only.
         is_target_BCV = targets_BC[..., None] == ids_V[None, None]
         target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
-        z_BC, target_BC = rows.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
+        z_BC, target_BC = part.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
         log_z_BC = top_BC + jnp.log(z_BC)
         loss_BC = (log_z_BC - target_BC) * weights_BC
         loss += jnp.sum(loss_BC)

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.config import ModelConfig
 from jaxllm.model.llama import BlockFunction, Side
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.residuals import keep, kept_names, rebuild, waits_on_host
@@ -187,6 +188,11 @@ class LayerLoop:
         return stack(layers, sinks, h_BSD, side)
 
 
+def unrolling(model: ModelConfig) -> int | bool:
+    """How many layers a turn of the layer loop holds, as `lax.scan` wants it; True: all."""
+    return 1 if model.scan_layers else True
+
+
 def host_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """An array in the host's memory whose content means nothing.
 
@@ -195,9 +201,10 @@ def host_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """
     try:
         from jax._src.lax.lax import empty2
-    except ImportError:
+
+        return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
+    except (ImportError, TypeError):
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
-    return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
 
 
 def _add_at(sums: jax.Array, index, x: jax.Array) -> jax.Array:

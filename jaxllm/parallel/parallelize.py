@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import Config
 from jaxllm.mesh import CONTEXT, DATA, MANUAL, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
 from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
 from jaxllm.model.attention_blocks import xla_kernel
@@ -27,14 +27,14 @@ from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.model.layers import Ops, look_up
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
-from jaxllm.parallel.layer_loop import Access, LayerLoop
+from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
 from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.parallel.stages import pipeline_regions
 from jaxllm.parallel.zero import Zero, manual_spec, sink
 from jaxllm.plan.activations import policy_of
-from jaxllm.sharding import Parameter, constrainer, layout, named, over_tensor, vocab_rows, weight_rules
+from jaxllm.sharding import Parameter, constrainer, is_shared_out, layout, named, over_tensor, vocab_rows, weight_rules
 
 Params = Any
 """Nested dict of arrays."""
@@ -88,9 +88,9 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         regions = gradient_region(sums, new_sinks), loss_region(sums, new_sinks)
 
     def by_name(level_from: int, share: Any, whole: Any) -> Any:
-        """What a level shares out: all parameters; in a pipeline the layers, since the rest is needed in every tick."""
-        names = () if level < level_from else ("layers",) if sizes[PIPE] > 1 else tuple(table)
-        return {name: share[name] if name in names else whole[name] for name in table}
+        """Of each top-level entry, the one for what ZeRO shares out from this level on, or the other."""
+        shares = lambda name: level > 0 and is_shared_out(name, parallel, level_from)  # noqa: E731
+        return {name: share[name] if shares(name) else whole[name] for name in table}
 
     def compute_copy(params: Params) -> Params:
         # Cast first, gather then: the gather carries the compute dtype. Unless the cast is pinned to where the weights lie, XLA
@@ -152,11 +152,6 @@ def microbatch_sums(config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | 
 def over_ranks(whole: P) -> P:
     """The layout of ranks' own gradients with a leading dim: over all axes along which a rank's weight is not split."""
     return P(tuple(axis for axis in MANUAL if axis not in whole), *whole)
-
-
-def unrolling(model: ModelConfig) -> int | bool:
-    """How many layers a turn of the layer loop holds, as `lax.scan` wants it; True: all."""
-    return 1 if model.scan_layers else True
 
 
 # Regions: run by each rank of (pipe, data, context) on its own weights and rows, with `tensor` left to XLA.

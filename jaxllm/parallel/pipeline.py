@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.plan.schedule import Run, Schedule
+from jaxllm.plan.schedule import Run, Schedule, Units
 
 Tree = Any
 Rows = dict[str, jax.Array]
@@ -117,8 +117,7 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array
         carry = _scan_group(tick, group, lines, carry)
     _, returning, _, _, sums, loss = carry
     if sums is not None:
-        last = jax.tree.map(lambda x: x[-1], lines["returned_after"])
-        sums = embedding_backward(returning, last, sums)
+        sums = embedding_backward(returning, jax.tree.map(lambda x: x[-1], lines["returned"]), sums)
     return loss, sums
 
 
@@ -134,7 +133,7 @@ def _scan_group(tick, group, lines: dict[str, Any], carry):
 
     def part_of(run: Run) -> dict[str, Any]:
         at = run.start + period * np.arange(group.repeat)[:, None] + np.arange(run.length)
-        return jax.tree.map(lambda column: column[at], {key: value for key, value in lines.items() if key != "returned_after"})
+        return jax.tree.map(lambda column: column[at], lines)
 
     parts = [part_of(run) for run in group.runs]
     if group.repeat == 1:
@@ -146,27 +145,19 @@ def table_lines(schedule: Schedule) -> dict[str, Any]:
     """The table as arrays with a leading tick dim: what each stage does, and which microbatches all stages look up (entering),
     take the loss of (leaving) and add to the embedding's gradient (returned: it came out of the first stage a tick ago).
     """
-    V, forward, backward = schedule.virtual_stages, schedule.forward, schedule.backward
 
-    def unit(units, stage: int, chunk: int) -> dict[str, np.ndarray]:
-        return {
-            "microbatch": units.microbatch[:, stage],
-            "valid": units.valid[:, stage] & (units.chunk[:, stage] == chunk),
-        }
+    def units(table: Units) -> dict[str, np.ndarray]:
+        return {"chunk": table.chunk, "microbatch": table.microbatch, "slot": table.slot, "valid": table.valid}
 
-    def a_tick_later(unit: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {name: np.concatenate([np.zeros_like(x[:1]), x[:-1]]) for name, x in unit.items()}
+    def unit(microbatch: np.ndarray) -> dict[str, np.ndarray]:
+        return {"microbatch": np.maximum(microbatch, 0), "valid": microbatch >= 0}
 
-    returned = unit(backward, 0, 0)
-    made = unit(forward, -1, V - 1)
-    columns = lambda units: {"chunk": units.chunk, "microbatch": units.microbatch, "slot": units.slot, "valid": units.valid}  # noqa: E731
     return {
-        "forward": columns(forward),
-        "backward": columns(backward),
-        "entering": unit(forward, 0, 0),
-        "leaving": unit(backward, -1, V - 1) if backward.valid.any() else a_tick_later(made),
-        "returned": a_tick_later(returned),
-        "returned_after": returned,
+        "forward": units(schedule.forward),
+        "backward": units(schedule.backward),
+        "entering": unit(schedule.entering),
+        "leaving": unit(schedule.heads),
+        "returned": unit(schedule.returned),
         "finished": schedule.finished,
         "taken": schedule.taken,
     }

@@ -19,9 +19,8 @@ from jaxllm.config import Config
 from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
 from jaxllm.model.layers import Ops, rotary_table
 from jaxllm.model.llama import Llama, Side, apply_block
-from jaxllm.model.loss import Rows as VocabularyRows
-from jaxllm.model.loss import loss_alone, loss_and_gradients
-from jaxllm.parallel.layer_loop import Access, LayerLoop
+from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
+from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
 from jaxllm.parallel.pipeline import Rows, Stage, run_schedule
 from jaxllm.parallel.stacking import stacking_of
 from jaxllm.plan.activations import policy_of
@@ -47,8 +46,8 @@ def pipeline_regions(config: Config, graph: nnx.GraphDef, ops: Ops, access: Acce
         B, S = batch["tokens"].shape[1:]
         zeros_BSD = ops.constrain(jnp.zeros((B, S, config.model.hidden_size), config.model.compute_dtype), SPLIT)
         network = nnx.merge(graph, weights)
-        block, unroll = partial(apply_block, nnx.split(network.layers)[0], ops), 1 if config.model.scan_layers else True
-        loop = LayerLoop(block, stacking.chunk, policy_of(parallel.remat), access, unroll=unroll)
+        block = partial(apply_block, nnx.split(network.layers)[0], ops)
+        loop = LayerLoop(block, stacking.chunk, policy_of(parallel.remat), access, unroll=unrolling(config.model))
         stage = llama_stage(config, ops, loop, network, weights, scale)
         return run_schedule(schedule, stage, batch, zeros_BSD, sums)
 
@@ -83,12 +82,12 @@ def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weigh
     """
     model, train = config.model, config.train
     head_name = "embedding" if model.tie_embeddings else "head"
-    rows = VocabularyRows(
+    part = VocabularySlice(
         first=lambda rows: jax.lax.axis_index(PIPE) * rows,
         total=lambda x: jax.lax.psum(x, PIPE),
         largest=lambda x: jax.lax.pmax(x, PIPE),
     )
-    bounds = {"rows": rows, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
+    bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
     norm_graph = nnx.split(network.final_norm)[0]
 
     def side(rows: Rows) -> Side:

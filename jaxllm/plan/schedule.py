@@ -130,6 +130,18 @@ class Schedule:
         return _a_tick_later(_of_last(self.forward, self.virtual_stages))
 
     @property
+    def entering(self) -> np.ndarray:
+        """int32 [ticks]: the microbatch whose embeddings are looked up for the first stage, -1 for none."""
+        return _of_first(self.forward)
+
+    @property
+    def returned(self) -> np.ndarray:
+        """int32 [ticks + 1]: the microbatch that came out of the first stage's backward a tick ago, whose gradient goes into
+        the embedding, -1 for none. The last entry is due after the last tick."""
+        made = _of_first(self.backward)
+        return np.concatenate([np.full_like(made[:1], -1), made])
+
+    @property
     def live(self) -> np.ndarray:
         """int [ticks, stages]: slots in use, from the tick that writes them to the tick that reads them, both counted."""
         if not self.has_backward:
@@ -244,6 +256,11 @@ def _dealt(place: np.ndarray, P: int, V: int, M: int, backward: bool = False) ->
 def _of_last(units: Units, V: int) -> np.ndarray:
     """int32 [ticks]: the microbatch of the last virtual stage, -1 where it has none."""
     return np.where(units.valid & (units.chunk == V - 1), units.microbatch, np.int32(-1))[:, -1]
+
+
+def _of_first(units: Units) -> np.ndarray:
+    """int32 [ticks]: the microbatch of the first virtual stage, -1 where it has none."""
+    return np.where(units.valid & (units.chunk == 0), units.microbatch, np.int32(-1))[:, 0]
 
 
 def _a_tick_later(microbatches: np.ndarray) -> np.ndarray:
@@ -447,10 +464,9 @@ def _check_runs(schedule: Schedule) -> None:
     for way, flag, units in (("forward", forward, schedule.forward), ("backward", backward, schedule.backward)):
         for t in np.flatnonzero(flag != units.valid.any(axis=1))[:1]:
             raise ScheduleError(f"Tick {t}: the table and the run from tick {of_tick[t].start} disagree on {way}.")
-    first = [np.where(u.valid & (u.chunk == 0), u.microbatch, -1)[:, 0] for u in (schedule.forward, schedule.backward)]
     for what, microbatch, done, stage, chunk in (
-        ("look-up", first[0], forward & embed, 0, 0),
-        ("gradient of the embedding", _a_tick_later(first[1]), backward & embed, 0, 0),
+        ("look-up", schedule.entering, forward & embed, 0, 0),
+        ("gradient of the embedding", schedule.returned[:-1], backward & embed, 0, 0),
         ("head", schedule.heads, head, schedule.stages - 1, schedule.virtual_stages - 1),
     ):
         for t in np.flatnonzero((microbatch >= 0) & ~done)[:1]:

@@ -115,7 +115,8 @@ class Checkpoints:
             for step in self._refused:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
-        return TrainState(**state)
+        # Devices meet here, so it comes after the processes have agreed that all have read.
+        return TrainState(**restacked(state, _as_dict(like)))
 
     def save(self, step: int, state: TrainState, meta: Meta) -> None:
         """Saves `state` as of `step`: returns once it is copied, or written if checkpoint.asynchronous=false. Waits for the
@@ -132,7 +133,8 @@ class Checkpoints:
             self._saving = step
             items = {STATE: ocp.args.PyTreeSave(_as_dict(state)), META: ocp.args.JsonSave(meta)}
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-            if not self._config.asynchronous:
+            # Of arrays in the host's memory Orbax makes no copy: the next step would write into what is being saved.
+            if not self._config.asynchronous or lies_on_host(state):
                 self._settle()
         except Exception as error:
             raise self._failure(error) from error
@@ -450,13 +452,14 @@ def is_not_damage(error: BaseException) -> bool:
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
-    """Reads the arrays that `like` names from an Orbax folder; others in there are not read.
+    """Reads the arrays that `like` names from an Orbax folder; others in there are not read. Where a stack of layers was cut
+    for another pipeline it comes as it was: `restacked` makes it what `like` says.
 
     Args:
       like: nested dicts of ShapeDtypeStructs with shardings. Each array is read straight into its layout, whatever mesh wrote
         it, and cast to its dtype.
-      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims. Along `vocab`, zeros are added
-        or rows cut off at the end; so are layers, whose stack may be cut for another pipeline (parallel/stacking.py).
+      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims. Along `vocab` and `layers`, zeros
+        are added or rows cut off at the end.
 
     Raises:
       ConfigError: an array is not there, or has another shape; the message names it.
@@ -483,10 +486,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             )
         if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == x.shape[:stacked]:
             return x
-        # Another pipeline's stack: read as it is, and cut anew below.
-        return jax.ShapeDtypeStruct(
-            (*shape[:of_stack], *x.shape[stacked:]), x.dtype, sharding=_of_another_stack(x.sharding, shape[:of_stack], stacked)
-        )
+        return _of_another_stack(x, stacked, shape[:of_stack])
 
     def arguments(path: Any, x: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
         is_whole = tuple(saved[_names(path)]) == x.shape
@@ -497,30 +497,47 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
     # The handler alone: Checkpointer.restore ends in a barrier, where a process that failed would leave the others.
     args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
-    return jax.tree.map(_restack, handler.restore(folder, args=args), like)
+    return handler.restore(folder, args=args)
 
 
-def _of_another_stack(sharding: Any, leading: tuple[int, ...], stacked: int) -> Any:
-    """The layout `sharding` of an array with `stacked` leading dims, for one with other leading dims: over the same axes as far
-    as a dim divides."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec = [*sharding.spec, *[None] * stacked][: max(stacked, len(sharding.spec))]
-    axis = next((entry for entry in spec[:stacked] if entry is not None), None)
-    ways = 1 if axis is None else sharding.mesh.shape[axis]
-    home = next((i for i, size in enumerate(leading) if size % ways == 0), None)
-    entries = [axis if i == home else None for i in range(len(leading))]
-    return NamedSharding(sharding.mesh, PartitionSpec(*entries, *spec[stacked:]))
+def lies_on_host(arrays: Any) -> bool:
+    """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
+    return any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(arrays))
+
+
+def restacked(arrays: Any, like: Any) -> Any:
+    """Stacks of layers as `like` has them (parallel/stacking.py): cut into other chunks, identity layers of zeros added at the
+    end or taken away. One array after the other; those given are deleted.
+    """
+    return jax.tree.map(_restack, arrays, like)
+
+
+def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """`like`, an array with `stacked` dims that count layers, as one with the dims `leading` instead: split over the same axes,
+    and with zero layers at its end where that takes them to divide.
+    """
+    sharding, leading = like.sharding, list(leading)
+    if isinstance(sharding, NamedSharding):
+        spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
+        axis = next((entry for entry in spec[:stacked] if entry is not None), None)
+        ways = 1 if axis is None else sharding.mesh.shape[axis]
+        # One dim may have layers added; of three, the one that divides, or none.
+        home = next((i for i, size in enumerate(leading) if size % ways == 0), 0 if len(leading) == 1 else None)
+        if home is not None:
+            leading[home] = -(-leading[home] // ways) * ways
+        entries = [axis if i == home else None for i in range(len(leading))]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries, *spec[stacked:]), memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct((*leading, *like.shape[stacked:]), like.dtype, sharding=sharding)
 
 
 def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A stack of layers as `like` has it: cut into other chunks, identity layers of zeros added at the end or taken away."""
     if x.shape == like.shape:
         return x
     # One leading dim or three; two of one are the same by now.
     of_stack, stacked = {-2: (1, 3), 0: (3, 3), 2: (3, 1)}[x.ndim - like.ndim]
 
     def cut(x: jax.Array) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device)
         rows, layers = x.reshape(-1, *x.shape[of_stack:]), math.prod(like.shape[:stacked])
         rows = jnp.pad(rows, [(0, max(0, layers - rows.shape[0]))] + [(0, 0)] * (rows.ndim - 1))
         return rows[:layers].reshape(like.shape)

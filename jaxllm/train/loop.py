@@ -237,7 +237,9 @@ def announce(console: Console, trainer: Trainer) -> None:
         console.say(f"weights from {trainer.weights.description}; optimizer, step and data begin anew")
     if config.total_tokens < config.optimizer.warmup_tokens:
         console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
-    console.say(f"attention {trainer.parallelized.attention}; remat {config.parallel.remat}; {trainer.data.description}")
+    fates = config.parallel.remat
+    remat = fates if isinstance(fates, str) else ", ".join(f"{name} {fate}" for name, fate in fates.items())
+    console.say(f"attention {trainer.parallelized.attention}; remat {remat}; {trainer.data.description}")
     note_epochs(console, trainer)
 
 
@@ -248,7 +250,7 @@ def pipeline_notes(config: Config) -> Iterator[str]:
     chunks = f" x {virtual} chunks" if virtual > 1 else ""
     plural, idle = "s" if stacking.chunk > 1 else "", idle_share(stages, M, virtual)
     schedule, layers = config.parallel.schedule, f"{stacking.chunk} layer{plural}"
-    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}; idle {100 * idle:.1f}%"
+    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}; idle {100 * idle:.1f}% of a step"
     if extra := stacking.identity_layers:
         yield f"note: {extra} identity layer{'s' if extra > 1 else ''} fill up the last stages: computed, never changed"
     if idle >= USUAL_IDLE:

@@ -1,6 +1,6 @@
 """Optimizer state in the host's memory: AdamW's moments, and the fp32 master weights if wanted, lie there between steps.
 
-The update brings in a piece at a time (a layer; of the embedding and the head some rows), so that the device never holds more
+The update brings in a piece at a time (a layer; a part of the embedding or the head), so that the device never holds more
 than a few: a loop reads from the arrays on the host and writes back into them. Within a piece XLA reads one parameter while it
 writes another. To read the next piece at the same time would be a read and a write of one array, and cost a copy of all of it.
 Every rank works on its own share, in a region that is manual over all axes: left to the compiler, a stack of layers that is
@@ -144,8 +144,8 @@ def _pieces(part: Tree, params: Tree) -> int:
     (first, *_), (array, *_) = jax.tree.leaves(part), jax.tree.leaves(params)
     if stacked := _stack_dims(first):
         return math.prod(array.shape[:stacked])
-    rows, row_bytes = array.shape[0], 4 * math.prod(array.shape[1:])
-    return next(n for n in range(1, rows + 1) if rows % n == 0 and (rows // n * row_bytes <= PIECE_BYTES or n == rows))
+    # Anywhere in a row: a vocabulary may have no small divisor, a width always has.
+    return next(n for n in range(1, array.size + 1) if array.size % n == 0 and 4 * array.size // n <= PIECE_BYTES)
 
 
 def _cut(part: Tree, count: int, arrays: Tree) -> Tree:
@@ -153,7 +153,7 @@ def _cut(part: Tree, count: int, arrays: Tree) -> Tree:
 
     def cut(parameter: Parameter, x: jax.Array) -> jax.Array:
         stacked = _stack_dims(parameter)
-        return x.reshape(count, *(x.shape[stacked:] if stacked else (x.shape[0] // count, *x.shape[1:])))
+        return x.reshape(count, *x.shape[stacked:]) if stacked else x.reshape(count, -1)
 
     return jax.tree.map(cut, part, arrays)
 

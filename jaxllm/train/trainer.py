@@ -181,6 +181,12 @@ class Trainer:
 
     def restore(self, checkpoints: Checkpoints) -> None:
         """Takes up the newest saved state; data goes on from its step."""
+        # Zero layers are added and taken away as pipelines want them: their number alone does not tell another model.
+        saved, wanted = checkpoints.meta()["config"]["model"]["num_layers"], self.config.model.num_layers
+        if saved != wanted:
+            raise ConfigError(
+                f"{checkpoints.folder} has a model of {saved} layers, not {wanted}: set model.num_layers={saved}."
+            )
         self.close()
         self._pending = self._last_finish_s = None
         self.state = checkpoints.restore(_give_up(self.state), self.parallelized.table)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config, ConfigError, ModelConfig, ParallelConfig, RunConfig
-from jaxllm.train.checkpoint import META, STATE, damage, newest_whole, read_arrays, read_meta, versions, why
+from jaxllm.train.checkpoint import META, STATE, damage, newest_whole, read_arrays, read_meta, restacked, versions, why
 
 MODEL, WEIGHTS, TOKENIZER = "model.json", "weights", "tokenizer"
 FORMAT = 1
@@ -123,11 +123,12 @@ def read_weights(source: Source, like: Any, table: Any) -> Any:
       ConfigError: the files are damaged.
     """
     try:
-        return read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
+        read = read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"The weights in {source.folder} cannot be read ({why(error)}): use others.") from None
+    return restacked(read, like)
 
 
 def export(text: str, destination: str, step: int | None = None, dtype: str = "float32") -> Source:

@@ -17,10 +17,9 @@ from jaxllm.model.layers import MATMUL_OUTPUTS, Block, Ops, rotary_table, rotate
 from jaxllm.model.llama import apply_block
 from jaxllm.parallel.parallelize import attend_per_tensor_rank, choose_attention, parallelize
 from jaxllm.parallel.remat import remat
-from jaxllm.plan.activations import Policy, policy_of
 from jaxllm.parallel.residuals import absent, keep, kept_names, waits_on_host
 from jaxllm.parallel.ring_attention import ring_attention
-from jaxllm.plan.activations import bytes_per_token_and_layer
+from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, policy_of
 from jaxllm.sharding import constrainer
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
