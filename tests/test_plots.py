@@ -56,7 +56,7 @@ def test_pictures_are_written_large_and_small(tmp_path):
 @pytest.mark.usefixtures("needs_matplotlib")
 def test_bytes_stand_beside_slots_and_crowded_labels_are_left_out():
     timeline, _, most, _ = schedule_figure(make_schedule("1f1b", 4, 100), slot_bytes=2**29).axes
-    assert [text.get_text() for text in most.texts] == ["8 = 4 GiB", "6 = 3 GiB", "4 = 2 GiB", "2 = 1 GiB"]
+    assert [text.get_text() for text in most.texts] == ["8 = 4.0 GiB", "6 = 3.0 GiB", "4 = 2.0 GiB", "2 = 1.0 GiB"]
     assert not timeline.texts
 
 

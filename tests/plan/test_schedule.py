@@ -347,6 +347,13 @@ def test_report_of_a_config(tiny_config):
         "  idle         20.0% of the step; below 10% from 10 microbatches",
         "  slots        5 on each stage, each for one microbatch's residuals",
         "  most in use  4 4  (stage 0 first)",
+        "  memory       91.2 KiB of residuals on each device",
     ]
+    assert three.slot_bytes == 16 * 4 * (4 * 32 + 2 * 16 + 2 * 64 + 4)
+    away = pipeline_report(tiny_config(*batch, "parallel.data=3", "parallel.remat=offload", "model.attention=xla"))
+    assert (away.slot_bytes, away.offloaded_slot_bytes) == (0, 16 * 4 * (3 * 32 + 2 * 16 + 2 * 64))
+    assert list(away.lines())[-1] == "  memory       0 B of residuals on each device, and 80.0 KiB on its host"
+    everything = pipeline_report(tiny_config(*batch, "parallel.data=3", "parallel.remat=none"))
+    assert everything.slot_bytes is None
     with pytest.raises(ConfigError, match=r"set parallel\.pipe to the number of stages"):
         pipeline_report(tiny_config())
