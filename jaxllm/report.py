@@ -36,7 +36,7 @@ from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.parallel.residuals import keep
 from jaxllm.parallel.stacking import stacking_of
 from jaxllm.parallel.zigzag import table_text
-from jaxllm.plan.activations import Held, bytes_per_token_and_layer, policy_of
+from jaxllm.plan.activations import Held, bytes_per_token_and_layer, is_blockwise, policy_of
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.hardware import GPUS, readable
 from jaxllm.sharding import STACK_DIMS, Parameter, is_shared_out, layout, vocab_rows, weight_rules
@@ -287,7 +287,7 @@ def activations(config: Config) -> Activations:
     """Of a block under parallel.remat, with attention as it is on a GPU: in blocks over context ranks or between documents."""
     policy, model, parallel = policy_of(config.parallel.remat), config.model, config.parallel
     c, t, S = parallel.context, parallel.tensor, config.train.sequence_length
-    blockwise = c > 1 or (config.data.mask_documents and model.attention != "xla")
+    blockwise = is_blockwise(config)
     unnamed, held = 0.0, Held({}, {})
     if policy.everything:
         unnamed = bytes_without_remat(model, S) / (c * t)

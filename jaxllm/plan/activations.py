@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ModelConfig, Remat
+from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, Config, ModelConfig, Remat
 
 Bytes = dict[str, float]
 """Name of a tensor -> bytes."""
@@ -44,6 +44,13 @@ def policy_of(remat: Remat) -> Policy:
     fates = {BLOCK_INPUT: "keep", **remat}
     keep, offload = (tuple(name for name in BLOCK_TENSORS if fates.get(name) == fate) for fate in ("keep", "offload"))
     return Policy("mapping", keep, offload, everything=False)
+
+
+def is_blockwise(config: Config) -> bool:
+    """Whether attention is put together from blocks on a GPU, so that it has ATTENTION_RESULTS: over context ranks, or where
+    cuDNN masks documents. Plain XLA on one context rank has none.
+    """
+    return config.parallel.context > 1 or (config.data.mask_documents and config.model.attention != "xla")
 
 
 @dataclass(frozen=True)

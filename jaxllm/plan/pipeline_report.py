@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import AUTO, Config, ConfigError
-from jaxllm.plan.activations import bytes_per_token_and_layer, policy_of
+from jaxllm.plan.activations import bytes_per_token_and_layer, is_blockwise, policy_of
 from jaxllm.plan.hardware import readable
 from jaxllm.plan.schedule import Schedule, idle_share, make_schedule, microbatches_for
 
@@ -100,8 +100,7 @@ def slot_bytes(config: Config) -> tuple[int | None, int]:
     model, p, policy = config.model, config.parallel, policy_of(config.parallel.remat)
     if policy.everything:
         return None, 0
-    blockwise = p.context > 1 or (config.data.mask_documents and model.attention != "xla")
-    held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=blockwise)
+    held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(config))
     layers = math.ceil(model.num_layers / (p.pipe * p.virtual_stages))
     tokens = layers * config.microbatch_sequences * config.train.sequence_length
     return round(tokens * sum(held.kept.values())), round(tokens * sum(held.offloaded.values()))

@@ -19,10 +19,11 @@ import jax
 import yaml
 
 from jaxllm import distributed
-from jaxllm.config import Config, ConfigError
+from jaxllm.config import ATTENTION_RESULTS, Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
 from jaxllm.parallel.stacking import stacking_of
+from jaxllm.plan.activations import is_blockwise
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.plan.pipeline_report import USUAL_IDLE
@@ -239,7 +240,11 @@ def announce(console: Console, trainer: Trainer) -> None:
         console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
     fates = config.parallel.remat
     remat = fates if isinstance(fates, str) else ", ".join(f"{name} {fate}" for name, fate in fates.items())
-    console.say(f"attention {trainer.parallelized.attention}; remat {remat}; {trainer.data.description}")
+    attention = trainer.parallelized.attention
+    console.say(f"attention {attention}; remat {remat}; {trainer.data.description}")
+    named = set(fates) & set(ATTENTION_RESULTS) if isinstance(fates, dict) else ()
+    if named and (attention == "xla" or not is_blockwise(config)):
+        console.say(f"note: attention that is not in blocks has no {', '.join(sorted(named))}: it is computed again")
     note_epochs(console, trainer)
 
 
@@ -252,7 +257,8 @@ def pipeline_notes(config: Config) -> Iterator[str]:
     schedule, layers = config.parallel.schedule, f"{stacking.chunk} layer{plural}"
     yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}; idle {100 * idle:.1f}% of a step"
     if extra := stacking.identity_layers:
-        yield f"note: {extra} identity layer{'s' if extra > 1 else ''} fill up the last stages: computed, never changed"
+        layers = f"{extra} identity layers fill up the last stages" if extra > 1 else "1 identity layer fills up the last stage"
+        yield f"note: {layers}: computed, never changed"
     if idle >= USUAL_IDLE:
         enough = microbatches_for(USUAL_IDLE, stages, virtual)
         size = enough * config.train.global_batch_sequences // M

@@ -184,6 +184,19 @@ def test_a_run_that_ends_in_its_warm_up_says_so(tiny_config, tmp_path, capsys):
     assert records(tmp_path)[0]["learning_rate"] == pytest.approx(3e-4 / 2)
 
 
+def test_a_pipeline_says_what_it_costs(tiny_config, tmp_path, capsys):
+    """Idle share, with the batch that makes it less; identity layers; and names in parallel.remat that nothing here has."""
+    pipeline = ("parallel.pipe=2", "model.num_layers=3", "train.microbatch_sequences=1", "data.held_out_fraction=0")
+    remat = "parallel.remat={attention_lse: keep, attention_output: keep}"
+    fit(tiny_config("run.cpu_devices=8", *pipeline, remat, f"run.dir={tmp_path}", "train.steps=1"))
+    printed = capsys.readouterr().out
+    assert "pipeline 1f1b, 2 stages of 2 layers; idle 33.3% of a step" in printed
+    assert "note: 1 identity layer fills up the last stage: computed, never changed" in printed
+    assert "10 microbatches (such as train.global_batch_sequences=40) bring that below 10%" in printed
+    assert "remat attention_lse keep, attention_output keep;" in printed
+    assert "note: attention that is not in blocks has no attention_lse, attention_output: it is computed again" in printed
+
+
 def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"log.tensorboard=true needs the package tensorboardX: .*'jaxllm\[tensorboard\]'"):
