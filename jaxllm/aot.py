@@ -4,40 +4,63 @@
     compiled = compile_step(config, devices)
     compiled.memory_analysis(), compiled.as_text()
 
-XLA needs a description of the GPU, its plugin and NVIDIA's assembler (extra `aot`), not a GPU. So far there is one target, the
-H100; `jaxllm compile` (part 6) will know the others.
+XLA needs a description of the GPU, its plugin and NVIDIA's assembler (extra `aot`), not a GPU.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.mesh import batch_sharding, make_mesh, replicated
+from jaxllm.plan.hardware import GPUS, Gpu
 from jaxllm.train.build import build_training
 from jaxllm.xla_flags import compile_options
 
-# XLA's GpuTargetConfigProto. Sizes from NVIDIA's H100 SXM5 data sheet and CUDA's limits for compute capability 9.0. The memory
-# is far larger than the real 80 GB, so that XLA says what the program wants: near capacity it starts to rematerialise.
-H100_TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+DEMAND_BYTES = 10**12
+"""The memory that GPUs are said to have, so that XLA says what the program wants: near capacity it starts to rematerialise."""
+
+# XLA's GpuTargetConfigProto. The limits of blocks, threads and registers are the same for all these compute capabilities (CUDA
+# programming guide).
+_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 1000000000000
-  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {block_shared} shared_memory_per_core: {core_shared}
+  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{name}"
 """
+
+
+def target_text(gpu: Gpu, memory_bytes: int = DEMAND_BYTES) -> str:
+    """What XLA is told of this GPU."""
+    chip = gpu.chip
+    return _TARGET.format(
+        block_shared=chip.shared_memory_per_block,
+        core_shared=chip.shared_memory_per_multiprocessor,
+        cores=chip.multiprocessors,
+        fpus=chip.fpus_per_multiprocessor,
+        clock=chip.clock_ghz,
+        l2=chip.l2_cache_bytes,
+        bandwidth=round(gpu.memory_bandwidth_bytes_per_s),
+        memory=memory_bytes,
+        major=chip.compute_capability[0],
+        minor=chip.compute_capability[1],
+        name=gpu.device_kind or gpu.name,
+    )
 
 
 def can_compile_for_gpus() -> bool:
@@ -48,8 +71,13 @@ def can_compile_for_gpus() -> bool:
         return False
 
 
-def gpu_devices(hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:
-    """Descriptions of hosts x gpus_per_host H100s, to compile for.
+def gpu_devices(
+    hosts: int, gpus_per_host: int, gpu: Gpu = GPUS["h100-80gb"], memory_bytes: int = DEMAND_BYTES
+) -> Sequence[jax.Device]:
+    """Descriptions of hosts x gpus_per_host GPUs of a kind, to compile for.
+
+    Args:
+      memory_bytes: what XLA may believe each has.
 
     Raises:
       ConfigError: the packages are missing.
@@ -57,7 +85,8 @@ def gpu_devices(hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:
     if not can_compile_for_gpus():
         raise ConfigError("Compiling for GPUs without one needs NVIDIA's packages: pip install 'jaxllm[aot]'.")
     topology = f"1x{hosts}x{gpus_per_host}"
-    return topologies.get_topology_desc(platform="cuda", target_config=H100_TARGET, topology=topology).devices
+    target = target_text(gpu, memory_bytes)
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
 
 
 def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
@@ -67,6 +96,21 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Co
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
     """The train step as handed to XLA."""
+    return trace_step(config, devices).lowered
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A train step on its way to XLA."""
+
+    jaxpr: jax.extend.core.ClosedJaxpr
+    lowered: jax.stages.Lowered
+    attention: str
+    """As Parallelized.attention says it."""
+
+
+def trace_step(config: Config, devices: Sequence[jax.Device]) -> Traced:
+    """The same, with the program as it was traced."""
     config = config.resolve(len(devices))
     mesh = make_mesh(config.parallel, devices)
     training = build_training(config, mesh)
@@ -84,4 +128,5 @@ def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowe
     with jax.set_mesh(mesh):
         state = jax.tree.map(placed, jax.eval_shape(training.create, 0), training.shardings)
         jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, replicated(mesh)))
-        return jitted.trace(state, batch).lower(lowering_platforms=(platform,))
+        traced = jitted.trace(state, batch)
+        return Traced(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
@@ -92,6 +93,22 @@ def start(run: RunConfig) -> None:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
     if cluster and not jax.distributed.is_initialized():
         _join(cluster)
+
+
+def start_without_devices() -> None:
+    """Sets JAX up to compile for devices that are not here: on the CPU, alone, whatever else this machine has. Where JAX runs
+    already it stays as it is.
+    """
+    xla_flags.apply(RunConfig(cpu_devices=1))
+    if not _already_started():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def cache_folder() -> Path:
+    """Where jaxllm may keep what it can make again: $XDG_CACHE_HOME/jaxllm, by default ~/.cache/jaxllm."""
+    # The standard wants relative paths ignored.
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "jaxllm"
 
 
 def is_main_process() -> bool:

@@ -18,6 +18,8 @@ _BUFFER = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
 ON_HOST = "S(5)"
 """How XLA marks arrays in the host's memory."""
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
@@ -97,6 +99,24 @@ class HostCopy:
     """These four as of a Collective."""
 
 
+@dataclass(frozen=True)
+class Result:
+    """An array that an instruction makes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    op_name: str
+    """Where in the traced program it comes from; '' where XLA does not say."""
+    argument: str
+    """The program's argument that it is a copy, cast, part or gathering of; '' if there is none."""
+    executed: int
+    in_loop: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return byte_size(self.dtype, self.shape)
+
+
 @dataclass
 class Module:
     """An HLO module.
@@ -131,6 +151,36 @@ class Module:
     def host_copies(self) -> list[HostCopy]:
         """Slices of arrays in the host's memory that are read from the device or written from it."""
         return [copy for place in self._walk(self.entry, 1, ()) if (copy := self._host_copy(place))]
+
+    def results(self) -> list[Result]:
+        """Every array that an instruction makes, where it is made, one each: not those that only pass by (arguments, loops'
+        and calls' results, tuples), not the insides of fusions, nor what lies in the host's memory. Arrays that are updated in
+        place appear once for each update.
+        """
+        found = []
+        for place in self._walk(self.entry, 1, ()):
+            instruction = place.instruction
+            if instruction.op in _PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
+                continue
+            for dtype, dims in _BUFFER.findall(instruction.result):
+                argument = self._argument(place)
+                op_name = _OP_NAME.search(instruction.text)
+                found.append(
+                    Result(dtype, _shape(dims), op_name[1] if op_name else "", argument, place.executed, bool(place.loops))
+                )
+        return found
+
+    def _argument(self, place: _Place) -> str:
+        """What an instruction reads through others that have one array to read, if that is an argument of the program."""
+        for _ in range(8):
+            if place.instruction.op == "parameter":
+                name = _OP_NAME.search(place.instruction.text)
+                return name[1].replace("\\'", "'") if name else ""
+            inputs = [instruction for instruction in place.inputs() if instruction.op not in ("constant", "iota")]
+            if len(inputs) != 1:
+                return ""
+            place = _Place(place.among, place.among.index(inputs[0]), place.executed, place.loops)
+        return ""
 
     def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[_Place]:
         instructions = self.computations[computation]
@@ -195,6 +245,12 @@ class Module:
             coordinates = [_coordinates(device, sizes) for device in group]
             varying |= {name for i, name in enumerate(names) if len({c[i] for c in coordinates}) > 1}
         return tuple(name for name in names if name in varying)
+
+
+def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, by HLO's name of its dtype; what has less than a byte takes a whole one."""
+    width = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
+    return math.prod(shape) * max(1, width // 8)
 
 
 def _instruction(line: str) -> Instruction:

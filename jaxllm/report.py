@@ -215,11 +215,11 @@ def count_devices(config: Config, gpus: int | None) -> int:
     return jax.device_count()
 
 
-def hosts_of(gpus: int, per_host: int | None) -> tuple[int, str]:
-    """(GPUs per host, why)."""
+def hosts_of(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
+    """(GPUs per host, why), for hosts that have at most `largest` unless it was said."""
     if per_host is None:
-        per_host = max(n for n in range(1, min(gpus, HOST_GPUS) + 1) if gpus % n == 0)
-        return per_host, f"the largest divisor of {gpus} not above {HOST_GPUS}, or --gpus-per-host"
+        per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
+        return per_host, f"the largest divisor of {gpus} not above {largest}, or --gpus-per-host"
     if per_host < 1 or gpus % per_host:
         divisors = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
         raise ConfigError(f"--gpus-per-host={per_host} does not divide the {gpus} GPUs: use one of {divisors}.")

@@ -11,6 +11,16 @@ import jaxlib
 
 from jaxllm.config import Config, RunConfig
 from jaxllm.plan.activations import policy_of
+from jaxllm.plan.hardware import XLA_MEMORY_FRACTION
+
+MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+MEMORY_VARIABLES = (
+    MEMORY_FRACTION,
+    # Its old name; JAX refuses both at once. And two other ways to say how memory is taken.
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
 
 CPU_FLAGS = {
     # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out
@@ -52,8 +62,8 @@ def compile_options(config: Config, platform: str) -> dict[str, int]:
 
 
 def apply(run: RunConfig) -> list[str]:
-    """Puts the flags of this run into XLA_FLAGS; returns those that were not there. What the user set there wins. Once JAX has
-    started a device they have no effect.
+    """Puts the flags of this run into XLA_FLAGS, and into the environment which share of a GPU's memory XLA may take; returns
+    what was not there. What the user set there wins. Once JAX has started a device they have no effect.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
     given = os.environ.get("XLA_FLAGS", "")
@@ -62,7 +72,15 @@ def apply(run: RunConfig) -> list[str]:
     added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+    if not any(os.environ.get(name) for name in MEMORY_VARIABLES):
+        os.environ[MEMORY_FRACTION] = str(XLA_MEMORY_FRACTION)
+        added.append(f"{MEMORY_FRACTION}={XLA_MEMORY_FRACTION}")
     return added
+
+
+def given_flags() -> str:
+    """XLA_FLAGS as they are now: what is compiled depends on them."""
+    return os.environ.get("XLA_FLAGS", "")
 
 
 @functools.cache
