@@ -55,18 +55,16 @@ DEFAULT = [
 ]
 """With the other default tests of this file: every schedule, axis, ZeRO level and policy."""
 COVER = pairwise([c for c in itertools.product(PIPELINES, MESHES, (0, 1, 2, 3), REMAT, VARIANTS) if is_useful(*c)])
-COMBINATIONS = DEFAULT + [c for c in COVER if c not in DEFAULT]
+COMBINATIONS = DEFAULT + [c for c in COVER[:28] if c not in DEFAULT]
+"""All 43 hold every two values that can meet; the first 28, 92% of those pairs."""
 SIXTEEN = [
     ("1f1b-2", (2, 2, 2), 1, "selective", "gqa-untied-packed"),
     ("1f1b-2", (2, 2, 2), 3, "full", "mqa-tied-packed"),
     ("gpipe-2", (2, 2, 2), 3, "none", "gqa-tied"),
-    ("gpipe-2", (2, 2, 2), 2, "mapping", "mqa-untied"),
     ("interleaved-2x2", (2, 2, 2), 2, "offload", "gqa-untied-packed"),
-    ("interleaved-2x2", (2, 2, 2), 0, "selective", "mqa-tied-packed"),
     ("interleaved-4x2", (2, 1, 2), 3, "full", "gqa-untied-packed"),
     ("1f1b-4", (1, 2, 2), 2, "none", "mqa-tied-packed"),
-    ("gpipe-4", (2, 2, 1), 0, "offload", "gqa-tied"),
-    ("1f1b-8", (2, 1, 1), 3, "selective", "mqa-untied"),
+    ("1f1b-8", (2, 1, 1), 0, "selective", "mqa-untied"),
 ]
 
 
@@ -169,13 +167,11 @@ def test_on_sixteen(make_run, one_device, combination):
     check(make_run(*combination), one_device(variant, layers_of(pipeline)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() > 8, reason="this is the process it starts")
-@pytest.mark.parametrize(
-    "combinations", [SIXTEEN[:1], pytest.param(SIXTEEN[1:], marks=pytest.mark.slow)], ids=["one", "others"]
-)
-def test_sixteen_devices(combinations):
+def test_sixteen_devices():
     """All four axes above 1, and other meshes of sixteen: this file again, in a process that has as many."""
-    tests = [f"{__file__}::test_on_sixteen[{name_of(*c)}]" for c in combinations]
+    tests = [f"{__file__}::test_on_sixteen[{name_of(*c)}]" for c in SIXTEEN]
     environment = {**os.environ, "JAXLLM_TEST_DEVICES": "16", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "pytest", "-v", *tests]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=config_folder().parent, timeout=500)
