@@ -9,6 +9,8 @@ XLA needs a description of the GPU, its plugin and NVIDIA's assembler (extra `ao
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +71,16 @@ def can_compile_for_gpus() -> bool:
         return all(importlib.util.find_spec(name) for name in ("jax_plugins.xla_cuda13", "nvidia.cudnn", "nvidia.cu13"))
     except ModuleNotFoundError:  # not even the parent package
         return False
+
+
+def versions() -> list[str]:
+    """Of the packages that compile: the CUDA plugin, cuDNN and the assembler; those that are installed."""
+    names = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found
 
 
 def gpu_devices(

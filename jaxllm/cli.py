@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,6 +59,45 @@ def inspect(
         from jaxllm.parallel.zigzag import picture as draw
 
         draw(loaded.parallel.context, picture)
+    if as_json:
+        print(json.dumps(report.to_json()))
+        return
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(render(report))
+
+
+@app.command("compile")
+def compile_(
+    recipe: Recipe,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the devices here."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many; none of them need be here. Default: the config's mesh.")] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(help="Default: the largest divisor of --gpus not above that kind's host size.")
+    ] = None,
+    real_memory: Annotated[
+        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory: does XLA rematerialise?")
+    ] = False,
+    cache: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where reports are kept; default: jaxllm/compile in the user's cache.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Compiles the real train step for GPUs that need not be here: its bytes, what it sends, and whether it fits."""
+    from jaxllm.plan.hardware import find_gpu
+
+    loaded = load(recipe)
+    found = None if gpu is None else find_gpu(gpu)
+    from jaxllm.compile_report import compile_report
+    from jaxllm.compile_text import render
+    from jaxllm.distributed import cache_folder
+
+    folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
+    report = compile_report(loaded, found, gpus, gpus_per_host, real_memory=real_memory, cache=folder)
     if as_json:
         print(json.dumps(report.to_json()))
         return

@@ -106,7 +106,7 @@ class Result:
     dtype: str
     shape: tuple[int, ...]
     op_name: str
-    """Where in the traced program it comes from; '' where XLA does not say."""
+    """Where in the traced program it comes from; the instruction's own name where XLA does not say."""
     argument: str
     """The program's argument that it is a copy, cast, part or gathering of; '' if there is none."""
     executed: int
@@ -165,9 +165,8 @@ class Module:
             for dtype, dims in _BUFFER.findall(instruction.result):
                 argument = self._argument(place)
                 op_name = _OP_NAME.search(instruction.text)
-                found.append(
-                    Result(dtype, _shape(dims), op_name[1] if op_name else "", argument, place.executed, bool(place.loops))
-                )
+                name = op_name[1] if op_name else instruction.name
+                found.append(Result(dtype, _shape(dims), name, argument, place.executed, bool(place.loops)))
         return found
 
     def _argument(self, place: _Place) -> str:

@@ -37,7 +37,7 @@ then be lowered by as much), and for what lies in XLA's share beside the step: t
 between buffers. Chosen, not measured."""
 
 NVLINK_LATENCY_S, PCIE_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 5.7e-6, 14e-6
-"""Of one step of a ring, as NCCL's own tuning assumes for long messages (hwLat in its graph/tuning.cc: ring, protocol Simple)."""
+"""Of one step of a ring, as NCCL's own tuning assumes for long messages (hwLat in graph/tuning.cc, ring, protocol Simple)."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,7 @@ _TABLE = (
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _TABLE})
 """By the name that `--gpu` takes."""
 
+
 def gpu_from_device_kind(kind: str) -> Gpu | None:
     """The GPU that JAX calls `kind` (`jax.Device.device_kind`); None for a CPU and for a GPU not in the table."""
     return next((gpu for gpu in _TABLE if kind and gpu.device_kind == kind), None)
@@ -260,8 +261,8 @@ def gpu_from_device_kind(kind: str) -> Gpu | None:
 def find_gpu(name: str) -> Gpu:
     """The GPU that `--gpu` means: one of GPUS, or a YAML file (ends in .yaml or .yml) that describes another.
 
-    Such a file says `like: NAME` for what it leaves out, and any of the fields of Gpu and Chip by their names; dense_flops takes
-    the dtypes it knows better. Bytes, seconds and FLOP/s are plain numbers:
+    Such a file says `like: NAME` for what it leaves out, and any of the fields of Gpu and Chip by their names; of dense_flops
+    those it knows better. Bytes, seconds and FLOP/s are plain numbers:
 
         like: h100-80gb
         name: h20-96gb
@@ -275,7 +276,7 @@ def find_gpu(name: str) -> Gpu:
     if name.endswith((".yaml", ".yml")):
         return _gpu_from_file(Path(name))
     if name not in GPUS:
-        nearest = difflib.get_close_matches(name, GPUS, n=1)
+        nearest = [known for known in GPUS if name and known.startswith(name.lower())] or difflib.get_close_matches(name, GPUS)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(f"There is no GPU {name}: {hint}Choose one of {', '.join(GPUS)}, or a YAML file of your own.")
     return GPUS[name]
@@ -302,8 +303,11 @@ def _gpu_from_file(path: Path) -> Gpu:
     rest = {key: value for key, value in given.items() if key not in on_chip}
     if "dense_flops" in rest:
         rest["dense_flops"] = MappingProxyType({**base.dense_flops, **rest["dense_flops"]})
-    named = {"name": path.stem, "source": str(path)}
-    return dataclasses.replace(base, **{**named, **rest, "chip": dataclasses.replace(base.chip, **chip)})
+    named = {"name": path.stem, "source": str(path), "device_kind": ""}
+    gpu = dataclasses.replace(base, **{**named, **rest, "chip": dataclasses.replace(base.chip, **chip)})
+    if gpu.capacity_bytes <= 0:
+        raise ConfigError(f"memory_bytes={gpu.memory_bytes} in {path} leaves a step nothing: it should be above 2 GiB.")
+    return gpu
 
 
 def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
