@@ -62,7 +62,7 @@ def parameters():
     """The cover, and of the rest every mesh and method once, with documents and heads in turns."""
     for number, combination in enumerate(COMBINATIONS):
         mesh, method, packed, heads = combination
-        if combination not in DEFAULT and np.prod(mesh) <= 8 and number % 4 != number // 4 % 4:
+        if combination not in DEFAULT and number % 4 != number // 4 % 4:
             continue
         marks = [] if combination in DEFAULT else [pytest.mark.slow]
         if np.prod(mesh) > jax.device_count():
@@ -92,7 +92,8 @@ def test_sixteen_devices():
     environment = {**os.environ, "JAXLLM_TEST_DEVICES": "16", "XLA_FLAGS": ""}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=config_folder().parent, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:]
-    assert f"{8 * len(names)} passed" in result.stdout
+    # Both methods.
+    assert f"{2 * len(names)} passed" in result.stdout
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
