@@ -55,8 +55,8 @@ DEFAULT = [
 ]
 """With the other default tests of this file: every schedule, axis, ZeRO level and policy."""
 COVER = pairwise([c for c in itertools.product(PIPELINES, MESHES, (0, 1, 2, 3), REMAT, VARIANTS) if is_useful(*c)])
-COMBINATIONS = DEFAULT + [c for c in COVER[:28] if c not in DEFAULT]
-"""All 43 hold every two values that can meet; the first 28, 92% of those pairs."""
+COMBINATIONS = DEFAULT + [c for c in COVER[:20] if c not in DEFAULT]
+"""All 43 hold every two values that can meet; the first 20, 81% of those pairs."""
 SIXTEEN = [
     ("1f1b-2", (2, 2, 2), 1, "selective", "gqa-untied-packed"),
     ("1f1b-2", (2, 2, 2), 3, "full", "mqa-tied-packed"),
