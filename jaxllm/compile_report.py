@@ -34,6 +34,7 @@ from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
 from jaxllm.report import ParameterLine, count_devices, describe, hosts_of
+from jaxllm.sharding import STACK_DIMS
 
 log = logging.getLogger(__name__)
 
@@ -427,7 +428,7 @@ def _could_split(line: ParameterLine, layout: tuple[tuple[str, ...], ...], axis:
     if sizes[axis] == 1 or any(axis in axes for axes in layout):
         return False
     left = [size // math.prod(sizes[a] for a in axes) for size, axes in zip(line.shape, layout, strict=True)]
-    dims = [size for size, dim in zip(left, line.dims, strict=True) if (dim == "layers") == (axis == PIPE)]
+    dims = [size for size, dim in zip(left, line.dims, strict=True) if (dim in STACK_DIMS) == (axis == PIPE)]
     return any(size % sizes[axis] == 0 for size in dims)
 
 

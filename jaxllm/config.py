@@ -397,7 +397,7 @@ class Config(Section):
                 f"set train.sequence_length={nearest}."
             )
         chunks = parallel.pipe * parallel.virtual_stages
-        if model.num_layers <= (chunks - 1) * math.ceil(model.num_layers / chunks):
+        if not _all_have_layers(model.num_layers, chunks):
             fix = _fewer_chunks(model.num_layers, parallel)
             raise refuse(
                 f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
@@ -426,6 +426,11 @@ class Config(Section):
     @property
     def total_tokens(self) -> int:
         return self.train.steps * self.step_tokens
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of one virtual stage of the pipeline, identity layers counted."""
+        return math.ceil(self.model.num_layers / (self.parallel.pipe * self.parallel.virtual_stages))
 
     @property
     def microbatch_sequences(self) -> int:
@@ -485,15 +490,19 @@ class Config(Section):
         return config
 
 
+def _all_have_layers(layers: int, chunks: int) -> bool:
+    """Whether every chunk has a layer, where all but the last are full."""
+    return layers > (chunks - 1) * math.ceil(layers / chunks)
+
+
 def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
     """What to set so that every chunk has a layer: fewer virtual stages if that does, else fewer stages."""
-    fits = lambda chunks: layers > (chunks - 1) * math.ceil(layers / chunks)  # noqa: E731
     for virtual_stages in range(parallel.virtual_stages - 1, 1, -1):
-        if fits(parallel.pipe * virtual_stages):
+        if _all_have_layers(layers, parallel.pipe * virtual_stages):
             return f"set parallel.virtual_stages={virtual_stages}"
-    if parallel.virtual_stages > 1 and fits(parallel.pipe):
+    if parallel.virtual_stages > 1 and _all_have_layers(layers, parallel.pipe):
         return "set parallel.virtual_stages=1 and schedule=1f1b"
-    stages = next(pipe for pipe in range(parallel.pipe - 1, 0, -1) if fits(pipe))
+    stages = next(pipe for pipe in range(parallel.pipe - 1, 0, -1) if _all_have_layers(layers, pipe))
     return f"set parallel.pipe={stages}" + (", virtual_stages=1 and schedule=1f1b" if parallel.virtual_stages > 1 else "")
 
 

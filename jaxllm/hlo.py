@@ -162,10 +162,9 @@ class Module:
             instruction = place.instruction
             if instruction.op in _PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
                 continue
+            argument, op_name = self._argument(place), _OP_NAME.search(instruction.text)
+            name = op_name[1] if op_name else instruction.name
             for dtype, dims in _BUFFER.findall(instruction.result):
-                argument = self._argument(place)
-                op_name = _OP_NAME.search(instruction.text)
-                name = op_name[1] if op_name else instruction.name
                 found.append(Result(dtype, _shape(dims), name, argument, place.executed, bool(place.loops)))
         return found
 

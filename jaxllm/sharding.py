@@ -144,6 +144,11 @@ def unstacked(dims: Dims) -> Dims:
     return tuple(dim for dim in dims if dim not in STACK_DIMS)
 
 
+def stack_dims(dims: Dims) -> int:
+    """How many leading dims of a parameter count layers."""
+    return len(dims) - len(unstacked(dims))
+
+
 def is_shared_out(path: str, parallel: ParallelConfig, level_from: int) -> bool:
     """Whether ZeRO shares out a parameter's gradient (level_from=2) or its copy in the train step (3). In a pipeline that is
     done with the layers alone: the rest is needed in every tick.

@@ -57,7 +57,7 @@ def compile_options(config: Config, platform: str) -> dict[str, int]:
         return {}
     options = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
     options = options | (OFFLOAD_GPU_OPTIONS if policy_of(config.parallel.remat).offload else {})
-    given = os.environ.get("XLA_FLAGS", "")
+    given = given_flags()
     return {name: value for name, value in options.items() if f"--{name}" not in given and is_known(name)}
 
 
@@ -66,7 +66,7 @@ def apply(run: RunConfig) -> list[str]:
     what was not there. What the user set there wins. Once JAX has started a device they have no effect.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
-    given = os.environ.get("XLA_FLAGS", "")
+    given = given_flags()
     if run.cpu_devices is not None or "xla_force_host_platform_device_count" in given:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
     added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]

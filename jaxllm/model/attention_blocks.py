@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-OUTPUT, LSE = RESIDUALS = ("attention_output", "attention_lse")
+from jaxllm.config import ATTENTION_RESULTS
+
+OUTPUT, LSE = RESIDUALS = ATTENTION_RESULTS
 """Names under which a blockwise attention's results are kept for its backward: a remat policy that saves them spares the
 recomputation, transfers included."""
 

@@ -19,7 +19,7 @@ are [slots x length, ...]; `sums` are float32 and lie as `access` reduces gradie
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class Ring:
 
     kept: Tree
     """As keep() gives them, with a leading dim."""
-    on_host: tuple[bool, ...] = field(default=())
+    on_host: tuple[bool, ...]
     """Of each leaf."""
 
     def write(self, number, kept: Tree) -> Ring:

@@ -87,10 +87,12 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
 
         regions = gradient_region(sums, new_sinks), loss_region(sums, new_sinks)
 
+    def shares(name: str, level_from: int) -> bool:
+        return level > 0 and is_shared_out(name, parallel, level_from)
+
     def by_name(level_from: int, share: Any, whole: Any) -> Any:
         """Of each top-level entry, the one for what ZeRO shares out from this level on, or the other."""
-        shares = lambda name: level > 0 and is_shared_out(name, parallel, level_from)  # noqa: E731
-        return {name: share[name] if shares(name) else whole[name] for name in table}
+        return {name: share[name] if shares(name, level_from) else whole[name] for name in table}
 
     def compute_copy(params: Params) -> Params:
         # Cast first, gather then: the gather carries the compute dtype. Unless the cast is pinned to where the weights lie, XLA
@@ -108,7 +110,8 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradients = region(regions[0], out_specs=(P(), by_name(2, share, summed)))(compute_copy(params), batch)
         with jax.named_scope("reduce_gradients"):
-            gradients = by_name(2, gradients, jax.tree.map(lambda g: g.sum(0), gradients))
+            total = lambda tree: jax.tree.map(lambda g: g.sum(0), tree)  # noqa: E731
+            gradients = {name: g if shares(name, 2) else total(g) for name, g in gradients.items()}
         return loss, jax.lax.with_sharding_constraint(gradients, master_shardings)
 
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -129,10 +129,8 @@ def _scan_group(tick, group, lines: dict[str, Any], carry):
             carry, _ = jax.lax.scan(partial(tick, run), carry, part)
         return carry, None
 
-    period = sum(run.length for run in group.runs)
-
     def part_of(run: Run) -> dict[str, Any]:
-        at = run.start + period * np.arange(group.repeat)[:, None] + np.arange(run.length)
+        at = run.start + group.length * np.arange(group.repeat)[:, None] + np.arange(run.length)
         return jax.tree.map(lambda column: column[at], lines)
 
     parts = [part_of(run) for run in group.runs]

@@ -11,7 +11,6 @@ weights, or the output of one, as a factor; and weight decay leaves zero alone.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +27,8 @@ class Stacking:
     """L, the model's."""
     stages: int
     virtual_stages: int
-
-    @property
-    def chunk(self) -> int:
-        """Layers of one chunk."""
-        return math.ceil(self.layers / (self.stages * self.virtual_stages))
+    chunk: int
+    """Layers of one chunk."""
 
     @property
     def identity_layers(self) -> int:
@@ -67,7 +63,7 @@ class Stacking:
 
 
 def stacking_of(config: Config) -> Stacking:
-    return Stacking(config.model.num_layers, config.parallel.pipe, config.parallel.virtual_stages)
+    return Stacking(config.model.num_layers, config.parallel.pipe, config.parallel.virtual_stages, config.chunk_layers)
 
 
 def over_layers(function: Any, params: Any) -> Any:

@@ -40,7 +40,7 @@ def pipeline_regions(config: Config, graph: nnx.GraphDef, ops: Ops, access: Acce
     batch) -> (sum of token losses over the global batch, number of targets).
     """
     parallel, stacking = config.parallel, stacking_of(config)
-    stages, stack_dims = (parallel.pipe, parallel.virtual_stages), len(stacking.shape)
+    stack_dims = len(stacking.shape)
 
     def run(schedule, weights: Tree, batch: Rows, scale: jax.Array, sums: Tree):
         B, S = batch["tokens"].shape[1:]
@@ -55,7 +55,7 @@ def pipeline_regions(config: Config, graph: nnx.GraphDef, ops: Ops, access: Acce
         scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ZERO_AXES), 1).astype(jnp.float32)
         flat = flatten_layers(weights, stack_dims)
         sums = {name: new_sums(tree, access if name == "layers" else Access()) for name, tree in flat.items()}
-        schedule = make_schedule(parallel.schedule, stages[0], batch["tokens"].shape[0], stages[1])
+        schedule = make_schedule(parallel.schedule, parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
         loss, sums = run(schedule, flat, batch, scale, sums)
 
         def handed_out(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def pipeline_regions(config: Config, graph: nnx.GraphDef, ops: Ops, access: Acce
         return jax.lax.psum(loss, ZERO_AXES), gradients
 
     def loss_region(weights: Tree, batch: Rows):
-        schedule = forward_only(stages[0], batch["tokens"].shape[0], stages[1])
+        schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
         total, _ = run(schedule, flatten_layers(weights, stack_dims), batch, jnp.ones((), jnp.float32), None)
         return jax.lax.psum((total, batch["mask"].sum()), ZERO_AXES)
 

@@ -6,8 +6,6 @@ rematerialisation computes twice is counted once (MFU, not HFU; Chowdhery et al.
 D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length.
 """
 
-import math
-
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.plan.activations import policy_of
 
@@ -88,8 +86,7 @@ def step_matmul_flops(config: Config, attention: str = "xla") -> int:
     model, parallel = config.model, config.parallel
     P, V, S, M = parallel.pipe, parallel.virtual_stages, config.train.sequence_length, config.num_microbatches
     tokens = config.train.global_batch_sequences // M * S
-    chunk = math.ceil(model.num_layers / (P * V))
-    layers_run = tokens * chunk * P * (M * V + P - 1)
+    layers_run = tokens * config.chunk_layers * P * (M * V + P - 1)
 
     scores = 2 * S * model.num_heads * model.head_dim
     share_forward, share_backward = _share_of_square(method, parallel.context)

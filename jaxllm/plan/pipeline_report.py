@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +100,5 @@ def slot_bytes(config: Config) -> tuple[int | None, int]:
     if policy.everything:
         return None, 0
     held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(config))
-    layers = math.ceil(model.num_layers / (p.pipe * p.virtual_stages))
-    tokens = layers * config.microbatch_sequences * config.train.sequence_length
+    tokens = config.chunk_layers * config.microbatch_sequences * config.train.sequence_length
     return round(tokens * sum(held.kept.values())), round(tokens * sum(held.offloaded.values()))

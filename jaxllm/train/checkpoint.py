@@ -36,8 +36,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import distributed
 from jaxllm.config import CheckpointConfig, Config, ConfigError
-from jaxllm.sharding import unstacked
-from jaxllm.train.state import TrainState
+from jaxllm.sharding import stack_dims
+from jaxllm.train.state import HOST, TrainState
 
 FORMAT = 1
 STATE, META, FILES = "state", "meta", "files.json"
@@ -477,7 +477,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
         of_parameter = dims.get(parameter, ("",) * x.ndim)
-        stacked = len(of_parameter) - len(unstacked(of_parameter))
+        stacked = stack_dims(of_parameter)
         of_stack = len(shape) - (x.ndim - stacked)
         sizes = zip(shape[of_stack:], x.shape[stacked:], of_parameter[stacked:], strict=False)
         if (of_stack not in (1, 3) if stacked else of_stack) or any(a != b and d != "vocab" for a, b, d in sizes):
@@ -502,7 +502,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
 
 def lies_on_host(arrays: Any) -> bool:
     """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
-    return any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(arrays))
+    return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(arrays))
 
 
 def restacked(arrays: Any, like: Any) -> Any:

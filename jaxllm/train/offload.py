@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.parallel.parallelize import Parallelized
-from jaxllm.sharding import Parameter, unstacked
+from jaxllm.sharding import Parameter, stack_dims
 from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import Update, make_update
@@ -142,7 +142,7 @@ def _cast_part(dtype: str, part: Tree, params: Tree) -> Tree:
 def _pieces(part: Tree, params: Tree) -> int:
     """How many pieces to cut a rank's share into: its layers, or as few as keep each within PIECE_BYTES."""
     (first, *_), (array, *_) = jax.tree.leaves(part), jax.tree.leaves(params)
-    if stacked := _stack_dims(first):
+    if stacked := stack_dims(first.dims):
         return math.prod(array.shape[:stacked])
     # Anywhere in a row: a vocabulary may have no small divisor, a width always has.
     return next(n for n in range(1, array.size + 1) if array.size % n == 0 and 4 * array.size // n <= PIECE_BYTES)
@@ -152,15 +152,10 @@ def _cut(part: Tree, count: int, arrays: Tree) -> Tree:
     """Arrays of a part as [piece, ...]."""
 
     def cut(parameter: Parameter, x: jax.Array) -> jax.Array:
-        stacked = _stack_dims(parameter)
+        stacked = stack_dims(parameter.dims)
         return x.reshape(count, *x.shape[stacked:]) if stacked else x.reshape(count, -1)
 
     return jax.tree.map(cut, part, arrays)
-
-
-def _stack_dims(parameter: Parameter) -> int:
-    """How many leading dims count layers."""
-    return len(parameter.dims) - len(unstacked(parameter.dims))
 
 
 def _read(number: jax.Array, arrays: Tree, on_host: bool) -> Tree:

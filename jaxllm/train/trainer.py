@@ -205,17 +205,21 @@ class Trainer:
         config = self.config
         G, M = config.train.global_batch_sequences, config.num_microbatches
         samples = (step * G + np.arange(G)).reshape(M, G // M)
-        return self._place(lambda rows: self.stream.samples(samples[:, rows].reshape(-1)), M, G // M)
+        return self._place(self.stream.samples, samples)
 
-    def _place(self, read, M: int, R: int) -> dict[str, jax.Array]:
-        """read(rows) -> arrays [M len(rows), S] for the rows of each microbatch that this process's devices hold."""
-        S = self.config.train.sequence_length
+    def _place(self, read, samples: np.ndarray) -> dict[str, jax.Array]:
+        """Samples by number, [microbatch, sequence], on the mesh: read(numbers) -> arrays [len(numbers), S] is asked for those
+        alone that this process's devices hold.
+        """
+        (M, R), S = samples.shape, self.config.train.sequence_length
         sharding = batch_sharding(self.mesh)
         indices = sharding.addressable_devices_indices_map((M, R, S)).values()
         mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
         # Context ranks hold an early and a late chunk of each sequence; nobody after this notices.
         dealt = order(S, self.config.parallel.context)
-        local = {name: array.reshape(M, len(mine), S)[:, :, dealt] for name, array in read(mine).items()}
+        local = {
+            name: array.reshape(M, len(mine), S)[:, :, dealt] for name, array in read(samples[:, mine].reshape(-1)).items()
+        }
 
         def shard(name):
             def callback(index):
@@ -242,12 +246,7 @@ class Trainer:
             for source in self.data.held_out():
                 total, count = 0.0, 0
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    samples = (first + np.arange(M * R)).reshape(M, R)
-
-                    def read(rows, source=source, samples=samples):
-                        return source.in_order(samples[:, rows].reshape(-1).tolist())
-
-                    batch = self._place(read, M, R)
+                    batch = self._place(source.in_order, (first + np.arange(M * R)).reshape(M, R))
                     part, tokens = self._loss_sum(self.state.params, batch)
                     # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
                     total, count = total + float(part), count + int(tokens)

@@ -35,14 +35,7 @@ class Run:
     def plain(self, tree):
         """Parameters or gradients as one device has them: layers in one stack, without identity layers or padded rows, both of
         which must be 0."""
-        stacking = stacking_of(self.config)
-
-        def plain(x):
-            rows = np.asarray(x).reshape(-1, *x.shape[len(stacking.shape) :])
-            assert (rows[stacking.layers :] == 0).all()
-            return stacking.plain(np.asarray(x))
-
-        return over_layers(plain, trimmed(tree, self.config.model.vocab_size))
+        return in_one_stack(self.config, trimmed(tree, self.config.model.vocab_size))
 
     def losses(self, steps):
         step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []
@@ -52,6 +45,18 @@ class Run:
                 losses.append(float(metrics["loss"]))
         self.state = state
         return losses
+
+
+def in_one_stack(config, tree):
+    """Layers in one stack, without identity layers, which must be 0."""
+    stacking = stacking_of(config)
+
+    def plain(x):
+        rows = np.asarray(x).reshape(-1, *x.shape[len(stacking.shape) :])
+        assert (rows[stacking.layers :] == 0).all()
+        return np.asarray(stacking.plain(np.asarray(x)))
+
+    return over_layers(plain, jax.device_get(tree))
 
 
 def trimmed(gradients, vocab_size):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.mesh import axis_sizes, make_mesh
-from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints, describe_run
 from jaxllm.train.trainer import Trainer
 from jaxllm.train.weights import find_weights, read_weights
+
+sys.path.append(str(Path(__file__).parents[1] / "parallel"))
+from meshes import in_one_stack
 
 ONE = ("parallel.data=1",)
 TWO = ("parallel.pipe=2", "parallel.data=2")
@@ -56,24 +59,12 @@ def state_of(tiny_config):
     return make
 
 
-def plain(config, tree):
-    """Layers in one stack, without identity layers, which must be zero."""
-    stacking = stacking_of(config)
-
-    def one(x):
-        x = np.asarray(x)
-        assert (x.reshape(-1, *x.shape[len(stacking.shape) :])[stacking.layers :] == 0).all()
-        return np.asarray(stacking.plain(x))
-
-    return over_layers(one, jax.device_get(tree))
-
-
 def trees(config, state):
     """Parameters and both moments."""
     is_tree = lambda x: isinstance(x, dict)  # noqa: E731
     found = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_tree) if is_tree(x)]
     assert len(found) == 2
-    return [plain(config, tree) for tree in (state.params, *found)]
+    return [in_one_stack(config, tree) for tree in (state.params, *found)]
 
 
 @pytest.mark.parametrize(("saved", "read"), PAIRS)
@@ -103,7 +94,7 @@ def test_weights_are_exported_from_virtual_stages_and_taken_up_by_others(state_o
     other, training, like = state_of("thirds")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like.params)
     found = read_weights(find_weights("train.init_from", str(tmp_path / "weights")), shapes, training.functions.table)
-    jax.tree.map(np.testing.assert_array_equal, plain(config, state.params), plain(other, found))
+    jax.tree.map(np.testing.assert_array_equal, in_one_stack(config, state.params), in_one_stack(other, found))
 
 
 def test_a_model_of_other_layers_is_refused(tiny_config, state_of, tmp_path):
