@@ -24,9 +24,10 @@ from jaxllm.mesh import CONTEXT, DATA, MANUAL, PIPE, TENSOR, ZERO_AXES, axis_siz
 from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
 from jaxllm.model.attention_blocks import xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
-from jaxllm.model.layers import Ops, look_up
+from jaxllm.model.layers import Ops
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
+from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
@@ -280,23 +281,3 @@ def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> At
 
     kv = heads if split_kv else P()
     return over_tensor(local, in_specs=(heads, kv, kv, P()), out_specs=heads)
-
-
-def look_up_over_ranks(pipe: int, tensor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The embedding with its rows split over `pipe` and `tensor` by hand: left to it, the compiler may gather the whole table.
-
-    Each rank looks up the ids that are its own; the sum over ranks is scattered along the sequence, as blocks want it.
-    """
-    if pipe == tensor == 1:
-        return look_up
-
-    def local(rows_VD, ids_BS):
-        rank = jax.lax.axis_index(PIPE) * tensor + jax.lax.axis_index(TENSOR)
-        own = ids_BS - rank * rows_VD.shape[0]
-        is_mine = (own >= 0) & (own < rows_VD.shape[0])
-        found_BSD = jnp.where(is_mine[..., None], look_up(rows_VD, jnp.where(is_mine, own, 0)), 0)
-        # All but one rank add zero: exact in any dtype.
-        found_BSD = jax.lax.psum_scatter(found_BSD, TENSOR, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(found_BSD, PIPE) if pipe > 1 else found_BSD
-
-    return over_tensor(local, in_specs=(P(TENSOR), P()), out_specs=P(None, TENSOR))

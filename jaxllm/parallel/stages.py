@@ -20,6 +20,7 @@ from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
 from jaxllm.model.layers import Ops, rotary_table
 from jaxllm.model.llama import Llama, Side, apply_block
 from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
+from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
 from jaxllm.parallel.pipeline import Rows, Stage, run_schedule
 from jaxllm.parallel.stacking import stacking_of
@@ -80,7 +81,7 @@ def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weigh
     Args:
       scale: of each token's loss in the sum.
     """
-    model, train = config.model, config.train
+    model, parallel, train = config.model, config.parallel, config.train
     head_name = "embedding" if model.tie_embeddings else "head"
     part = VocabularySlice(
         first=lambda rows: jax.lax.axis_index(PIPE) * rows,
@@ -97,10 +98,7 @@ def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weigh
         return ops.constrain(ops.look_up(table_VD, rows["tokens"]), SPLIT)
 
     def look_up_backward(dh_BSD, rows: Rows, sums: Tree) -> Tree:
-        # The look-up ends in a sum over stages, and so does its transpose. It is right because only the first stage's gradient
-        # is not zero.
-        (dtable_VD,) = jax.vjp(lambda table_VD: look_up(table_VD, rows), weights["embedding"])[1](dh_BSD)
-        return sums | {"embedding": sums["embedding"] + dtable_VD.astype(jnp.float32)}
+        return sums | {"embedding": add_over_ranks(sums["embedding"], rows["tokens"], dh_BSD, parallel.tensor)}
 
     def norm(scale_D, h_BSD):
         return ops.constrain(nnx.merge(norm_graph, scale_D)(h_BSD), WHOLE)
@@ -136,7 +134,7 @@ def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weigh
         backward=backward,
         head=head,
         head_loss=head_loss,
-        send=partial(send, stages=config.parallel.pipe),
+        send=partial(send, stages=parallel.pipe),
         broadcast=broadcast,
         new_ring=lambda slots, h_BSD, rows: loop.new_ring(slots, weights["layers"], h_BSD, side(rows)),
     )

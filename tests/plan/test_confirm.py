@@ -1,0 +1,165 @@
+"""Confirming by compiling: the same outcome in whatever order compilations end, and none that takes down the rest."""
+
+import itertools
+import threading
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+from plan_stand_ins import estimate, gpu_for, small, step_time
+
+from jaxllm.config import ConfigError
+from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, CompileFigures, confirm
+from jaxllm.plan.hardware import GPUS
+from jaxllm.plan.search import search
+
+
+@pytest.fixture(scope="module")
+def plan():
+    gpu = gpu_for(estimate(small().resolve(8)).peak_bytes)
+    return search(small(), gpu, 8, estimate=estimate, step_time=step_time)
+
+
+def rank(plan, config):
+    return next(n for n, one in enumerate(plan.candidates) if one.config == config)
+
+
+class Compiler:
+    """Gives candidates their bytes by rank: within the capacity, but for those named."""
+
+    def __init__(self, plan, above=(), refused=(), wait=None):
+        self.plan, self.above, self.refused, self.wait = plan, above, refused, wait
+        self.compiled = []
+
+    def __call__(self, config):
+        number = rank(self.plan, config)
+        if self.wait is not None:
+            self.wait(number)
+        self.compiled.append(number)
+        if number in self.refused:
+            raise ConfigError(f"number {number} cannot be.")
+        capacity = self.plan.capacity_bytes
+        return CompileFigures(capacity + 1 if number in self.above else capacity - number, 0, 1.0)
+
+
+def test_the_best_are_confirmed(plan):
+    compiler = Compiler(plan)
+    found = confirm(plan, 3, compiler)
+    assert compiler.compiled == [0, 1, 2]
+    assert [one.config for one in found.candidates] == [one.config for one in plan.candidates]
+    sizes = [plan.capacity_bytes - number for number in range(3)]
+    assert [one.compiled_bytes for one in found.candidates[:4]] == [*sizes, None]
+    assert found.confirmed == 3
+    assert found.unconfirmed_because is None
+    assert found.rejected == plan.rejected
+
+
+def test_what_takes_too_much_makes_way_for_the_next(plan):
+    compiler = Compiler(plan, above=(0, 2), refused=(3,))
+    found = confirm(plan, 3, compiler)
+    assert compiler.compiled == [0, 1, 2, 3, 4, 5]
+    left = [number for number in range(len(plan.candidates)) if number not in (0, 2, 3)]
+    assert [one.config for one in found.candidates] == [plan.candidates[number].config for number in left]
+    assert found.best == plan.candidates[1].config
+    added = {line.reason: line for line in found.rejected[len(plan.rejected) :]}
+    assert {reason: line.count for reason, line in added.items()} == {COMPILED_ABOVE: 2, COMPILE_REFUSED: 1}
+    assert added[COMPILED_ABOVE].example.startswith(str(plan.candidates[0].choice))
+    assert added[COMPILE_REFUSED].example.endswith("number 3 cannot be.")
+    rejected = sum(line.count for line in found.rejected if line.unit == "configuration")
+    assert len(found.candidates) + rejected == found.configurations
+
+
+@pytest.mark.parametrize("late", itertools.permutations(range(3)))
+def test_the_outcome_does_not_depend_on_who_ends_first(plan, late):
+    """Candidates wait for each other in an order of their own."""
+    ended = [threading.Event() for _ in late]
+    before = {second: first for first, second in itertools.pairwise(late)}
+
+    def wait(number):
+        if number in before:
+            ended[before[number]].wait(timeout=5)
+
+    class Ending(Compiler):
+        def __call__(self, config):
+            try:
+                return super().__call__(config)
+            finally:
+                number = rank(self.plan, config)
+                if number < len(ended):
+                    ended[number].set()
+
+    with ThreadPoolExecutor(3) as pool:
+        found = confirm(plan, 3, Ending(plan, above=(1,), wait=wait), lambda: pool, workers=3)
+    assert found == confirm(plan, 3, Compiler(plan, above=(1,)))
+
+
+def test_no_more_is_compiled_than_a_few_times_what_is_asked_for(plan):
+    compiler = Compiler(plan, above=range(10**6))
+    found = confirm(plan, 2, compiler)
+    assert compiler.compiled == list(range(2 * TRIES))
+    assert found.confirmed == 0
+    assert found.unconfirmed_because == f"{2 * TRIES} of {2 * TRIES} that were compiled take too much or cannot be compiled"
+    assert found.best == plan.candidates[2 * TRIES].config
+
+
+def test_few_candidates_are_all_confirmed(plan):
+    import dataclasses
+
+    few = dataclasses.replace(plan, candidates=plan.candidates[:2])
+    found = confirm(few, 8, Compiler(few, above=(0,)))
+    assert found.confirmed == len(found.candidates) == 1
+    assert found.unconfirmed_because is None
+
+
+def test_ctrl_c_leaves_what_was_confirmed(plan):
+    def stop(number):
+        if number == 2:
+            raise KeyboardInterrupt
+
+    found = confirm(plan, 4, Compiler(plan, wait=stop))
+    assert found.interrupted
+    assert found.confirmed == 2
+    assert found.unconfirmed_because == "interrupted after 2 of 4 were confirmed"
+    assert [one.config for one in found.candidates] == [one.config for one in plan.candidates]
+
+
+def test_a_compiler_that_dies_takes_its_candidate_alone(plan):
+    """Candidate 1 kills the process it is compiled in, and with it whatever else runs there."""
+    started = []
+
+    class Pool(Executor):
+        def __init__(self):
+            self.futures, self.dead = [], False
+            started.append(self)
+
+        def submit(self, fn, /, *args, **kwargs):
+            future = Future()
+            self.futures.append(future)
+            number = rank(plan, args[0])
+            self.dead = self.dead or number == 1
+            if self.dead:
+                for one in self.futures:
+                    if not one.done():
+                        one.set_exception(BrokenProcessPool("died"))
+            elif number != 0 or len(started) > 1:
+                # The first is still busy when the second dies.
+                future.set_result(fn(*args))
+            return future
+
+    found = confirm(plan, 3, Compiler(plan), Pool, workers=2)
+    assert [one.compiled_bytes is not None for one in found.candidates[:4]] == [True, True, True, False]
+    left = [0, *range(2, len(plan.candidates))]
+    assert [one.config for one in found.candidates] == [plan.candidates[number].config for number in left]
+    assert found.rejected[-1].example == f"{plan.candidates[1].choice}: the compiler died of it"
+    assert len(started) == 3
+
+
+def test_progress_counts_what_is_confirmed(plan):
+    seen = []
+    confirm(plan, 2, Compiler(plan, above=(0,)), progress=lambda *told: seen.append(told))
+    assert seen == [("compiled", 0, 2), ("compiled", 1, 2), ("compiled", 2, 2)]
+
+
+def test_a_real_kind_has_the_capacity_that_counts():
+    found = search(small(), GPUS["a100-40gb"], 8, estimate=estimate, step_time=step_time)
+    assert found.capacity_bytes == GPUS["a100-40gb"].capacity_bytes

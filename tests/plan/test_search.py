@@ -1,0 +1,408 @@
+"""The search: its space is what Config accepts, its winner is the best of all, nothing is lost on the way."""
+
+import contextlib
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
+
+from jaxllm.config import ConfigError, load_config
+from jaxllm.plan.hardware import GPUS
+from jaxllm.plan.recipe import recipe
+from jaxllm.plan.search import CONFIGURATION, DOES_NOT_FIT, FIT_SHARE, HOST_FULL, MESH, UNEVEN, any_fits, search, why_nothing
+from jaxllm.plan.space import (
+    BEYOND_HOST,
+    KEEPABLE,
+    MOST_VIRTUAL_STAGES,
+    REMATS,
+    ZEROS,
+    all_have_layers,
+    choice_in,
+    choices_of,
+    divisors,
+    meshes,
+    schedules,
+    space,
+)
+
+H100 = GPUS["h100-80gb"]
+AXES = ("pipe", "data", "context", "tensor")
+
+
+def find(config, gpu, gpus=8, **options):
+    return search(config, gpu, gpus, **{"estimate": estimate, "step_time": step_time, **options})
+
+
+def key(config):
+    p = config.parallel
+    return (
+        *(p.pipe, p.data, p.context, p.tensor, p.zero, p.schedule, p.virtual_stages, str(p.remat)),
+        config.microbatch_sequences,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- space
+
+
+def accepted(gpus, overrides):
+    """Every mesh, schedule and microbatch of so many GPUs that load_config takes, by trying all there could be."""
+    kinds = [("1f1b", 1), ("gpipe", 1), *(("interleaved", virtual) for virtual in range(2, MOST_VIRTUAL_STAGES + 1))]
+    sizes = range(1, small(*overrides).train.global_batch_sequences + 1)
+    for mesh in itertools.product(divisors(gpus), repeat=4):
+        if math.prod(mesh) == gpus:
+            axes = [f"parallel.{axis}={size}" for axis, size in zip(AXES, mesh, strict=True)]
+            for (schedule, virtual), microbatch in itertools.product(kinds, sizes):
+                how = [f"parallel.schedule={schedule}", f"parallel.virtual_stages={virtual}"]
+                with contextlib.suppress(ConfigError):
+                    small(*overrides, *axes, *how, f"train.microbatch_sequences={microbatch}")
+                    yield *mesh, schedule, virtual, microbatch
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides"),
+    [
+        (8, ("train.global_batch_sequences=4",)),
+        (6, ("train.global_batch_sequences=6", "model.num_heads=6", "model.num_kv_heads=3", "model.head_dim=16")),
+        (4, ("train.global_batch_sequences=6", "train.sequence_length=36", "model.num_layers=5")),
+    ],
+)
+def test_the_space_is_what_config_accepts(gpus, overrides):
+    """But for what would be there twice: a schedule without a pipeline, ZeRO without ranks to shard over, virtual stages that
+    make chunks no smaller. Every one with every ZeRO level and remat policy.
+    """
+    config = small(*overrides)
+    expected = set()
+    for pipe, data, context, tensor, schedule, virtual, microbatch in accepted(gpus, overrides):
+        if pipe == 1 and schedule != "1f1b":
+            continue
+        if virtual > 1 and (schedule, virtual) not in schedules(config.model.num_layers, pipe):
+            fewer = [v for _, v in schedules(config.model.num_layers, pipe) if v < virtual]
+            layers = config.model.num_layers
+            assert any(math.ceil(layers / (pipe * v)) == math.ceil(layers / (pipe * virtual)) for v in fewer)
+            continue
+        zeros = ZEROS if data * context > 1 else (1,)
+        for zero, remat in itertools.product(zeros, REMATS):
+            expected.add((pipe, data, context, tensor, zero, schedule, virtual, remat, microbatch))
+    assert {key(one) for one in space(config, gpus)} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "per_host", "length", "batch"),
+    [
+        ("llama-3-8b", 64, None, 8192, 1024),
+        ("llama-3-8b", 12, None, 8192, 1024),
+        ("llama-3-70b", 512, 4, 131072, 64),
+        ("llama-3.1-405b", 4096, None, 8192, 2048),
+        ("smollm2-135m", 36, 6, 3 * 2048, 360),
+        ("llama-3.2-1b", 1, None, 2048, 7),
+    ],
+)
+def test_every_choice_is_a_valid_config(name, gpus, per_host, length, batch):
+    """What is made without checking comes out of YAML the same."""
+    train = {"steps": 1, "sequence_length": length, "global_batch_sequences": batch}
+    config = load_config({"model": {"name": name}, "train": train})
+    choices = list(choices_of(config, gpus, per_host, across_hosts=True))
+    texts = {str(choice) for choice in choices}
+    assert len(texts) == len(choices) > 0
+    for choice in random.Random(0).sample(choices, min(len(choices), 60)):
+        chosen = choice.applied_to(config)
+        assert load_config(recipe(chosen)).resolve(gpus) == chosen
+        assert choice_in(chosen) == choice
+
+
+def test_the_space_comes_in_the_same_order():
+    """So that a seed draws the same sample everywhere."""
+    first, second = (list(choices_of(small(), 8)) for _ in range(2))
+    assert first == second
+    assert [choice.applied_to(small()) for choice in first] == list(space(small(), 8))
+
+
+def test_tensor_and_context_stay_inside_hosts():
+    within = list(choices_of(small("train.sequence_length=256"), 16, 2))
+    assert max(choice.mesh.tensor * choice.mesh.context for choice in within) == 2
+    across = {choice.mesh for choice in choices_of(small("train.sequence_length=256"), 16, 2, across_hosts=True)}
+    assert max(mesh.tensor for mesh in across) == 2
+    assert max(mesh.context for mesh in across) == 16
+    # A group that crosses hosts has whole ones.
+    assert all(2 % (m.tensor * m.context) == 0 or m.tensor * m.context % 2 == 0 for m in across)
+
+
+@given(layers=st.integers(1, 130), pipe=st.integers(1, 64))
+def test_schedules_leave_no_chunk_empty(layers, pipe):
+    for schedule, virtual in schedules(layers, pipe):
+        assert (virtual > 1) == (schedule == "interleaved")
+        if virtual > 1:
+            assert all_have_layers(layers, pipe * virtual)
+            assert pipe * virtual <= layers
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number):
+    assert list(divisors(number)) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 12, 30])
+def test_meshes_are_all_products(gpus):
+    sizes = range(1, gpus + 1)
+    expected = sum(gpus % (p * c * t) == 0 for p, c, t in itertools.product(sizes, repeat=3))
+    found = list(meshes(small(), gpus))
+    assert len(set(found)) == len(found) == expected
+
+
+def test_what_is_kept_is_not_searched():
+    overrides = ["parallel.pipe=2", "parallel.schedule=gpipe", "parallel.zero=2", "parallel.remat=full"]
+    config = small(*overrides, "parallel.tensor=2", "train.microbatch_sequences=2", "parallel.data=2")
+    everything = list(choices_of(config, 8))
+    values = {
+        "pipe": lambda choice: choice.mesh.pipe,
+        "data": lambda choice: choice.mesh.data,
+        "context": lambda choice: choice.mesh.context,
+        "tensor": lambda choice: choice.mesh.tensor,
+        # With one rank to shard over all levels are the same.
+        "zero": lambda choice: choice.zero if choice.mesh.data * choice.mesh.context > 1 else None,
+        "remat": lambda choice: choice.remat,
+        "microbatch_sequences": lambda choice: choice.microbatch_sequences,
+        # Without a pipeline there is no schedule to keep.
+        "schedule": lambda choice: choice.schedule if choice.mesh.pipe > 1 else "gpipe",
+    }
+    assert set(values) == set(KEEPABLE)
+    for name, value in values.items():
+        mine = value(choice_in(config.resolve(8)))
+        kept = list(choices_of(config, 8, keep=[name]))
+        assert [c for c in kept if value(c) is not None] == [c for c in everything if value(c) == mine] != []
+
+
+@pytest.mark.parametrize(
+    ("keep", "sentence"),
+    [
+        ("tenser", "--keep=tenser is nothing that is searched: did you mean tensor?"),
+        ("colour", "choose among pipe, data, context, tensor, zero, schedule, remat, microbatch_sequences."),
+        ("data", "--keep=data needs a number there: set parallel.data"),
+        ("microbatch_sequences", "set train.microbatch_sequences, or leave it out."),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(keep, sentence):
+    with pytest.raises(ConfigError, match=sentence.replace("?", r"\?")):
+        list(choices_of(small(), 8, keep=[keep]))
+
+
+def test_a_mapping_of_ones_own_is_searched_too():
+    own = {"query": "keep", "mlp_up": "offload"}
+    remats = [choice.remat for choice in choices_of(small("parallel.remat={query: keep, mlp_up: offload}"), 2)]
+    assert remats.count(own) == remats.count("full") > 0
+
+
+def test_a_recipe_for_the_cpu_becomes_one_for_gpus():
+    chosen = next(space(small("run.cpu_devices=8", "run.dir=somewhere"), 4))
+    assert chosen.run.cpu_devices is None
+    assert chosen.run.dir == "somewhere"
+
+
+# --------------------------------------------------------------------------------------------------------------- search
+
+TIGHT = estimate(small().resolve(8)).peak_bytes // 2
+"""Bytes that some of the small model's configurations take, and others exceed."""
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 1, 2, 1000])
+def test_the_winner_is_the_best_of_all(share):
+    gpu = gpu_for(share * TIGHT)
+    limit = FIT_SHARE * gpu.capacity_bytes
+    plan = find(small(), gpu)
+    speeds = {
+        key(config): step_time(config, gpu, 8).tokens_per_s_per_gpu
+        for config in space(small(), 8)
+        if estimate(config).peak_bytes <= limit
+    }
+    assert {key(one.config) for one in plan.candidates} == set(speeds)
+    assert [one.tokens_per_s_per_gpu for one in plan.candidates] == sorted(speeds.values(), reverse=True)
+    assert plan.best == plan.candidates[0].config
+
+
+@pytest.mark.parametrize("share", [0.2, 1, 1000])
+@pytest.mark.parametrize("prune", [True, False])
+def test_nothing_is_lost(share, prune):
+    plan = find(small("model.num_layers=7"), gpu_for(share * TIGHT), prune=prune)
+    by_unit = {unit: sum(line.count for line in plan.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
+    every = list(choices_of(small("model.num_layers=7"), 8))
+    uneven = sum(line.count for line in plan.rejected if line.reason == UNEVEN)
+    assert by_unit[MESH] + len({choice.mesh for choice in every}) == plan.meshes == len(list(meshes(small(), 8)))
+    assert by_unit[CONFIGURATION] + len(plan.candidates) == plan.configurations == len(every) + uneven
+    assert uneven > 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 1, 3])
+def test_pruning_changes_nothing_but_the_work(share):
+    """Where larger microbatches and remat that keeps more never take less, as in this estimate."""
+    calls = []
+
+    def counted(config):
+        calls.append(config)
+        return estimate(config)
+
+    pruned = find(small(), gpu_for(share * TIGHT), estimate=counted)
+    few = len(calls)
+    calls.clear()
+    whole = find(small(), gpu_for(share * TIGHT), estimate=counted, prune=False)
+    assert few < len(calls) == len(list(choices_of(small(), 8)))
+    assert pruned.candidates == whole.candidates
+    assert [(line.reason, line.count) for line in pruned.rejected] == [(line.reason, line.count) for line in whole.rejected]
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.floats(0.05, 5), st.floats(1, 3))
+def test_more_memory_is_never_slower(share, times):
+    some, more = (find(small(), gpu_for(TIGHT * factor)).candidates for factor in (share, share * times))
+    assert {key(one.config) for one in some} <= {key(one.config) for one in more}
+    if some:
+        assert more[0].tokens_per_s_per_gpu >= some[0].tokens_per_s_per_gpu
+
+
+def test_every_reason_has_its_rule():
+    """What is counted under a reason breaks that rule, by Config's own validation where that has one."""
+    config = small("model.num_layers=5", "train.sequence_length=48", "train.global_batch_sequences=6")
+    plan = find(config, H100, 32, gpus_per_host=16)
+    found = {line.reason: line.count for line in plan.rejected if line.unit == MESH}
+    every = list(meshes(config, 32))
+    left = [mesh for mesh in every if 16 % mesh.tensor == 0]
+    assert found["tensor reaches beyond a host"] == len(every) - len(left)
+    heads = [mesh for mesh in left if 4 % mesh.tensor]
+    assert found["4 attention heads do not divide over tensor"] == len(heads)
+    sentences = {"sequence_length=48": "train.sequence_length=48 does not divide", "5 layers": "without a layer"}
+    sentences["global_batch_sequences=6"] = "train.global_batch_sequences=6 does not divide"
+    for start, sentence in sentences.items():
+        (line,) = (line for line in plan.rejected if line.reason.startswith(start))
+        axes = dict(part.split() for part in line.example.split(" x "))
+        with pytest.raises(ConfigError, match=sentence):
+            load_config(config.model_dump(mode="json"), [f"parallel.{axis}={size}" for axis, size in axes.items()])
+    assert BEYOND_HOST not in found or found[BEYOND_HOST] > 0
+
+
+def test_the_largest_microbatch_comes_first_if_asked():
+    plan = find(small(), gpu_for(TIGHT), largest_microbatch=True)
+    sizes = [one.config.microbatch_sequences for one in plan.candidates]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == max(one.config.microbatch_sequences for one in find(small(), gpu_for(TIGHT)).candidates)
+    first = [one.tokens_per_s_per_gpu for one in plan.candidates if one.config.microbatch_sequences == sizes[0]]
+    assert first == sorted(first, reverse=True)
+
+
+def test_context_leaves_the_host_only_where_nothing_fits_otherwise():
+    config = small("train.sequence_length=1024", "train.global_batch_sequences=1")
+    assert not find(config, H100, 16, gpus_per_host=2, across_hosts=False, keep=["pipe"]).candidates
+    plan = find(config, H100, 16, gpus_per_host=2, keep=["pipe"])
+    assert {one.config.parallel.context * one.config.parallel.tensor for one in plan.candidates} == {16}
+    roomy = find(small("train.sequence_length=1024"), H100, 16, gpus_per_host=2)
+    assert max(one.config.parallel.context * one.config.parallel.tensor for one in roomy.candidates) == 2
+
+
+def test_an_interrupted_search_gives_what_it_has():
+    calls = itertools.count()
+
+    def stopped(config):
+        if next(calls) == 200:
+            raise KeyboardInterrupt
+        return estimate(config)
+
+    whole, part = find(small(), H100), find(small(), H100, estimate=stopped)
+    assert part.interrupted
+    assert not whole.interrupted
+    assert {key(one.config) for one in part.candidates} < {key(one.config) for one in whole.candidates}
+    assert len(part.candidates) == 200
+    speeds = [one.tokens_per_s_per_gpu for one in part.candidates]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_host_has_an_end_too():
+    """Offloaded activations lie in the host's memory; the rest goes on without them."""
+
+    def with_host(config):
+        return Memory(estimate(config).peak_bytes, 1000 * config.microbatch_sequences * (config.parallel.remat == "offload"))
+
+    for prune in (True, False):
+        plan = find(small(), H100, estimate=with_host, host_bytes_per_gpu=2500, prune=prune)
+        sizes = {one.config.microbatch_sequences for one in plan.candidates if one.config.parallel.remat == "offload"}
+        assert sizes == {1, 2}
+        (line,) = (line for line in plan.rejected if line.reason == HOST_FULL)
+        larger = [c for c in choices_of(small(), 8) if c.remat == "offload" and c.microbatch_sequences > 2]
+        assert line.count == len(larger)
+        assert line.example == str(larger[0])
+        assert (
+            len(plan.candidates) + sum(one.count for one in plan.rejected if one.unit == CONFIGURATION) == plan.configurations
+        )
+
+
+def test_progress_counts_meshes():
+    seen = []
+    plan = find(small(), H100, progress=lambda *told: seen.append(told))
+    assert seen == [("meshes", number, plan.meshes) for number in range(1, plan.meshes + 1)]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.6, 1, 3])
+def test_any_fits_is_the_search_in_short(share):
+    gpu = gpu_for(share * TIGHT)
+    assert any_fits(small(), gpu, 8, estimate=estimate) == bool(find(small(), gpu).candidates)
+
+
+# --------------------------------------------------------------------------------------------------------- nothing fits
+
+
+def least_bytes(config, gpus):
+    return min(estimate(one).peak_bytes for one in space(config, gpus, across_hosts=True))
+
+
+def room_for(size):
+    return gpu_for(size / FIT_SHARE + 2)
+
+
+def test_more_gpus_are_advised_where_they_do():
+    config = small("model.num_layers=8")
+    gpu = room_for(least_bytes(config, 4))
+    plan = find(config, gpu, 1)
+    sentence = why_nothing(plan, estimate=estimate)
+    assert not plan.candidates
+    assert f"the leanest of {plan.configurations:,} configurations takes " in sentence
+    assert "--gpus=4 or train.sequence_length=" in sentence or "--gpus=4." in sentence
+    assert "--gpus=2" not in sentence
+    with pytest.raises(ConfigError, match="Nothing fits on 1 x mine: use more GPUs"):
+        _ = plan.best
+
+
+def test_offloading_the_state_is_advised_first():
+    def with_offload(config):
+        kept = {"none": 1.0, "optimizer": 0.6, "optimizer_and_master": 0.4}[config.parallel.offload_state]
+        return Memory(round(estimate(config).peak_bytes * kept))
+
+    gpu = room_for(least_bytes(small(), 8) * 0.7)
+    sentence = why_nothing(find(small(), gpu, estimate=with_offload), estimate=with_offload)
+    assert sentence.endswith("use parallel.offload_state=optimizer.")
+
+
+def test_a_shorter_sequence_is_advised_where_it_is_the_activations():
+    def activations_alone(config):
+        return Memory(config.train.sequence_length * 1000)
+
+    gpu = room_for(16 * 1000)
+    sentence = why_nothing(find(small(), gpu, estimate=activations_alone), estimate=activations_alone)
+    assert sentence.endswith("use train.sequence_length=16.")
+
+
+def test_where_nothing_would_do_it_says_so():
+    def hopeless(config):
+        return Memory(10**15)
+
+    sentence = why_nothing(find(small(), H100, estimate=hopeless), estimate=hopeless)
+    assert sentence.endswith("use a smaller model.")
+    assert sentence.count("\n") == 0
+
+
+def test_where_no_mesh_divides_the_rule_is_named():
+    plan = find(small("train.global_batch_sequences=3"), H100, 7, keep=["pipe"])
+    sentence = why_nothing(plan, estimate=estimate)
+    assert sentence.startswith("No configuration for 7 x h100-80gb can be had, mostly because ")
+    assert "global_batch_sequences=3 does not divide over data" in " ".join(line.reason for line in plan.rejected)
+    assert DOES_NOT_FIT not in [line.reason for line in plan.rejected]
