@@ -348,6 +348,8 @@ class RunConfig(Section):
     """Run on this many CPU devices of this machine, to try any mesh at home. Of several processes, each has as many."""
     deterministic: Switch = False
     """Bit-equal reruns on GPU, at some cost in speed."""
+    allow_overcommit: Switch = False
+    """Start even where the estimate says that a step does not fit into the GPU's memory."""
 
 
 class Config(Section):

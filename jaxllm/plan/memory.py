@@ -1,0 +1,454 @@
+"""Bytes of one train step on each device, in closed form: what lies there from step to step, and what lives at its fullest
+moment.
+
+    estimate = estimate_memory(config)             # config resolved: parallel.data a number
+    estimate.peak_bytes, estimate.stages[0].terms_bytes
+
+It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is held against XLA's figures
+(benchmarks/memory_accuracy.py). State, weights, gradients, named activations and pipeline slots follow from shapes and
+shardings, to the byte. What XLA needs beside them while it computes one layer is a sum of a few tensor sizes, with multiples
+fitted to compiled steps: WORKING_SET. No JAX here.
+
+All stages of a pipeline run one program in step, so XLA gives each the same room, used or not: their terms are equal.
+
+A step is fullest at one of a few moments, whose sums are compared:
+
+    gather      the weights arrive in the compute dtype, and some lie in two layouts; gradients and ring are there, empty
+    loss        all activations of a microbatch are there, and the logits of a chunk of tokens
+    backward    all activations, the gradients, and the working set of one layer
+    head        the head's gradient is shared out beside all activations (ZeRO 2 and 3)
+    embedding   the embedding's gradient is made: of everybody's rows, in float32, before it is shared out (ZeRO 2 and 3)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from jaxllm.config import Config, ConfigError, ModelConfig, ParallelConfig
+from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.plan.schedule import GPIPE, make_schedule
+
+Terms = dict[str, int]
+"""Name of a term -> bytes."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One device of a pipeline's stage, at its fullest."""
+
+    stage: int
+    terms_bytes: Terms
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.terms_bytes.values())
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    devices: int
+    stages: tuple[StageMemory, ...]
+    host_bytes: int
+    """In the host's pinned memory, for one device."""
+    moment: str = ""
+    """When the step is fullest; '' where a convention knows no moments."""
+
+    @property
+    def peak_stage(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak_stage.total_bytes
+
+
+def estimate_memory(config: Config) -> MemoryEstimate:
+    """What the train step of a resolved config takes of a GPU.
+
+    Raises:
+      ConfigError: ZeRO finds no dim of a parameter that divides over its ranks.
+    """
+    step = Step(config)
+    moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
+    terms = {name: round(size) for name, size in {**step.resident(), **held}.items() if size}
+    stages = tuple(StageMemory(stage, terms) for stage in range(config.parallel.pipe))
+    p = config.parallel
+    devices = p.replica * p.pipe * int(p.data) * p.context * p.tensor
+    return MemoryEstimate(devices, stages, round(step.on_host()), moment)
+
+
+# -------------------------------------------------------------------------------------------------------------- parameters
+
+# Where ZeRO cuts: as ZERO_DIMS of jaxllm/sharding.py, which imports JAX.
+ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
+NORMS = ("attention_norm", "mlp_norm", "final_norm")
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Of one parameter, or several, on one device."""
+
+    compute: int
+    """As the train step reads it."""
+    master: int
+    """As it lies between steps."""
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.compute + other.compute, self.master + other.master)
+
+    def times(self, count: int) -> Elements:
+        return Elements(count * self.compute, count * self.master)
+
+
+def parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
+    """Elements of each parameter on one device; of one layer, where it belongs to the layers.
+
+    Raises:
+      ConfigError: ZeRO finds no dim that divides.
+    """
+    D, N, K, H, F = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate_size
+    ways = parallel.pipe * parallel.tensor
+    rows = -(-model.vocab_size // ways) * ways
+    shapes = {
+        "embedding": {"vocab": rows, "embed": D},
+        "final_norm": {"embed": D},
+        "head": {"vocab": rows, "embed": D},
+        "attention_norm": {"embed": D},
+        "query": {"embed": D, "heads": N, "head_dim": H},
+        "key": {"embed": D, "kv_heads": K, "head_dim": H},
+        "value": {"embed": D, "kv_heads": K, "head_dim": H},
+        "attention_out": {"heads": N, "head_dim": H, "embed": D},
+        "mlp_norm": {"embed": D},
+        "mlp_gate": {"embed": D, "mlp": F},
+        "mlp_up": {"embed": D, "mlp": F},
+        "mlp_down": {"mlp": F, "embed": D},
+    }
+    if model.tie_embeddings:
+        del shapes["head"]
+    split = {"vocab": ways, "heads": parallel.tensor, "mlp": parallel.tensor}
+    if K % parallel.tensor == 0:
+        split["kv_heads"] = parallel.tensor
+    return {name: _elements(name, shape, split, parallel) for name, shape in shapes.items()}
+
+
+def _elements(name: str, shape: dict[str, int], split: dict[str, int], parallel: ParallelConfig) -> Elements:
+    compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
+    ranks = int(parallel.data) * parallel.context
+    if parallel.zero == 0 or ranks == 1:
+        return Elements(compute, compute)
+    if any(split.get(dim, 1) == 1 and shape.get(dim, 1) % ranks == 0 for dim in ZERO_DIMS if dim in shape):
+        return Elements(compute, compute // ranks)
+    if len(shape) == 1:
+        return Elements(compute, compute)
+    raise ConfigError(
+        f"No dim of {name} {shape} divides over data x context = {ranks}, as parallel.zero={parallel.zero} needs: "
+        f"set parallel.zero=0 or use fewer data ranks."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- the step
+
+FLOAT32 = 4
+SCORE_BYTES = 10
+"""Of each score that plain XLA attention computes, while a layer runs: float32 before and after softmax, and the compute dtype
+(compiled steps of 4,096 and 8,192 positions: 9 and 10.6)."""
+
+WORKING_SET: dict[str, float] = {
+    "everything kept: mlp": 5.3,
+    "everything kept: whole": 4.0,
+    "everything kept: split": 4.3,
+    "everything kept: query": 9.4,
+    "kept, whole: mlp": 3.6,
+    "kept, whole: whole": 2.7,
+    "kept, whole: split": 3.8,
+    "kept, whole: query": 7.3,
+    "kept, whole documents: mlp": 5.6,
+    "kept, whole documents: whole": 3.0,
+    "kept, whole documents: split": 4.3,
+    "kept, whole documents: query": 9.2,
+    "kept, ring: mlp": 4.6,
+    "kept, ring: whole": 6.5,
+    "kept, ring: split": 4.1,
+    "kept, ring: query": 8.3,
+    "kept, ring documents: mlp": 1.2,
+    "kept, ring documents: whole": 3.0,
+    "kept, ring documents: split": 3.6,
+    "kept, ring documents: query": 6.2,
+    "recomputed, whole: mlp": 2.7,
+    "recomputed, whole: whole": 5.1,
+    "recomputed, whole: split": 3.3,
+    "recomputed, whole: query": 5.1,
+    "recomputed, whole documents: mlp": 3.2,
+    "recomputed, whole documents: whole": 5.9,
+    "recomputed, whole documents: split": 4.6,
+    "recomputed, whole documents: query": 10.4,
+    "recomputed, ring: mlp": 4.3,
+    "recomputed, ring: whole": 3.4,
+    "recomputed, ring: split": 4.1,
+    "recomputed, ring: query": 8.3,
+    "recomputed, ring documents: mlp": 6.0,
+    "recomputed, ring documents: whole": 3.8,
+    "recomputed, ring documents: split": 4.4,
+    "recomputed, ring documents: query": 9.7,
+    "zero 0 and 1: layer": 1.9,
+    "zero 2: layer": 3.6,
+    "zero 3: layer": 1.2,
+}
+"""How many tensors of each size (Step.units) XLA holds while it runs one layer backward, by whether the feed-forward products
+are kept, how attention runs, and ZeRO level. Fitted to compiled steps by benchmarks/memory_fit.py; rows are few for some kinds,
+and drawn towards the same middle."""
+
+
+@lru_cache(maxsize=4096)
+def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, int]:
+    """(slots for residuals, slots for finished outputs) of a schedule's table, without making a long table: once a pipeline is
+    full, 1f1b and interleaved need no more.
+    """
+    if name != GPIPE:
+        microbatches = min(microbatches, 3 * stages)
+    schedule = make_schedule(name, stages, microbatches, virtual_stages)
+    return schedule.slots, schedule.finished_slots
+
+
+class Step:
+    """The sizes a train step is made of, in bytes for one device, and the moments at which they meet."""
+
+    def __init__(self, config: Config):
+        self.config, self.model, self.parallel = config, config.model, config.parallel
+        p, train = config.parallel, config.train
+        self.policy: Policy = policy_of(p.remat)
+        ranks = int(p.data) * p.context
+        self.shared_out = ranks > 1
+        # On one rank there is nothing to share out.
+        self.zero = p.zero if self.shared_out else 0
+        self.itemsize = {"bfloat16": 2, "float32": 4}[self.model.compute_dtype]
+        self.microbatches = config.num_microbatches
+        self.local_length = train.sequence_length // p.context
+        self.tokens = config.microbatch_sequences * self.local_length
+        table = parameters(self.model, p)
+        of_layer = {name: e for name, e in table.items() if name not in ("embedding", "head", "final_norm")}
+        here = config.chunk_layers * p.virtual_stages
+        self.layer = sum(of_layer.values(), Elements(0, 0))
+        self.layers = self.layer.times(here)
+        self.largest_stack = here * max(e.compute for e in of_layer.values())
+        self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
+        self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
+        self.all = self.layers + self.vocabulary + table["final_norm"]
+        self.rows = self.head.compute // self.model.hidden_size
+        self.pipelined = p.pipe > 1
+        table_of = (p.schedule, p.pipe, self.microbatches, p.virtual_stages)
+        self.slots, self.finished_slots = slots_of(*table_of) if self.pipelined else (1, 0)
+
+    # ---------------------------------------------------------------------------------------- from step to step
+
+    def resident(self) -> dict[str, float]:
+        offload = self.parallel.offload_state
+        per_token = 3 * 4 + 1 + (4 if self.config.data.mask_documents else 0)
+        return {
+            "master_weights": 0 if offload == "optimizer_and_master" else FLOAT32 * self.all.master,
+            "optimizer": 2 * FLOAT32 * self.all.master if offload == "none" else 0,
+            "batch": self.microbatches * self.tokens * per_token,
+        }
+
+    def on_host(self) -> float:
+        offload = self.parallel.offload_state
+        state = {"none": 0, "optimizer": 2, "optimizer_and_master": 3}[offload] * FLOAT32 * self.all.master
+        return state + self.slots * self.config.chunk_layers * sum(self.offloaded.values())
+
+    # ---------------------------------------------------------------------------------------------- activations
+
+    @cached_property
+    def units(self) -> dict[str, float]:
+        """Bytes of one tensor of a block, of one microbatch: of the feed-forward width, of the model's width whole and split
+        over tensor, of queries, of keys, and a layer's weights."""
+        m, t = self.model, self.parallel.tensor
+        each = self.tokens * self.itemsize
+        keys = m.num_kv_heads // t if m.num_kv_heads % t == 0 else m.num_kv_heads
+        return {
+            "mlp": each * m.intermediate_size / t,
+            "whole": each * m.hidden_size,
+            "split": each * m.hidden_size / t,
+            "query": each * m.num_heads * m.head_dim / t,
+            "key": each * keys * m.head_dim,
+            "layer": self.itemsize * self.layer.compute,
+        }
+
+    @cached_property
+    def kept(self) -> dict[str, float]:
+        """On the device, of one layer and microbatch, by name."""
+        if not self.policy.everything:
+            return self._scaled(self._held.kept)
+        # What autodiff keeps of the plain block: of each half the float32 stream, its normed copy before and after the scale,
+        # and the whole sequence of it that enters the matmuls; queries, keys, values, attention's output; SwiGLU's products.
+        u = self.units
+        return {
+            "block_input": 2 * FLOAT32 / self.itemsize * 3 * u["split"],
+            "attention_input": u["whole"],
+            "query": u["query"],
+            "key": u["key"],
+            "value": u["key"],
+            "attention_output": u["query"],
+            "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
+            "mlp_input": u["whole"],
+            "mlp_products": 6 * u["mlp"],
+        }
+
+    @cached_property
+    def offloaded(self) -> dict[str, float]:
+        return {} if self.policy.everything else self._scaled(self._held.offloaded)
+
+    @cached_property
+    def _held(self):
+        p = self.parallel
+        return bytes_per_token_and_layer(
+            self.policy, self.model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(self.config)
+        )
+
+    def _scaled(self, per_token: dict[str, float]) -> dict[str, float]:
+        tokens = self.config.microbatch_sequences * self.config.train.sequence_length
+        return {name: size * tokens for name, size in per_token.items()}
+
+    def activations(self) -> dict[str, float]:
+        """Of all layers of a chunk, in all slots."""
+        count = self.slots * self.config.chunk_layers
+        held = {f"activations.{name}": count * size for name, size in self.kept.items()}
+        if self.policy.offload:
+            # One layer's, on its way to the host or back.
+            held["activations.fetched"] = sum(self.offloaded.values())
+        if self.pipelined:
+            # Outputs that wait for the head, one that arrives and one that goes back.
+            held["stage_messages"] = (self.finished_slots + 2) * self.units["split"]
+        return held
+
+    # ------------------------------------------------------------------------------------ weights and gradients
+
+    @cached_property
+    def loops_by_hand(self) -> bool:
+        """Whether the layer loop sums its gradients itself (layer_loop.py); else autodiff stacks them in the compute dtype."""
+        return self.pipelined or self.zero >= 2 or bool(self.policy.offload)
+
+    @cached_property
+    def accumulates(self) -> bool:
+        """A scan of one microbatch is no loop to XLA."""
+        return self.microbatches > 1 or self.pipelined
+
+    def weights(self, loss: bool = False) -> float:
+        """In the compute dtype, where a step reads them; float32 weights are read where they lie, if all of them lie here.
+
+        Args:
+          loss: when the loss is taken; otherwise while layers are computed. XLA drops what a single microbatch needs no more.
+        """
+        if self.itemsize == FLOAT32 and self.zero == 0:
+            return 0
+        layers = self.layers.master if self.zero == 3 else self.layers.compute
+        if self.pipelined:
+            return self.itemsize * (layers + self.vocabulary.compute)
+        share = self.vocabulary.master if self.zero == 3 else self.vocabulary.compute
+        whole = self.head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
+        return self.itemsize * (layers + (share if self.accumulates else 0) + whole)
+
+    def gradients(self) -> dict[str, float]:
+        """Sums over microbatches, float32, and those of the microbatch at hand beside them."""
+        layers = self.layers.master if self.zero >= 2 else self.layers.compute
+        shared = self.zero >= 2 and not self.pipelined
+        vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
+        if self.pipelined:
+            return {"gradients": FLOAT32 * (layers + vocabulary)}
+        at_hand = FLOAT32 * layers if self.loops_by_hand else self.itemsize * layers
+        sums = FLOAT32 * (layers + vocabulary) if self.accumulates else 0
+        return {"gradients": sums, "microbatch_gradients": at_hand}
+
+    # ------------------------------------------------------------------------------------------------ vocabulary
+
+    @property
+    def loss_chunks(self) -> int:
+        return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
+
+    def head_gradient(self) -> float:
+        """Of the microbatch at hand: float32, summed over chunks of tokens; with a single chunk its product is made late, and
+        the logits' gradient waits for it."""
+        if self.loss_chunks > 1:
+            return FLOAT32 * self.head.compute
+        return self.itemsize * self.tokens * self.rows
+
+    def embedding_gradient(self) -> float:
+        """Room for it, made before it is needed; by hand-written loops over microbatches on several context ranks only then."""
+        if self.zero >= 2 and self.accumulates and self.parallel.context > 1:
+            return 0
+        return FLOAT32 * self.embedding.compute if self.shared_out or self.parallel.tensor > 1 else 0
+
+    # --------------------------------------------------------------------------------------------------- moments
+
+    def moments(self) -> dict[str, dict[str, float]]:
+        """Terms of each moment that may be the fullest."""
+        held = {"weights": self.weights(), **self.gradients(), **self.activations()}
+        moments = {}
+        if self.zero in (1, 2) and self.accumulates:
+            moments["gather"] = {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
+        if self.pipelined:
+            moments["loss"] = {**held, "logits": self.logits()}
+            moments["backward"] = {**held, **self.working_set()}
+            return moments
+        head, embedding = self.head_gradient(), self.embedding_gradient()
+        summed = head if self.loss_chunks > 1 else 0
+        at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
+        if self.zero < 2:
+            at_loss["microbatch_gradients"] = 0
+        at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, 0) * self.units["layer"]
+        moments["loss"] = {**at_loss, "logits": self.logits()}
+        at_end = head if self.zero >= 2 else head + embedding
+        moments["backward"] = {**held, "vocabulary_gradients": at_end, **self.working_set()}
+        if self.zero >= 2:
+            shared_out = FLOAT32 * self.head.compute
+            if self.accumulates:
+                shared_out += self.itemsize * self.head.compute + embedding
+            moments["head"] = {**at_loss, "weights": self.weights(), "vocabulary_gradients": shared_out}
+            scattered = FLOAT32 * (2 * self.embedding.compute + self.embedding.master)
+            tied = head if self.model.tie_embeddings else 0
+            moments["embedding"] = {
+                "weights": self.weights(),
+                **self.gradients(),
+                "vocabulary_gradients": scattered + tied,
+            }
+        return moments
+
+    def logits(self) -> float:
+        """Of a chunk of tokens: float32, and their gradient in the compute dtype."""
+        tokens = -(-self.tokens // self.loss_chunks)
+        return (FLOAT32 + self.itemsize) * tokens * self.rows
+
+    def relayout(self) -> float:
+        """Gathered weights on their way to the layout that matmuls want: the largest stack and a vocabulary matrix."""
+        return self.itemsize * (self.largest_stack + self.embedding.compute)
+
+    def working_set(self) -> dict[str, float]:
+        """Of one layer, run backward."""
+        held = {"working_set": sum(WORKING_SET[name] * size for name, size in self.working_units().items())}
+        if self.scores:
+            held["attention_scores"] = SCORE_BYTES * self.scores
+        return held
+
+    @property
+    def scores(self) -> float:
+        """Numbers of one layer's square of scores, where plain XLA makes it."""
+        m, p = self.model, self.parallel
+        fused = m.attention != "xla" and m.compute_dtype == "bfloat16" and m.head_dim % 8 == 0 and m.head_dim <= 128
+        if fused or p.context > 1:
+            return 0
+        return self.tokens * self.local_length * m.num_heads / p.tensor
+
+    def working_units(self) -> dict[str, float]:
+        """What WORKING_SET has multiples of."""
+        attention = "ring" if self.parallel.context > 1 else "whole"
+        documents = " documents" if self.config.data.mask_documents else ""
+        if self.policy.everything:
+            kind = "everything kept"
+        elif "mlp_gate" in self.policy.recompute:
+            kind = f"recomputed, {attention}{documents}"
+        else:
+            kind = f"kept, {attention}{documents}"
+        units = {f"{kind}: {name}": self.units[name] for name in ("mlp", "whole", "split", "query")}
+        shared = f"zero {self.zero}: layer" if self.zero >= 2 else "zero 0 and 1: layer"
+        return {**units, shared: self.units["layer"]}

@@ -1,0 +1,194 @@
+"""The closed-form estimate: elements against the real shardings, resident bytes and totals against steps that XLA compiled."""
+
+import importlib.util
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.config import ConfigError, load_config
+from jaxllm.mesh import axis_sizes
+from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.memory import FLOAT32, Elements, Step, estimate_memory, parameters, slots_of
+from jaxllm.plan.schedule import make_schedule
+from jaxllm.sharding import layout, weight_rules
+
+MODEL = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 1001,
+}
+
+
+def config(model=MODEL, **sections):
+    train = {"steps": 1, "sequence_length": 2048, "global_batch_sequences": 64, "microbatch_sequences": 1}
+    recipe = {"model": model, "train": {**train, **sections.pop("train", {})}, **sections}
+    found = load_config(recipe)
+    return found.resolve(
+        math.prod([int(found.parallel.data), *(getattr(found.parallel, a) for a in ("pipe", "context", "tensor"))])
+    )
+
+
+def on_one_device(cfg):
+    """(elements as the step reads them, elements at rest), by the shardings that training uses."""
+    table, rules, sizes = parameter_table(cfg)[1], weight_rules(cfg.model, cfg.parallel), axis_sizes(cfg.parallel)
+
+    def count(parameter, spec):
+        axes = [a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)]
+        return parameter.size // math.prod(sizes[axis] for axis in axes)
+
+    found = [(p, layout(p, rules, cfg.parallel)) for p in jax.tree.leaves(table, is_leaf=lambda x: hasattr(x, "dims"))]
+    return sum(count(p, spot.compute) for p, spot in found), sum(count(p, spot.master) for p, spot in found)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("pipe", "virtual_stages", "data", "context", "tensor"),
+    [(1, 1, 1, 1, 1), (1, 1, 4, 2, 1), (1, 1, 3, 1, 8), (4, 1, 2, 1, 2), (2, 2, 8, 1, 1), (3, 1, 2, 2, 4)],
+)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_elements_are_those_of_the_shardings(pipe, virtual_stages, data, context, tensor, zero, tied):
+    parallel = {"pipe": pipe, "data": data, "context": context, "tensor": tensor, "zero": zero}
+    if virtual_stages > 1:
+        parallel |= {"virtual_stages": virtual_stages, "schedule": "interleaved"}
+    cfg = config({**MODEL, "tie_embeddings": tied}, parallel=parallel, train={"global_batch_sequences": 48 * data})
+    try:
+        expected = on_one_device(cfg)
+    except ConfigError:
+        with pytest.raises(ConfigError, match=r"divides over data x context = .*set parallel.zero=0 or use fewer data ranks"):
+            parameters(cfg.model, cfg.parallel)
+        return
+    step = Step(cfg)
+    assert (step.all.compute, step.all.master) == expected
+
+
+def test_elements_add_up():
+    assert Elements(2, 1) + Elements(3, 1).times(2) == Elements(8, 3)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_slots_are_those_of_the_whole_table(name, stages):
+    for microbatches in (1, 2, stages, 2 * stages + 1, 5 * stages):
+        table = make_schedule(name, stages, microbatches)
+        assert slots_of(name, stages, microbatches, 1) == (table.slots, table.finished_slots)
+
+
+def test_slots_of_interleaved_are_those_of_the_whole_table():
+    for stages, virtual_stages, rounds in itertools.product((2, 4, 8), (2, 4), (1, 2, 3, 6)):
+        table = make_schedule("interleaved", stages, rounds * stages, virtual_stages)
+        assert slots_of("interleaved", stages, rounds * stages, virtual_stages) == (table.slots, table.finished_slots)
+
+
+def terms(**sections):
+    return estimate_memory(config(**sections)).stages[0].terms_bytes
+
+
+def test_terms_follow_from_shapes():
+    found = terms(parallel={"data": 4, "tensor": 2, "zero": 1, "remat": "selective"}, data={"mask_documents": False})
+    cfg = config(parallel={"data": 4, "tensor": 2})
+    matrices = Step(cfg).all.compute
+    assert found["weights"] == pytest.approx(2 * matrices, rel=1e-3)
+    assert found["gradients"] == pytest.approx(4 * matrices, rel=1e-3)
+    assert found["optimizer"] == 2 * found["master_weights"] == 8 * Step(cfg).all.master
+    # 16 microbatches of one sequence, half of each query's heads.
+    assert found["activations.query"] == 8 * 2048 * 256 // 2 * 2
+    assert found["batch"] == 16 * 2048 * 13
+
+
+def test_offloaded_state_moves_to_the_host():
+    parallel = {"data": 4, "zero": 1}
+    kept, optimizer, all_of_it = (
+        estimate_memory(config(parallel={**parallel, "offload_state": what}))
+        for what in ("none", "optimizer", "optimizer_and_master")
+    )
+    moved = [kept.peak_bytes - other.peak_bytes for other in (optimizer, all_of_it)]
+    assert moved == [optimizer.host_bytes, all_of_it.host_bytes]
+    assert optimizer.host_bytes * 3 == all_of_it.host_bytes * 2 > 0
+    assert kept.host_bytes == 0
+
+
+def test_memory_is_flat_in_microbatches_but_for_gpipe_and_the_batch_itself():
+    def without_batch(schedule, microbatches):
+        parallel = {"pipe": 4, "data": 2, "schedule": schedule}
+        found = terms(parallel=parallel, train={"global_batch_sequences": 2 * microbatches})
+        return sum(size for name, size in found.items() if name != "batch")
+
+    assert without_batch("1f1b", 16) == without_batch("1f1b", 128)
+    assert without_batch("gpipe", 128) > 3 * without_batch("gpipe", 16)
+
+
+def test_every_stage_has_the_same_room():
+    stages = estimate_memory(config(parallel={"pipe": 4, "data": 2})).stages
+    assert [stage.stage for stage in stages] == [0, 1, 2, 3]
+    assert len({tuple(stage.terms_bytes.items()) for stage in stages}) == 1
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "context": 2}, {"pipe": 2, "data": 2}, {"data": 2, "tensor": 2}])
+def test_what_takes_less(mesh):
+    def peak(zero=1, remat="selective", microbatch=1, **train):
+        train = {"microbatch_sequences": microbatch, "sequence_length": 8192, **train}
+        return estimate_memory(config(parallel={**mesh, "zero": zero, "remat": remat}, train=train)).peak_bytes
+
+    assert peak(remat="full") < peak(remat="selective") < peak(remat="none")
+    assert peak(microbatch=1) < peak(microbatch=2)
+    assert peak(sequence_length=4096) < peak()
+    assert peak(zero=1) < peak(zero=0)
+
+
+def test_plain_attention_holds_its_scores():
+    fused, plain = (terms(model={**MODEL, "attention": kind}, parallel={"data": 1}) for kind in ("auto", "xla"))
+    assert "attention_scores" not in fused
+    assert plain["attention_scores"] == 10 * 2048 * 2048 * 8
+
+
+# --------------------------------------------------------------------------------------------------- against compiled steps
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    path = Path(__file__).parents[2] / "benchmarks" / "memory_fit.py"
+    spec = importlib.util.spec_from_file_location("memory_fit", path)
+    module = sys.modules.setdefault("memory_fit", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def compiled(fitting):
+    return list(fitting.calibration())
+
+
+def test_what_lies_there_between_steps_is_what_xla_was_given(compiled):
+    for cfg, row in compiled:
+        # And a few counters.
+        assert 0 <= row["argument_bytes"] - sum(Step(cfg).resident().values()) < 1024
+
+
+def test_the_estimate_on_compiled_steps(fitting, compiled):
+    found = np.abs(fitting.errors(compiled))
+    assert len(found) >= 98
+    assert np.median(found) < 0.015
+    assert np.percentile(found, 95) < 0.1
+
+
+def test_the_multiples_are_those_that_the_fit_gives(fitting, compiled, monkeypatch):
+    from jaxllm.plan import memory
+
+    kept = dict(memory.WORKING_SET)
+    monkeypatch.setattr(memory, "WORKING_SET", kept)
+    assert fitting.fit(compiled) == pytest.approx(kept, abs=0.11)
+
+
+def test_float32_weights_are_read_where_they_lie():
+    model = {**MODEL, "compute_dtype": "float32"}
+    assert "weights" not in terms(model=model, parallel={"data": 2, "zero": 0})
+    cfg = config(model=model, parallel={"data": 2, "zero": 1})
+    assert estimate_memory(cfg).stages[0].terms_bytes["weights"] == pytest.approx(FLOAT32 * Step(cfg).all.compute, rel=1e-3)
