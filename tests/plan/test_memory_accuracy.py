@@ -54,6 +54,16 @@ def test_as_many_as_the_published_study_and_enough_near_capacity(accuracy, cases
         assert 0.85 <= share <= 1.15 if case.wanted == "near" else 0.02 <= share <= 2.5
 
 
+def test_what_the_estimate_refuses_is_not_drawn(accuracy):
+    def refuses_zero(config):
+        if config.parallel.zero:
+            raise ConfigError("No.")
+        return megatron_memory_by_stage(config)
+
+    drawn = accuracy.draw(SEED, 30, refuses_zero)
+    assert {case.knobs["zero"] for case in drawn} == {0}
+
+
 def test_few_draws_are_alike(cases):
     assert len({case.hash for case in cases}) >= 0.98 * len(cases)
 
@@ -123,13 +133,9 @@ class FakeWorker:
 
 @pytest.fixture
 def asked(accuracy, monkeypatch):
-    """The indices that were compiled, in order; nothing really is. Estimates are Megatron's."""
+    """The indices that were compiled, in order; nothing really is."""
     FakeWorker.asked = []
     monkeypatch.setattr(accuracy, "Worker", FakeWorker)
-    for name in ("draw", "row_of", "estimated", "still_to_do"):
-        function = getattr(accuracy, name)
-        defaults = tuple(megatron_memory_by_stage if callable(default) else default for default in function.__defaults__)
-        monkeypatch.setattr(function, "__defaults__", defaults)
     return FakeWorker.asked
 
 
@@ -139,7 +145,19 @@ def command(accuracy, asked, monkeypatch, tmp_path, capsys):
     table = tmp_path / "table.csv"
 
     def call(*arguments: str) -> dict:
-        fixed = ["--table", str(table), "--seed", str(SEED), "--count", "12", "--workers", "1", "--json"]
+        fixed = [
+            "--table",
+            str(table),
+            "--seed",
+            str(SEED),
+            "--count",
+            "12",
+            "--workers",
+            "1",
+            "--estimate",
+            "megatron",
+            "--json",
+        ]
         monkeypatch.setattr(sys, "argv", ["memory_accuracy.py", *fixed, *arguments])
         accuracy.main()
         return json.loads(capsys.readouterr().out)
@@ -240,12 +258,14 @@ def test_a_subset_is_quick_and_even(accuracy, command, asked):
     assert {row["model"] for row in chosen} == {row["model"] for row in rows if row["compile_s"] == 4.0}
     assert accuracy.subset(rows[::-1], 4) == chosen
     assert accuracy.subset([], 4) == []
+    with pytest.raises(SystemExit, match="has nothing to choose from: compile first"):
+        accuracy.compile_subset([], _options(command.table, redo=None), print)
     assert command("--subset", "2")["configurations"] == 2
     assert len(asked) == 14
 
 
 def _options(table: Path, redo: str | None) -> argparse.Namespace:
-    return argparse.Namespace(table=table, seed=SEED, count=12, limit=None, workers=1, redo=redo)
+    return argparse.Namespace(table=table, seed=SEED, count=12, limit=None, workers=1, redo=redo, estimate="megatron", subset=2)
 
 
 WORKER = """
@@ -274,7 +294,9 @@ def test_a_worker_that_dies_or_hangs_is_replaced(accuracy, monkeypatch):
     assert told[3]["error"].endswith("the reason")
     assert "ended with -9" in told[5]["error"]
     assert len({pids[i] for i in (0, 2, 4, 6)}) == 4
-    assert told[0]["flags"] == ""
+    # Its own flag alone, whatever the caller's environment says.
+    assert told[0]["flags"].startswith("--xla_gpu_kernel_cache_file=")
+    assert " " not in told[0]["flags"]
 
 
 def test_an_interrupted_run_keeps_its_rows_and_ends_its_workers(accuracy, cases, monkeypatch, tmp_path):
@@ -311,6 +333,7 @@ def fabricated(estimate: int, total: int, **knobs):
         "offload_state": "none",
         "mask_documents": True,
         "attention": "cudnn",
+        "estimate_moment": "loss",
     }
     return {**row, **mesh, **rest, "sequence_length": 2048, "microbatch_sequences": 1, **knobs}
 

@@ -1,0 +1,260 @@
+"""The published 80% rule on its own measurements, and what jaxllm's rule admits where that one stops.
+
+python benchmarks/published_rule.py [--remat full] [--json]        (needs no GPU and compiles nothing)
+
+The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, nothing computed twice, by
+Megatron-LM; a row without a speed did not run. The rule: what jaxllm.plan.megatron gives is at most 80% of the GPU's memory.
+jaxllm's: its own estimate for its own program is at most 95% of gpu.capacity_bytes. On each mesh of the rows, the largest
+microbatch that each admits, and at microbatch 1 the most layers. Last, of the configurations that memory_accuracy.py compiled,
+how many each line admits by the same estimate, and how many of those do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memory_accuracy import TABLE, read_table
+
+from jaxllm.config import Config, load_config
+from jaxllm.plan.hardware import find_gpu
+from jaxllm.plan.megatron import SAFE_SHARE, megatron_fits, megatron_memory, nominal_bytes
+from jaxllm.plan.memory import estimate_memory
+
+PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
+MODEL, SEQUENCE_LENGTH, BATCH_SEQUENCES = "llama-3.1-8b", 8192, 1024
+OUR_SHARE = 0.95
+"""Of gpu.capacity_bytes."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    gpu: str
+    gpus_per_host: int
+    gpus: int
+    tensor: int
+    context: int
+    pipe: int
+
+    @property
+    def data(self) -> int:
+        return self.gpus // (self.tensor * self.context * self.pipe)
+
+
+@dataclass(frozen=True)
+class Row:
+    mesh: Mesh
+    microbatch_sequences: int
+    tflops_per_gpu: float | None
+    """Megatron's count; None: it did not run."""
+    estimate_percent: int
+    """What the author's code gives, of 40 or 94 GiB."""
+
+    @property
+    def percent(self) -> float:
+        """The same by jaxllm.plan.megatron."""
+        estimate = megatron_memory(config_of(self.mesh, self.microbatch_sequences))
+        return 100 * estimate.peak_bytes / nominal_bytes(find_gpu(self.mesh.gpu))
+
+
+def read_rows(path: Path = PUBLISHED) -> list[Row]:
+    rows = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            sizes = {key: int(line[key]) for key in ("gpus_per_host", "gpus", "tensor", "context", "pipe")}
+            ran = float(line["tflops_per_gpu"]) if line["tflops_per_gpu"] else None
+            mesh = Mesh(gpu=line["gpu"], **sizes)
+            rows.append(Row(mesh, int(line["microbatch_sequences"]), ran, int(line["estimate_percent"])))
+    return rows
+
+
+def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str = "selective") -> Config:
+    """What the rows ran, in jaxllm's words. Microbatches that do not divide 1024 sequences get the nearest batch they do."""
+    per_microbatch = mesh.data * microbatch
+    microbatches = max(mesh.pipe, round(BATCH_SEQUENCES / per_microbatch))
+    train = {"steps": 1, "sequence_length": SEQUENCE_LENGTH, "global_batch_sequences": microbatches * per_microbatch}
+    sizes = {"tensor": mesh.tensor, "context": mesh.context, "pipe": mesh.pipe, "data": mesh.data}
+    return load_config(
+        {
+            "model": {"name": MODEL, **({"num_layers": layers} if layers else {})},
+            "train": {**train, "microbatch_sequences": microbatch},
+            "parallel": {**sizes, "zero": 1, "schedule": "1f1b", "remat": remat},
+            "data": {"mask_documents": False},
+        }
+    )
+
+
+def rule_by_gpu(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
+    """Of each kind: how many the rule calls safe, and how many of those ran; the same for those it does not."""
+    told: dict[str, dict[str, int]] = {}
+    for row in rows:
+        config = config_of(row.mesh, row.microbatch_sequences)
+        safe, ran = megatron_fits(config, find_gpu(row.mesh.gpu)), row.tflops_per_gpu is not None
+        counts = told.setdefault(row.mesh.gpu, {"safe": 0, "safe_and_ran": 0, "unsafe": 0, "unsafe_and_ran": 0})
+        counts["safe" if safe else "unsafe"] += 1
+        counts["safe_and_ran" if safe else "unsafe_and_ran"] += ran
+    return told
+
+
+def largest(admits: Callable[[int], bool]) -> int:
+    """The largest n from 1 on for which all up to n are admitted, if what is too much for n is too much for n + 1; 0: none."""
+    over = 1
+    while admits(over):
+        over *= 2
+    admitted = over // 2
+    while over - admitted > 1:
+        middle = (admitted + over) // 2
+        if admits(middle):
+            admitted = middle
+        else:
+            over = middle
+    return admitted
+
+
+def ours_fits(config: Config, gpu: str) -> bool:
+    return estimate_memory(config).peak_bytes <= OUR_SHARE * find_gpu(gpu).capacity_bytes
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """By the published rule and by ours; 0: none."""
+
+    mesh: Mesh
+    published_microbatch: int
+    our_microbatch: int
+    published_layers: int
+    our_layers: int
+
+
+def admitted(mesh: Mesh, remat: str = "selective") -> Admitted:
+    """Layers are counted in whole layers of a stage."""
+    gpu, p = find_gpu(mesh.gpu), mesh.pipe
+    return Admitted(
+        mesh,
+        published_microbatch=largest(lambda b: megatron_fits(config_of(mesh, b), gpu)),
+        our_microbatch=largest(lambda b: ours_fits(config_of(mesh, b, remat=remat), mesh.gpu)),
+        published_layers=p * largest(lambda n: megatron_fits(config_of(mesh, 1, p * n), gpu)),
+        our_layers=p * largest(lambda n: ours_fits(config_of(mesh, 1, p * n, remat), mesh.gpu)),
+    )
+
+
+def safety(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Of compiled configurations (rows of memory_accuracy.csv): how many fit by XLA's figure, how many jaxllm's estimate admits
+    by its own line and by the published one, and how many of those are above capacity.
+    """
+    told = dict.fromkeys(("compiled", "fit", "ours", "ours_above_capacity", "published", "published_above_capacity"), 0)
+    for row in rows:
+        if row["error"]:
+            continue
+        fits = row["total_bytes"] <= row["capacity_bytes"]
+        lines = {"ours": OUR_SHARE * row["capacity_bytes"], "published": SAFE_SHARE * nominal_bytes(find_gpu(row["gpu"]))}
+        told["compiled"] += 1
+        told["fit"] += fits
+        for name, line in lines.items():
+            if row["estimate_bytes"] <= line:
+                told[name] += 1
+                told[f"{name}_above_capacity"] += not fits
+    return told
+
+
+def gain(meshes: Iterable[Admitted], of: str) -> dict[str, Any]:
+    """Ratios, where both rules admit something; else which one does. Args: of: microbatch or layers."""
+    pairs = [(getattr(mesh, f"published_{of}"), getattr(mesh, f"our_{of}")) for mesh in meshes]
+    ratios = [our / published for published, our in pairs if our and published]
+    return {
+        "meshes": len(pairs),
+        "both": len(ratios),
+        "ours_alone": sum(our > 0 and not published for published, our in pairs),
+        "published_alone": sum(published > 0 and not our for published, our in pairs),
+        "ours_larger": sum(our > published for published, our in pairs),
+        "ours_smaller": sum(our < published for published, our in pairs),
+        "geometric_mean_ratio": math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None,
+        "median_ratio": statistics.median(ratios) if ratios else None,
+        "least_ratio": min(ratios, default=None),
+        "most_ratio": max(ratios, default=None),
+    }
+
+
+def report(rows: list[Row], remat: str = "selective") -> dict[str, Any]:
+    by_gpu = rule_by_gpu(rows)
+    meshes = [admitted(mesh, remat) for mesh in dict.fromkeys(row.mesh for row in rows)]
+    return {
+        "rows": len(rows),
+        "largest_difference_percent": max(abs(row.percent - row.estimate_percent) for row in rows),
+        "rule": by_gpu,
+        "safe": sum(counts["safe"] for counts in by_gpu.values()),
+        "safe_and_ran": sum(counts["safe_and_ran"] for counts in by_gpu.values()),
+        "published_share": SAFE_SHARE,
+        "our_share": {gpu: OUR_SHARE * find_gpu(gpu).capacity_bytes / nominal_bytes(find_gpu(gpu)) for gpu in by_gpu},
+        "remat": remat,
+        "microbatch": gain(meshes, "microbatch"),
+        "layers": gain(meshes, "layers"),
+        "safety": safety(read_table(TABLE)),
+        "meshes": [{**vars(found.mesh), **{k: v for k, v in vars(found).items() if k != "mesh"}} for found in meshes],
+    }
+
+
+def lines(told: dict[str, Any]) -> Iterable[str]:
+    yield f"Of {told['safe']} runs that the published rule calls safe, {told['safe_and_ran']} ran:"
+    for gpu, counts in told["rule"].items():
+        yield (
+            f"  {gpu}: {counts['safe_and_ran']} of {counts['safe']}; and {counts['unsafe_and_ran']} of {counts['unsafe']} "
+            f"that it calls unsafe"
+        )
+    yield (
+        f"Its percentages, printed without decimals, are reproduced within {told['largest_difference_percent']:.2f} on "
+        f"{told['rows']} rows."
+    )
+    yield ""
+    shares = ", ".join(f"{100 * share:.0f}% of {gpu}" for gpu, share in told["our_share"].items())
+    yield f"The published rule admits {100 * told['published_share']:.0f}% of the GPU's memory, jaxllm's {shares}."
+    yield f"Largest microbatch, and most layers at microbatch 1: published rule, and jaxllm's with remat={told['remat']}"
+    yield ""
+    yield "| GPU | GPUs | tensor | context | pipe | data | microbatch | jaxllm's | layers | jaxllm's |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    figures = ("published_microbatch", "our_microbatch", "published_layers", "our_layers")
+    for mesh in told["meshes"]:
+        sizes = [mesh[key] for key in ("gpu", "gpus", "tensor", "context", "pipe")]
+        data = mesh["gpus"] // (mesh["tensor"] * mesh["context"] * mesh["pipe"])
+        yield f"| {' | '.join(map(str, [*sizes, data, *(mesh[key] or 'none' for key in figures)]))} |"
+    yield ""
+    for of in ("microbatch", "layers"):
+        found = told[of]
+        if not found["both"]:
+            yield f"{of}: no mesh on which both rules admit one"
+            continue
+        yield (
+            f"{of}: jaxllm's is larger on {found['ours_larger']} of {found['meshes']} meshes and smaller on "
+            f"{found['ours_smaller']}; alone on {found['ours_alone']}, missing on {found['published_alone']}; times "
+            f"{found['geometric_mean_ratio']:.2f} (geometric mean), {found['least_ratio']:.2f} to {found['most_ratio']:.2f}"
+        )
+    told = told["safety"]
+    if told["compiled"]:
+        yield ""
+        yield (
+            f"Of {told['compiled']} configurations compiled by memory_accuracy.py {told['fit']} fit. By the same estimate, "
+            f"jaxllm's line admits {told['ours']}, of which {told['ours_above_capacity']} do not fit; the published one "
+            f"{told['published']}, of which {told['published_above_capacity']} do not."
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--remat", default="selective", choices=["none", "selective", "full", "offload"], help="of jaxllm's side"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    arguments = parser.parse_args()
+    told = report(read_rows(), arguments.remat)
+    print(json.dumps(told) if arguments.json else "\n".join(lines(told)))
+
+
+if __name__ == "__main__":
+    main()
