@@ -1,6 +1,9 @@
 """jaxllm: train Llama-family models with JAX on NVIDIA GPUs. Everything a notebook needs is re-exported here, lazily."""
 
 import importlib
+import types
+
+from jaxllm import plan
 
 __version__ = "0.1.0"
 
@@ -9,6 +12,8 @@ _HOMES = {
     "Config": "config",
     "ConfigError": "config",
     "Trainer": "api",
+    "estimate": "plan.estimate",
+    "plan": "planner",
 }
 __all__ = [*_HOMES]
 
@@ -18,6 +23,17 @@ def __getattr__(name: str):
     if name in _HOMES:
         return getattr(importlib.import_module(f"jaxllm.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
+
+
+class _Plan(types.ModuleType):
+    """The package of that name, which is also the function: an import of anything in it binds its name here."""
+
+    def __call__(self, *args, **options):
+        """jaxllm.planner.plan(config, gpu="h100-80gb", gpus=64, ...) -> Plan."""
+        return importlib.import_module("jaxllm.planner").plan(*args, **options)
+
+
+plan.__class__ = _Plan
 
 
 def __dir__():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -67,6 +69,46 @@ def inspect(
     Console(highlight=False, markup=False).print(render(report))
 
 
+@app.command()
+def estimate(
+    recipe: Recipe,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: bytes alone."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many; none of them need be here. Default: the config's mesh.")] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(help="Default: the largest divisor of --gpus not above that kind's host size.")
+    ] = None,
+    convention: Annotated[
+        str, typer.Option(help="jaxllm, or megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count.")
+    ] = "jaxllm",
+    picture: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw the bytes of each stage as stacked bars; .png or .svg.")
+    ] = None,
+    over: Annotated[
+        str | None,
+        typer.Option(help="Draw bytes over sequence, microbatch or step instead; step compiles for --gpu (extra aot)."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Bytes of one device by term and stage, whether they fit, and how fast it will be; by closed forms, in a moment."""
+    from jaxllm.plan.estimate import estimate as estimate_config
+
+    report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, convention)
+    if over is not None and picture is None:
+        raise ConfigError(f"--over={over} draws a picture: say where to with --picture FILE.png.")
+    if over == "step":
+        from jaxllm.step_picture import draw_step
+
+        draw_step(report, picture)
+    elif picture is not None:
+        from jaxllm.memory_plots import estimate_picture
+
+        estimate_picture(report, picture, over)
+    print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+
+
 @app.command("compile")
 def compile_(
     recipe: Recipe,
@@ -104,6 +146,80 @@ def compile_(
     from rich.console import Console
 
     Console(highlight=False, markup=False).print(render(report))
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    gpu: Annotated[str, typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU.")] = "h100-80gb",
+    gpus: Annotated[int | None, typer.Option(help="How many; none of them need be here. Default: the config's mesh.")] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(help="Default: the largest divisor of --gpus not above that kind's host size.")
+    ] = None,
+    compile_: Annotated[
+        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates alone.")
+    ] = 8,
+    objective: Annotated[
+        str,
+        typer.Option(help="speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest."),
+    ] = "speed",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Leave this as the config has it: tensor, zero, remat ... May be given again."),
+    ] = None,
+    across_hosts: Annotated[
+        bool | None,
+        typer.Option("--across-hosts/--within-hosts", help="May context reach beyond a host? Default: if nothing else fits."),
+    ] = None,
+    host_gib_per_gpu: Annotated[
+        float, typer.Option(metavar="GIB", help="Of a host's memory, what offloading may take for one GPU.")
+    ] = 128.0,
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the winner as a recipe; a new file.")] = None,
+    rows: Annotated[int, typer.Option(help="Candidates in the table.")] = 10,
+    cache: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where compile reports are kept; default: as `jaxllm compile`.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Searches meshes, ZeRO, microbatch, schedule and remat for what fits and is fastest; confirms it by compiling."""
+    loaded = load(recipe)
+    from jaxllm.plan.recipe import check_new, write_recipe
+    from jaxllm.planner import Request, outcome, progress_bar
+
+    request = Request(
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_host=gpus_per_host,
+        compile=compile_,
+        objective=objective,
+        keep=tuple(keep or ()),
+        across_hosts=across_hosts,
+        host_gib_per_gpu=host_gib_per_gpu,
+        tokens=tokens,
+        sweep=sweep,
+        cache=cache,
+        no_cache=no_cache,
+    )
+    if out is not None:
+        check_new(out)
+    try:
+        with nullcontext() if as_json else progress_bar() as progress:
+            found = outcome(loaded, request, progress)
+    except KeyboardInterrupt:
+        print("jaxllm: stopped before anything that fits was found.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        found.print(rows)
+    if out is not None:
+        write_recipe(found.plan, out, f"jaxllm {shlex.join(sys.argv[1:])}")
+    if found.plan.interrupted:
+        print("jaxllm: interrupted; this is the best so far.", file=sys.stderr)
+        raise typer.Exit(130)
 
 
 @app.command()

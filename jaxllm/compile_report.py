@@ -26,15 +26,17 @@ import jax
 import jaxlib
 
 from jaxllm import aot, distributed, xla_flags
-from jaxllm.config import AUTO, Config, ConfigError
+from jaxllm.config import Config, ConfigError
 from jaxllm.hlo import Collective, Module, byte_size
 from jaxllm.jaxprs import matmul_flops, walk
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.cluster import hosts_of, require_devices
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
-from jaxllm.report import ParameterLine, count_devices, describe, hosts_of
+from jaxllm.report import ParameterLine, describe
 from jaxllm.sharding import STACK_DIMS
+from jaxllm.train.fits import total_bytes
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +193,7 @@ def compile_report(
     if gpu is None:
         return _for_attached_devices(config, gpus, gpus_per_host, real_memory)
     distributed.start_without_devices()
-    if gpus is None and config.parallel.data == AUTO and config.run.cpu_devices is None:
-        raise ConfigError("parallel.data=auto takes all GPUs there are: say how many with --gpus, or set parallel.data.")
-    gpus = count_devices(config, gpus)
+    gpus = require_devices(config, gpus)
     config = config.resolve(gpus)
     per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
     # Tells of missing packages even where a report is at hand.
@@ -294,14 +294,8 @@ def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int
     return RealMemory(changed, repeated, memory.temp_size_in_bytes, total, total <= capacity, compile_s)
 
 
-def total_bytes(memory: Any) -> int:
-    """What a compiled program takes of a device, from its memory_analysis()."""
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return held + memory.temp_size_in_bytes
-
-
 def host_bytes(memory: Any) -> int:
-    """The same, of the host's memory."""
+    """The same as total_bytes(), of the host's memory."""
     held = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
     return held + memory.host_temp_size_in_bytes
 

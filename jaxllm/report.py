@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm import distributed
-from jaxllm.config import ATTENTION_RESULTS, AUTO, Config, ConfigError, ModelConfig
+from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.mesh import AXES, CONTEXT, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block
@@ -37,12 +37,11 @@ from jaxllm.parallel.residuals import keep
 from jaxllm.parallel.stacking import stacking_of
 from jaxllm.parallel.zigzag import table_text
 from jaxllm.plan.activations import Held, bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.plan.cluster import hosts_of, named_devices
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.hardware import GPUS, readable
 from jaxllm.sharding import STACK_DIMS, Parameter, is_shared_out, layout, vocab_rows, weight_rules
 
-HOST_GPUS = 8
-"""GPUs of the usual host: a default host is no larger."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile that cuBLAS's fastest bfloat16 kernels compute on Hopper."""
 MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
@@ -203,27 +202,11 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
 
 def count_devices(config: Config, gpus: int | None) -> int:
     """How many devices to inspect for. Only parallel.data=auto, with no number given, asks JAX which are here."""
-    if gpus is not None and gpus < 1:
-        raise ConfigError(f"--gpus={gpus} is not valid: it should be at least 1.")
-    if gpus is not None:
-        return gpus
-    if config.run.cpu_devices is not None:
-        return config.run.cpu_devices
-    if config.parallel.data != AUTO:
-        return math.prod(axis_sizes(config.parallel).values()) * config.parallel.replica
-    distributed.start(config.run)
-    return jax.device_count()
-
-
-def hosts_of(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
-    """(GPUs per host, why), for hosts that have at most `largest` unless it was said."""
-    if per_host is None:
-        per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
-        return per_host, f"the largest divisor of {gpus} not above {largest}, or --gpus-per-host"
-    if per_host < 1 or gpus % per_host:
-        divisors = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
-        raise ConfigError(f"--gpus-per-host={per_host} does not divide the {gpus} GPUs: use one of {divisors}.")
-    return per_host, "as given"
+    named = named_devices(config, gpus)
+    if named is None:
+        distributed.start(config.run)
+        return jax.device_count()
+    return named
 
 
 # ------------------------------------------------------------------------------------------------------------ parameters

@@ -25,12 +25,14 @@ install_reference() {
   install_jaxllm reference
 }
 
-# Not every system has `timeout` (macOS); a hang is then for the caller to end.
+# Two processes, a file of tests at a time: most of a test is one thread that compiles. More would starve the devices that a
+# CPU is split into. Not every system has `timeout` (macOS); a hang is then for the caller to end.
 run_tests() {
-  local limit=""
+  local limit="" processes=""
   if command -v timeout >/dev/null; then limit="timeout --kill-after=60 75m"; fi
+  if has_module xdist; then processes="--numprocesses 2 --dist loadfile"; fi
   # shellcheck disable=SC2086  # words, on purpose
-  $limit "$python" -m pytest -m "$markers" "$@"
+  $limit "$python" -m pytest $processes -m "$markers" "$@"
 }
 
 prepare_environment test

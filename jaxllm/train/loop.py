@@ -30,6 +30,7 @@ from jaxllm.plan.pipeline_report import USUAL_IDLE
 from jaxllm.plan.schedule import idle_share, microbatches_for
 from jaxllm.train.checkpoint import Checkpoints, Meta, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
+from jaxllm.train.fits import explaining_out_of_memory
 from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.metrics import Record, Sink, open_sinks
 from jaxllm.train.trainer import Evaluation, Trainer
@@ -45,8 +46,8 @@ FINAL_EVAL_TOKENS = 2**24
 def fit(config: Config) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one."""
     folder = make_run_dir(config)
-    with distributed.leaving_on_errors(), ExitStack() as stack:
-        trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
+    with distributed.leaving_on_errors(), explaining_out_of_memory(config) as explaining, ExitStack() as stack:
+        trainer = explaining.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
         stack.enter_context(alone_in(folder))
@@ -234,6 +235,8 @@ def announce(console: Console, trainer: Trainer) -> None:
     if config.parallel.pipe > 1:
         for line in pipeline_notes(config):
             console.say(line)
+    if trainer.memory_fit is not None:
+        console.say(trainer.memory_fit.line)
     if trainer.weights is not None:
         console.say(f"weights from {trainer.weights.description}; optimizer, step and data begin anew")
     if config.total_tokens < config.optimizer.warmup_tokens:

@@ -31,6 +31,7 @@ from jaxllm.parallel.parallelize import merge_model
 from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.fits import require_fit
 from jaxllm.train.metrics import Record
 from jaxllm.train.state import on_device
 from jaxllm.train.weights import Source, initial_weights, read_weights
@@ -78,7 +79,7 @@ class Trainer:
       resumes: `restore` comes next, so train.init_from is not read.
 
     Raises:
-      ConfigError: the config does not fit the devices or the data.
+      ConfigError: the config does not fit the devices, their memory or the data.
 
     Attributes:
       config: with parallel.data filled in.
@@ -87,6 +88,7 @@ class Trainer:
       mesh: jax.sharding.Mesh with axes pipe, data, context, tensor.
       state: TrainState; replaced by each step (the old one's memory is reused).
       step: steps done, as a Python int.
+      memory_fit: the estimate beside the devices' memory; None where that is not known, as on CPU.
       weights: where train.init_from found them; None without it.
       compile_s: seconds it took to compile the train step; None until the first step.
     """
@@ -97,6 +99,7 @@ class Trainer:
         distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
+        self.memory_fit = require_fit(config, jax.local_devices()[0])
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
@@ -164,6 +167,11 @@ class Trainer:
         options = xla_flags.compile_options(self.config, self.mesh.devices.flat[0].platform)
         self._compiled_step = self.jitted_step.lower(self.state, batch).compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
+
+    @property
+    def compiled(self) -> jax.stages.Compiled | None:
+        """The train step; None until the first step."""
+        return self._compiled_step
 
     def _read(self, pending) -> Record | None:
         if pending is None:

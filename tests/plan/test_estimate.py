@@ -17,7 +17,7 @@ from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU
 from jaxllm.plan.step_time import estimate_step_time
 
 ROOT = config_folder().parent
@@ -182,6 +182,17 @@ def test_of_each_kind_the_mildest_change_that_fits_is_named():
     }
 
 
+def test_what_the_host_has_no_room_for_is_not_advised():
+    def offloading(config):
+        memory = fake(config)
+        on_host = 2 * HOST_BYTES_PER_GPU if config.parallel.remat == "offload" else 0
+        return dataclasses.replace(memory, host_bytes=int(on_host))
+
+    found = {change.overrides for change in changes_that_fit(eight(), 24 * GIB, estimate=offloading)}
+    assert "parallel.remat=full" in found
+    assert "parallel.remat=offload" not in found
+
+
 def test_without_a_gpu_the_order_is_the_lists_and_with_one_that_of_predicted_steps():
     plain = changes_that_fit(eight(), 24 * GIB, estimate=fake)
     assert plain[0].overrides == "train.microbatch_sequences=4"
@@ -277,7 +288,8 @@ def test_the_command_needs_no_jax(recipe):
 
 
 def test_the_command_prints_a_table_and_says_which_hosts_were_taken(recipe):
-    result = cli(recipe, "parallel.pipe=1", "--gpu", "h100-80gb", "--gpus", "12", "train.global_batch_sequences=120")
+    twelve = ["parallel.pipe=1", "parallel.zero=0", "train.global_batch_sequences=120", "--gpu", "h100-80gb", "--gpus", "12"]
+    result = cli(recipe, *twelve)
     assert "2 hosts of 6 (the largest divisor of 12 not above 8, or --gpus-per-host)" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 160
 

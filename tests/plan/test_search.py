@@ -1,25 +1,42 @@
 """The search: its space is what Config accepts, its winner is the best of all, nothing is lost on the way."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, load_config
+from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.plan.hardware import GPUS
+from jaxllm.plan.memory import estimate_memory
 from jaxllm.plan.recipe import recipe
-from jaxllm.plan.search import CONFIGURATION, DOES_NOT_FIT, FIT_SHARE, HOST_FULL, MESH, UNEVEN, any_fits, search, why_nothing
+from jaxllm.plan.search import (
+    CONFIGURATION,
+    DOES_NOT_FIT,
+    FIT_SHARE,
+    HOST_BYTES_PER_GPU,
+    HOST_FULL,
+    MESH,
+    any_fits,
+    search,
+    why_nothing,
+)
 from jaxllm.plan.space import (
     BEYOND_HOST,
     KEEPABLE,
     MOST_VIRTUAL_STAGES,
+    NOT_SHARED_OUT,
     REMATS,
+    UNEVEN,
     ZEROS,
+    Mesh,
     all_have_layers,
     choice_in,
     choices_of,
@@ -27,7 +44,11 @@ from jaxllm.plan.space import (
     meshes,
     schedules,
     space,
+    why_not,
+    zero_divides,
 )
+from jaxllm.plan.step_time import estimate_step_time
+from jaxllm.sharding import layout, weight_rules
 
 H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
@@ -84,7 +105,8 @@ def test_the_space_is_what_config_accepts(gpus, overrides):
             layers = config.model.num_layers
             assert any(math.ceil(layers / (pipe * v)) == math.ceil(layers / (pipe * virtual)) for v in fewer)
             continue
-        zeros = ZEROS if data * context > 1 else (1,)
+        shared_out = ZEROS if zero_divides(config.model, Mesh(pipe, data, context, tensor)) else (0,)
+        zeros = shared_out if data * context > 1 else (1,)
         for zero, remat in itertools.product(zeros, REMATS):
             expected.add((pipe, data, context, tensor, zero, schedule, virtual, remat, microbatch))
     assert {key(one) for one in space(config, gpus)} == expected
@@ -129,6 +151,45 @@ def test_tensor_and_context_stay_inside_hosts():
     assert max(mesh.context for mesh in across) == 16
     # A group that crosses hosts has whole ones.
     assert all(2 % (m.tensor * m.context) == 0 or m.tensor * m.context % 2 == 0 for m in across)
+
+
+SHAPES = {
+    "width": [],
+    "heads": ["model.hidden_size=44", "model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=10", "model.vocab_size=510"],
+    "head size": ["model.hidden_size=44", "model.head_dim=6", "model.vocab_size=510"],
+    "nothing": ["model.hidden_size=44", "model.num_heads=6", "model.num_kv_heads=2", "model.head_dim=10"],
+    "few key heads": ["model.hidden_size=44", "model.num_heads=12", "model.num_kv_heads=2", "model.head_dim=10"],
+    "not the mlp": ["model.hidden_size=44", "model.head_dim=6", "model.vocab_size=510", "model.intermediate_size=64"],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_zero_divides_where_the_shardings_do(shape):
+    """By the rules that shard parameters, for meshes of 12: ranks of 2, 3, 4, 6 and 12, with and without tensor and pipe."""
+    config = small(*SHAPES[shape], "train.global_batch_sequences=12", "train.sequence_length=48")
+    seen = set()
+    for mesh in meshes(config, 12):
+        if why_not(config, mesh, 12) is None:
+            parallel = config.parallel.model_copy(update={**dataclasses.asdict(mesh), "zero": 1})
+            table = parameter_table(config.model_copy(update={"parallel": parallel}))[1]
+            try:
+                for parameter in jax.tree.leaves(table):
+                    layout(parameter, weight_rules(config.model, parallel), parallel)
+                divides = True
+            except ConfigError:
+                divides = False
+            assert zero_divides(config.model, mesh) == divides, mesh
+            seen.add(divides)
+    assert True in seen
+
+
+def test_what_zero_cannot_share_out_is_counted():
+    plan = find(small("train.global_batch_sequences=3"), H100, 3)
+    (line,) = (line for line in plan.rejected if line.reason == NOT_SHARED_OUT)
+    assert {one.config.parallel.zero for one in plan.candidates if one.config.parallel.data == 3} == {0}
+    # Levels 1 to 3, four remat policies, one sequence a rank; and three sequences on context ranks cannot be.
+    assert line.count == 3 * 4
+    assert len(plan.candidates) + sum(one.count for one in plan.rejected if one.unit == CONFIGURATION) == plan.configurations
 
 
 @given(layers=st.integers(1, 130), pipe=st.integers(1, 64))
@@ -230,6 +291,7 @@ def test_nothing_is_lost(share, prune):
     by_unit = {unit: sum(line.count for line in plan.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
     every = list(choices_of(small("model.num_layers=7"), 8))
     uneven = sum(line.count for line in plan.rejected if line.reason == UNEVEN)
+    assert NOT_SHARED_OUT not in [line.reason for line in plan.rejected]
     assert by_unit[MESH] + len({choice.mesh for choice in every}) == plan.meshes == len(list(meshes(small(), 8)))
     assert by_unit[CONFIGURATION] + len(plan.candidates) == plan.configurations == len(every) + uneven
     assert uneven > 0
@@ -406,3 +468,41 @@ def test_where_no_mesh_divides_the_rule_is_named():
     assert sentence.startswith("No configuration for 7 x h100-80gb can be had, mostly because ")
     assert "global_batch_sequences=3 does not divide over data" in " ".join(line.reason for line in plan.rejected)
     assert DOES_NOT_FIT not in [line.reason for line in plan.rejected]
+
+
+# ----------------------------------------------------------------------------------------------- the estimates themselves
+
+EIGHT = load_config(
+    {
+        "model": {"name": "llama-3.2-1b"},
+        "parallel": {"remat": "full"},
+        "train": {"steps": 1, "sequence_length": 4096, "global_batch_sequences": 16},
+    }
+)
+
+
+def bytes_and_speed(config):
+    memory, time = estimate_memory(config), estimate_step_time(config, H100, 8)
+    return memory.peak_bytes, memory.host_bytes, time.tokens_per_s_per_gpu
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Bytes and speed of all configurations of a 1B model on eight GPUs."""
+    return {key(config): bytes_and_speed(config) for config in space(EIGHT, 8)}
+
+
+@pytest.mark.parametrize("gib", [4, 6, 10, 20, 60])
+def test_the_winner_is_the_best_of_all_by_the_real_estimates(everything, gib):
+    gpu = gpu_for(gib * 2**30)
+    plan = search(EIGHT, gpu, 8, step_time=lambda config, _, per_host: estimate_step_time(config, H100, per_host))
+    limit = FIT_SHARE * gpu.capacity_bytes
+    fit = {name: speed for name, (peak, host, speed) in everything.items() if peak <= limit and host <= HOST_BYTES_PER_GPU}
+    assert {key(one.config) for one in plan.candidates} == set(fit)
+    assert [one.tokens_per_s_per_gpu for one in plan.candidates] == sorted(fit.values(), reverse=True)
+
+
+def test_a_candidate_has_the_figures_of_estimate():
+    plan = search(EIGHT, H100, 8, keep=["zero", "remat", "context"])
+    for one in plan.candidates[::20]:
+        assert (one.estimate_bytes, one.host_bytes, one.tokens_per_s_per_gpu) == bytes_and_speed(one.config)

@@ -83,6 +83,14 @@ def test_overcommitment_is_warned_of_and_allowed(caplog):
     assert "may take 72.3 GiB: it starts all the same" in caplog.text
 
 
+def test_what_may_fit_after_all_is_warned_of_and_started(caplog):
+    peak = estimate_memory(eight()).peak_bytes
+    fit = require_fit(eight(), Device(), capacity_of=lambda device: int(peak / 1.09))
+    assert not fit.fits
+    assert "it starts all the same, as the estimate may be off by so much." in caplog.text
+    assert "it starts all the same" not in refusal(eight(), capacity_of=lambda device: int(peak / 1.11)).split(": set")[0]
+
+
 def test_where_nothing_fits_here_a_number_of_gpus_is_named():
     """100 GiB over all devices, whatever else: 16 have too much and 24 do not divide the batch."""
 

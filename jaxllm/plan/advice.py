@@ -1,0 +1,264 @@
+"""What to change in a config that does not fit into memory, cheapest first. No JAX.
+
+changes = changes_that_fit(config, capacity_bytes, gpu, gpus_per_host)
+changes[0].overrides          "train.microbatch_sequences=1"
+changes[0].peak_bytes         by the estimate, at most the capacity
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.plan.hardware import Gpu, readable
+from jaxllm.plan.memory import MemoryEstimate, estimate_memory
+from jaxllm.plan.search import HOST_BYTES_PER_GPU
+from jaxllm.plan.step_time import estimate_step_time
+
+EstimateMemory = Callable[[Config], MemoryEstimate]
+
+CHUNK_TOKENS = 1024
+"""Logits of so many tokens at a time are few, and still fill an H100 with tiles."""
+MOST_GPUS = 16384
+"""No larger cluster is looked at."""
+REMAT_LADDER = ("none", "selective", "full", "offload")
+COSTS = {
+    "parallel.zero=1": "costs nothing: as many bytes are sent",
+    "parallel.zero=2": "reduces gradients once for every layer and microbatch",
+    "parallel.zero=3": "gathers weights for every layer and microbatch",
+    "train.microbatch_sequences": "makes matmuls smaller",
+    "train.loss_chunk_tokens": "takes the head in smaller parts",
+    "parallel.remat=selective": "computes norms and activation functions again",
+    "parallel.remat=full": "runs every layer's forward pass twice",
+    "parallel.remat=offload": "sends activations to the host and back",
+    "parallel.offload_state": "sends the optimizer's state over the host's link twice a step",
+    "parallel.tensor": "sums activations over tensor ranks in every layer",
+    "parallel.context": "sends keys and values between context ranks in every layer",
+    "parallel.pipe": "leaves stages idle while the pipeline fills and drains",
+}
+"""What a change costs in time, by its key and value, or its key alone."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys of a config to set, and what comes of it."""
+
+    keys: Mapping[str, Any]
+    """section.key -> value."""
+    config: Config
+    """With them, resolved."""
+    peak_bytes: int
+    """Of its fullest stage, estimated."""
+    host_bytes: int
+    """In the host's memory, for each device."""
+    step_s: float | None
+    """Predicted; None where the kind of GPU is not known."""
+    step_ratio: float | None
+    """Of that to the step of the config as it was."""
+
+    @property
+    def overrides(self) -> str:
+        """As they are written behind a command."""
+        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+
+    @property
+    def cost(self) -> str:
+        """In words; '' for a change that is none of the list's."""
+        told = (COSTS.get(f"{key}={value}", COSTS.get(key)) for key, value in self.keys.items())
+        return "; ".join(dict.fromkeys(words for words in told if words))
+
+    @property
+    def figures(self) -> str:
+        """'58.3 GiB, the step 7% longer'."""
+        size = readable(self.peak_bytes)
+        if self.host_bytes:
+            size += f" and {readable(self.host_bytes)} on the host"
+        if self.step_ratio is None:
+            return size
+        percent = round(100 * (self.step_ratio - 1))
+        longer = "as long as now" if percent == 0 else f"{abs(percent)}% {'longer' if percent > 0 else 'shorter'}"
+        return f"{size}, the step {longer}"
+
+
+def changes_that_fit(
+    config: Config,
+    capacity_bytes: int,
+    gpu: Gpu | None = None,
+    gpus_per_host: int | None = None,
+    estimate: EstimateMemory = estimate_memory,
+) -> list[Change]:
+    """Of every kind of change the mildest that fits on the same number of devices, the one whose step is predicted shortest
+    first; without a GPU in the order of `ladders`. Where no single change is enough, one that puts several together; [] if that
+    is not enough either. What is offloaded must fit into HOST_BYTES_PER_GPU.
+
+    Args:
+      config: resolved.
+      gpu, gpus_per_host: to predict the time of a step with.
+      estimate: bytes of a config.
+    """
+    search = _Search(config, capacity_bytes, gpu, gpus_per_host, estimate)
+    found = [change for ladder in ladders(config) if (change := search.first_that_fits(ladder)) is not None]
+    if not found:
+        found = sorted(search.that_fit(combinations(config)), key=_step_s)[:1]
+    # Sorting keeps the order of equals.
+    return sorted(found, key=_step_s)
+
+
+def smallest_cluster(
+    config: Config, capacity_bytes: int, gpu: Gpu | None = None, estimate: EstimateMemory = estimate_memory
+) -> Change | None:
+    """The smallest multiple of the devices there are that a step would fit on, with every saving made; None above MOST_GPUS."""
+    devices = _devices(config)
+    search = _Search(config, capacity_bytes, None, None, estimate)
+    for factor in (2, 3, 4, 6, *(2**power for power in range(3, 15))):
+        if devices * factor > MOST_GPUS:
+            return None
+        found = search.first_that_fits(_everything(config, factor, gpu.gpus_per_host if gpu else None))
+        if found is not None:
+            return found
+    return None
+
+
+def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:
+    """One list of key -> value for each kind of change, mildest first."""
+    p, train = config.parallel, config.train
+    if p.zero == 0:
+        yield [{"parallel.zero": 1}]
+    b = config.microbatch_sequences
+    yield [{"train.microbatch_sequences": n} for n in range(b - 1, 0, -1) if b % n == 0]
+    if train.loss_chunk_tokens > CHUNK_TOKENS:
+        yield [{"train.loss_chunk_tokens": CHUNK_TOKENS}]
+    stronger = REMAT_LADDER[REMAT_LADDER.index(p.remat) + 1 :] if isinstance(p.remat, str) else REMAT_LADDER[2:]
+    for remat in stronger:
+        yield [{"parallel.remat": remat}]
+    for zero in range(max(p.zero, 1) + 1, 4):
+        yield [{"parallel.zero": zero}]
+    offloads = ["none", "optimizer", "optimizer_and_master"]
+    yield [{"parallel.offload_state": what} for what in offloads[offloads.index(p.offload_state) + 1 :]]
+    for axis in ("tensor", "context", "pipe"):
+        yield list(_more_of(config, axis))
+
+
+def combinations(config: Config) -> Iterator[dict[str, Any]]:
+    """Several changes at once, one more each time; in the end every split of the mesh, with all of them."""
+    keys: dict[str, Any] = {}
+    zero = config.parallel.zero
+    remat = config.parallel.remat
+    state_on_host = {"parallel.offload_state": "optimizer_and_master"}
+    steps = [
+        {"parallel.zero": 1} if zero == 0 else {},
+        {"train.microbatch_sequences": 1} if config.microbatch_sequences > 1 else {},
+        {"parallel.remat": "full"} if remat not in ("full", "offload") else {},
+        {"parallel.zero": 3} if zero < 3 else {},
+    ]
+    for step in steps:
+        keys |= step
+        if step:
+            yield dict(keys)
+    # Weights gathered layer by layer cost more than a larger share of them.
+    without_zero = {key: value for key, value in keys.items() if key != "parallel.zero"} | steps[0]
+    for mesh in _meshes(config, 1, None):
+        yield {**without_zero, **mesh}
+        yield {**keys, **mesh}
+    if config.parallel.offload_state != "optimizer_and_master":
+        yield {**keys, **state_on_host}
+        yield from ({**keys, **state_on_host, **mesh} for mesh in _meshes(config, 1, None))
+
+
+def _everything(config: Config, factor: int, host_size: int | None) -> Iterator[dict[str, Any]]:
+    """For so many times the devices: first more data ranks as they are, then with every saving, then every mesh with them."""
+    more = {"parallel.data": int(config.parallel.data) * factor}
+    savings: dict[str, Any] = {"train.microbatch_sequences": 1, "parallel.zero": 3}
+    if config.parallel.remat not in ("full", "offload"):
+        savings["parallel.remat"] = "full"
+    # A microbatch that was never set is the whole share of a data rank, and more ranks make it smaller.
+    yield more
+    yield {**more, **savings}
+    yield from ({**savings, **mesh} for mesh in _meshes(config, factor, host_size))
+
+
+def _more_of(config: Config, axis: str) -> Iterator[dict[str, Any]]:
+    """The same devices with 2, 4, 8 ... times the ranks of an axis, taken from data."""
+    size, data, factor = getattr(config.parallel, axis), int(config.parallel.data), 2
+    while data % factor == 0:
+        yield {f"parallel.{axis}": size * factor, "parallel.data": data // factor}
+        factor *= 2
+
+
+def _meshes(config: Config, factor: int, host_size: int | None) -> Iterator[dict[str, Any]]:
+    """Meshes of factor x the devices with at least as many tensor, context and pipe ranks as now, the fewest of these first."""
+    p = config.parallel
+    room = int(p.data) * factor
+    powers = [2**power for power in range(room.bit_length())]
+    splits = sorted(
+        ((t, c, s) for t in powers for c in powers for s in powers if t * c * s > 1 and room % (t * c * s) == 0),
+        key=lambda split: (split[0] * split[1] * split[2], split[2], split[1]),
+    )
+    for t, c, s in splits:
+        if host_size is None or p.tensor * t <= host_size:
+            sizes = {"tensor": p.tensor * t, "context": p.context * c, "pipe": p.pipe * s, "data": room // (t * c * s)}
+            yield {f"parallel.{axis}": size for axis, size in sizes.items() if size != getattr(p, axis)}
+
+
+@dataclass(frozen=True)
+class _Search:
+    config: Config
+    capacity_bytes: int
+    gpu: Gpu | None
+    gpus_per_host: int | None
+    estimate: EstimateMemory
+
+    def first_that_fits(self, ladder: Iterable[Mapping[str, Any]]) -> Change | None:
+        return next(self.that_fit(ladder), None)
+
+    def that_fit(self, ladder: Iterable[Mapping[str, Any]]) -> Iterator[Change]:
+        """Of a ladder's key -> value mappings; those that make no valid config are passed over."""
+        for keys in ladder:
+            config = changed(self.config, keys)
+            memory = None if config is None else self._estimated(config)
+            if memory is not None and memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
+                step_s, before_s = self._step_s(config), self._step_s(self.config)
+                ratio = step_s / before_s if step_s and before_s else None
+                yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)
+
+    def _estimated(self, config: Config) -> MemoryEstimate | None:
+        """None where the mesh does not divide a parameter."""
+        try:
+            return self.estimate(config)
+        except ConfigError:
+            return None
+
+    def _step_s(self, config: Config) -> float | None:
+        if self.gpu is None or self.gpus_per_host is None:
+            return None
+        return estimate_step_time(config, self.gpu, self.gpus_per_host).step_s
+
+
+def changed(config: Config, keys: Mapping[str, Any]) -> Config | None:
+    """The config with section.key -> value set, checked as a whole; None if it cannot be."""
+    sections = {name: getattr(config, name) for name in type(config).model_fields}
+    for path, value in keys.items():
+        name, key = path.split(".")
+        sections[name] = sections[name].model_copy(update={key: value})
+    try:
+        # Values were chosen from the valid ones; what they mean together is checked by the section and by the whole.
+        for name in {path.split(".")[0] for path in keys}:
+            section = sections[name]
+            sections[name] = type(section).model_validate(section.model_dump(exclude_unset=True))
+        config = Config.model_validate(sections)
+        return config.resolve(_devices(config))
+    except (ValidationError, ConfigError):
+        return None
+
+
+def _step_s(change: Change) -> float:
+    return change.step_s or 0.0
+
+
+def _devices(config: Config) -> int:
+    p = config.parallel
+    return p.replica * p.pipe * int(p.data) * p.context * p.tensor

@@ -1,0 +1,152 @@
+"""What a training run costs: days, GPU-hours and energy, from parameters, tokens and the FLOP/s reached.
+
+cost = training_cost(175e9, 300e9, achieved_flops_per_s=140e12, gpus=1024, flops_per_parameter_and_token=WITH_RECOMPUTATION)
+cost.days        33.9
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.plan.hardware import Gpu
+
+FORWARD_AND_BACKWARD = 6.0
+"""FLOPs for each parameter and token: 2 forward, 4 backward (Kaplan et al. 2020, "Scaling Laws for Neural Language Models")."""
+WITH_RECOMPUTATION = 8.0
+"""The same where the forward pass is done twice, as in Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM"): time = 8 T P / (n X)."""
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+YEAR_S = 365.25 * DAY_S
+
+BOARD_WATTS: Mapping[str, float] = MappingProxyType(
+    {
+        "a100-40gb": 400.0,
+        "a100-80gb": 400.0,
+        "h100-80gb": 700.0,
+        "h100-94gb": 700.0,
+        "h100-nvl-94gb": 400.0,
+        "h200-141gb": 700.0,
+        "b200-192gb": 1000.0,
+    }
+)
+"""The most a board may take, by NVIDIA's data sheets: A100 SXM (400 W), H100 SXM (up to 700 W; the 94 GB board is another
+memory on it), H100 NVL (350 to 400 W), H200 SXM (up to 700 W), HGX B200 (up to 1,000 W)."""
+_LIKE: Mapping[tuple[int, int], str] = MappingProxyType({(8, 0): "a100-80gb", (9, 0): "h100-80gb", (10, 0): "b200-192gb"})
+"""Compute capability -> whose power a kind that is not in the table is taken to have."""
+OVERHEAD = 1.5
+"""Factor for a GPU's share of the host (processors, memory, network cards, fans), of switches and of cooling. By data sheets a
+whole host may take more, 10.2 kW for eight H100s of 0.7 kW, but GPUs that train do not stay at their limit either. Chosen,
+not measured."""
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    tokens: float
+    gpus: int
+    seconds: float
+    gpu_hours: float
+    watts_per_gpu: float | None
+    """Of the board, before OVERHEAD; None where nobody says."""
+    energy_kwh: float | None
+    """Of all GPUs, with OVERHEAD."""
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY_S
+
+    @property
+    def years(self) -> float:
+        """Of 365.25 days."""
+        return self.seconds / YEAR_S
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "days": self.days, "overhead": OVERHEAD}
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        took = f"{self.days:,.1f} days" if self.seconds < 2 * YEAR_S else f"{self.years:,.1f} years"
+        spent = f"{took} on {self.gpus:,} GPUs, {self.gpu_hours:,.0f} GPU-hours"
+        if self.energy_kwh is None:
+            return [f"{readable_count(self.tokens)} tokens: {spent}; how much power such a GPU takes is not known"]
+        energy = f"{self.energy_kwh:,.0f} kWh" if self.energy_kwh < 1e4 else f"{self.energy_kwh / 1e3:,.0f} MWh"
+        how = f"{self.watts_per_gpu:.0f} W a board by its data sheet x {OVERHEAD} for hosts, network and cooling"
+        return [f"{readable_count(self.tokens)} tokens: {spent}, {energy}", f"  ({how})"]
+
+
+def training_cost(
+    parameters: float,
+    tokens: float,
+    achieved_flops_per_s: float,
+    gpus: int = 1,
+    *,
+    flops_per_parameter_and_token: float = FORWARD_AND_BACKWARD,
+    flops_per_token: float | None = None,
+    watts_per_gpu: float | None = None,
+) -> TrainingCost:
+    """seconds = FLOPs per token x tokens / (gpus x achieved_flops_per_s), and what follows from that.
+
+    The FLOPs counted and the FLOP/s reached must be counted alike. Counting 8 for each parameter and token (the forward pass
+    twice), 175e9 parameters and 300e9 tokens are 34 days on 1,024 GPUs at 140e12 FLOP/s, and 288 years on one at 46.2e12;
+    counting 6, it takes 34.7e12 FLOP/s for those 288 years.
+
+    Args:
+      parameters: of the model.
+      tokens: trained on, those seen twice counted twice.
+      achieved_flops_per_s: of one GPU.
+      gpus: that many reach it, each.
+      flops_per_token: instead of flops_per_parameter_and_token x parameters, where attention counts too
+        (plan/flops.py: train_flops_per_token).
+      watts_per_gpu: of a board; None: no energy is told.
+
+    Raises:
+      ConfigError: a number is not above zero.
+    """
+    given = {"parameters": parameters, "tokens": tokens, "achieved_flops_per_s": achieved_flops_per_s, "gpus": gpus}
+    for name, value in given.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name}={value} has no cost: it should be a number above 0.")
+    flops = flops_per_parameter_and_token * parameters if flops_per_token is None else flops_per_token
+    seconds = flops * tokens / (gpus * achieved_flops_per_s)
+    gpu_hours = gpus * seconds / HOUR_S
+    energy = None if watts_per_gpu is None else gpu_hours * watts_per_gpu * OVERHEAD / 1e3
+    return TrainingCost(tokens, gpus, seconds, gpu_hours, watts_per_gpu, energy)
+
+
+def board_watts(gpu: Gpu) -> float | None:
+    """What a board may take at most: by its name, else as GPUs of its compute capability do; None for one of neither."""
+    if gpu.name in BOARD_WATTS:
+        return BOARD_WATTS[gpu.name]
+    like = _LIKE.get(gpu.chip.compute_capability)
+    return None if like is None else BOARD_WATTS[like]
+
+
+def parse_tokens(text: str) -> int:
+    """15_000_000_000_000 of "15T"; also K, M, B (decimal), plain and decimal numbers.
+
+    Raises:
+      ConfigError: it is no such number, or below one token.
+    """
+    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
+    # A float's exponent has no end.
+    number = float(re.sub("[_,]", "", found[1])) * _SUFFIXES[found[2].upper()] if found else 0.0
+    if not 1 <= number < math.inf:
+        raise ConfigError(f"--tokens={text} is no number of tokens: write one such as 300B or 15T (K, M, B or T).")
+    return round(number)
+
+
+def readable_count(number: float) -> str:
+    """'15T', '1.5B': the inverse of parse_tokens, to three digits."""
+    for suffix in ("T", "B", "M", "K"):
+        if number >= _SUFFIXES[suffix]:
+            return f"{number / _SUFFIXES[suffix]:.3g}{suffix}"
+    return f"{number:.0f}"

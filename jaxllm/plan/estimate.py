@@ -1,0 +1,295 @@
+"""What a config takes and how fast it will be, by closed forms alone: what `jaxllm estimate` prints. No JAX.
+
+report = estimate(config, gpu="h100-80gb", gpus=64)
+report.fits, report.memory.peak_bytes, report.speed.tokens_per_s_per_gpu
+print("\\n".join(report.lines()))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, get_args
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.plan.advice import Change, changes_that_fit
+from jaxllm.plan.cluster import HOST_GPUS, hosts_of, require_devices
+from jaxllm.plan.flops import train_flops_per_token
+from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
+from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
+from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.plan.search import FIT_SHARE
+from jaxllm.plan.step_time import StepTime, estimate_step_time, step_time_lines
+
+Convention = Literal["jaxllm", "megatron"]
+CONVENTIONS = get_args(Convention)
+LABEL_WIDTH = 28
+"""Characters of a table's first column."""
+MOST_CHANGES = 4
+"""Told of what would fit."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Bytes of one device by one convention, beside what they may be."""
+
+    memory: MemoryEstimate
+    capacity_bytes: int | None
+    """None without a GPU."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the fullest stage is within the capacity; None without a GPU."""
+        return None if self.capacity_bytes is None else self.memory.peak_bytes <= self.capacity_bytes
+
+    @property
+    def share_of_capacity(self) -> float | None:
+        return None if self.capacity_bytes is None else self.memory.peak_bytes / self.capacity_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        memory = self.memory
+        stages = [
+            {"stage": stage.stage, "terms_bytes": dict(stage.terms_bytes), "total_bytes": stage.total_bytes}
+            for stage in memory.stages
+        ]
+        return {
+            "stages": stages,
+            "peak_bytes": memory.peak_bytes,
+            "moment": memory.moment or None,
+            "capacity_bytes": self.capacity_bytes,
+            "share_of_capacity": self.share_of_capacity,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The whole of `jaxllm estimate`. Memory, capacity and verdict are those of the convention asked for."""
+
+    config: Config
+    """Resolved for so many GPUs."""
+    gpu: Gpu | None
+    gpus_per_host: int
+    hosts_because: str
+    convention: Convention
+    by_convention: dict[str, Verdict]
+    """jaxllm's own always; the published rule for Megatron-LM where it was asked for."""
+    speed: StepTime | None
+    """None without a GPU."""
+    changes: tuple[Change, ...] = ()
+    """What would fit with FIT_SHARE to spare, where jaxllm's own estimate says that this does not; cheapest first."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.by_convention[self.convention]
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        return self.verdict.memory
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest stage."""
+        return self.memory.peak_bytes
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self.verdict.capacity_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        return self.verdict.fits
+
+    @property
+    def devices(self) -> int:
+        return self.memory.devices
+
+    @property
+    def host_bytes(self) -> int:
+        """In the host's memory, for each device, by jaxllm's own estimate."""
+        return self.by_convention["jaxllm"].memory.host_bytes
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the dense peak of the compute dtype, causal attention counted, whatever the convention."""
+        if self.speed is None or self.gpu is None:
+            return None
+        model = self.config.model
+        flops = train_flops_per_token(model, self.config.train.sequence_length)
+        return self.speed.tokens_per_s_per_gpu * flops / peak_flops(self.gpu, model.compute_dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers. `stages` to `fits` are the convention's; `by_convention` has them all."""
+        speed, parallel = self.speed, self.config.parallel
+        axes = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "context", "tensor")}
+        return {
+            "gpu": self.gpu.name if self.gpu else None,
+            "devices": self.devices,
+            "gpus_per_host": self.gpus_per_host,
+            "hosts_because": self.hosts_because,
+            "mesh": axes,
+            "convention": self.convention,
+            **self.verdict.to_json(),
+            "host_bytes": self.host_bytes,
+            "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu if speed else None,
+            "tflops_per_gpu": speed.tflops_per_gpu if speed else None,
+            "mfu": self.mfu,
+            "step_s": speed.step_s if speed else None,
+            "terms_s": dict(speed.terms_s) if speed else None,
+            "hidden_s": dict(speed.hidden_s) if speed else None,
+            "exposed_communication_share": speed.exposed_communication_share if speed else None,
+            "changes": [
+                {"keys": dict(change.keys), "peak_bytes": change.peak_bytes, "step_s": change.step_s} for change in self.changes
+            ],
+            "by_convention": {name: verdict.to_json() for name, verdict in self.by_convention.items()},
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For a terminal."""
+        yield from self._heading()
+        own = self.by_convention["jaxllm"]
+        yield ""
+        moment = f", when it is fullest ({own.memory.moment})" if own.memory.moment else ""
+        yield f"Bytes on one device{moment}"
+        yield from memory_table(own.memory.stages)
+        if own.memory.host_bytes:
+            yield f"  and {readable(own.memory.host_bytes)} for each in its host's memory"
+        yield from self._own_verdict(own)
+        if "megatron" in self.by_convention:
+            yield ""
+            yield "By the published rule for Megatron-LM (Fujii et al. 2024), the first stage"
+            published = self.by_convention["megatron"]
+            yield from memory_table(published.memory.stages)
+            yield from self._published_verdict(published)
+        yield ""
+        if self.speed is None:
+            yield "Without --gpu there is no capacity to fit into and no speed to predict: name one, such as --gpu h100-80gb."
+        else:
+            yield from self._speed_lines(self.speed)
+
+    def _heading(self) -> Iterator[str]:
+        config, hosts = self.config, self.devices // self.gpus_per_host
+        parallel, train = config.parallel, config.train
+        on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPU{'s' if self.devices > 1 else ''}"
+        yield (
+            f"{config.model.name or 'The model'} on {on}, {hosts} {'host' if hosts == 1 else 'hosts'} of "
+            f"{self.gpus_per_host} ({self.hosts_because})"
+        )
+        pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
+        virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""
+        fates = parallel.remat
+        remat = fates if isinstance(fates, str) else ", ".join(f"{name} {fate}" for name, fate in fates.items())
+        yield (
+            f"  pipe {parallel.pipe}{virtual}, data {parallel.data}, context {parallel.context}, tensor {parallel.tensor}; "
+            f"ZeRO {parallel.zero}{pipeline}; remat {remat}"
+        )
+        M, b = config.num_microbatches, config.microbatch_sequences
+        yield (
+            f"  {config.step_tokens:,} tokens a step: {M} microbatch{'es' if M > 1 else ''} of {b} x {train.sequence_length:,} "
+            f"on each data rank"
+        )
+
+    def _own_verdict(self, own: Verdict) -> Iterator[str]:
+        if own.capacity_bytes is None or self.gpu is None:
+            return
+        share = f"{own.share_of_capacity:.1%} of the {readable(own.capacity_bytes)} that a step may take"
+        where = f" (stage {own.memory.peak_stage.stage})" if len(fold(own.memory.stages)) > 1 else ""
+        if own.fits:
+            yield f"Fits: {share}{where}"
+        else:
+            over = readable(own.memory.peak_bytes - own.capacity_bytes)
+            yield f"DOES NOT FIT: {share}{where}, {over} too much"
+        yield (
+            f"  ({XLA_MEMORY_FRACTION:.0%} of {readable(self.gpu.memory_bytes)}, which jaxllm gives XLA, less "
+            f"{readable(RESERVE_BYTES)} kept back)"
+        )
+        if self.changes:
+            yield "What would fit, cheapest first"
+            for change in self.changes[:MOST_CHANGES]:
+                yield f"  {change.overrides} ({change.figures})"
+
+    def _published_verdict(self, published: Verdict) -> Iterator[str]:
+        if self.gpu is None or published.capacity_bytes is None:
+            return
+        share = published.memory.peak_bytes / nominal_bytes(self.gpu)
+        says = "calls it safe" if published.fits else "does not call it safe"
+        yield f"The rule {says}: {share:.1%} of {readable(nominal_bytes(self.gpu))}, of which it fills {SAFE_SHARE:.0%}"
+
+    def _speed_lines(self, speed: StepTime) -> Iterator[str]:
+        counted = "as Megatron-LM counts: the whole square" if self.convention == "megatron" else "causal"
+        yield "Speed, predicted"
+        yield (
+            f"  {speed.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; {speed.tflops_per_gpu:,.1f} TFLOP/s/GPU ({counted}); "
+            f"MFU {self.mfu:.1%} (causal)"
+        )
+        yield from (f"  {line}" for line in step_time_lines(speed))
+
+
+def estimate(
+    config: Config,
+    gpu: Gpu | str | None = None,
+    gpus: int | None = None,
+    gpus_per_host: int | None = None,
+    convention: Convention = "jaxllm",
+) -> Estimate:
+    """Estimates a config on so many GPUs, none of which need be here.
+
+    Args:
+      gpu: a kind, by name, by a YAML file that describes it, or as a Gpu. None: bytes alone, without verdict and speed.
+      gpus: default: as many as the config's mesh.
+      gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
+      convention: megatron: memory and verdict by the published formula and its 80% rule (plan/megatron.py), FLOPs as
+        Megatron-LM counts them, and the time of its schedule; jaxllm's own memory stays beside it.
+
+    Raises:
+      ConfigError: the mesh is not that many devices, hosts do not divide, no such GPU or convention.
+    """
+    if convention not in CONVENTIONS:
+        raise ConfigError(f"--convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
+    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    devices = require_devices(config, gpus)
+    config = config.resolve(devices)
+    per_host, because = hosts_of(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
+    verdicts = {"jaxllm": Verdict(estimate_memory(config), found and found.capacity_bytes)}
+    if convention == "megatron":
+        verdicts["megatron"] = Verdict(megatron_memory(config), found and int(SAFE_SHARE * nominal_bytes(found)))
+    speed = estimate_step_time(config, found, per_host, convention) if found else None
+    own, changes = verdicts["jaxllm"], ()
+    if found and own.fits is False:
+        changes = tuple(changes_that_fit(config, int(FIT_SHARE * found.capacity_bytes), found, per_host))
+    return Estimate(config, found, per_host, because, convention, verdicts, speed, changes)
+
+
+def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
+    """A row for each term, a column for each stage; neighbouring stages that hold the same share one."""
+    columns = fold(stages)
+    names = list(dict.fromkeys(name for _, stage in columns for name in stage.terms_bytes))
+    width = max(12, *(len(label) + 2 for label, _ in columns))
+    if len(columns) > 1:
+        yield " " * (LABEL_WIDTH + 2) + "".join(f"{label:>{width}}" for label, _ in columns)
+    for name in names:
+        sizes = [stage.terms_bytes.get(name, 0) for _, stage in columns]
+        if any(sizes):
+            row = "".join(f"{readable(size) if size else '-':>{width}}" for size in sizes)
+            yield f"  {_words(name):<{LABEL_WIDTH}}{row}"
+    yield f"  {'total':<{LABEL_WIDTH}}" + "".join(f"{readable(stage.total_bytes):>{width}}" for _, stage in columns)
+
+
+def fold(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
+    """('stages 1-6', the first of them) for neighbours that hold the same."""
+    folded = []
+    for _, group in groupby(stages, key=lambda stage: stage.terms_bytes):
+        same = list(group)
+        first, last = same[0].stage, same[-1].stage
+        folded.append((f"stage {first}" if first == last else f"stages {first}-{last}", same[0]))
+    return folded
+
+
+def peak_flops(gpu: Gpu, compute_dtype: str) -> float:
+    """Dense peak, FLOP/s. XLA multiplies float32 matrices in TF32 on these chips."""
+    return gpu.dense_flops["tf32" if compute_dtype == "float32" else "bfloat16"]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

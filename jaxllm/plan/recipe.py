@@ -1,0 +1,76 @@
+"""The winner of a plan as a recipe that `jaxllm train` takes.
+
+write_recipe(plan, "best.yaml", command="jaxllm plan ...")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.plan.hardware import readable
+from jaxllm.plan.search import FIT_SHARE, Plan
+
+
+def recipe(config: Config) -> dict[str, Any]:
+    """What was set, by section: load_config(recipe(config)) == config. Sizes that model.name brings are left out."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    name = config.model.name
+    if name is not None:
+        train = {"steps": 1, "sequence_length": 1, "global_batch_sequences": 1}
+        published = load_config({"model": {"name": name}, "train": train}).model.model_dump(mode="json")
+        model = values["model"]
+        values["model"] = {key: value for key, value in model.items() if key == "name" or value != published[key]}
+    return {section: keys for section, keys in values.items() if keys}
+
+
+def check_new(path: str | Path) -> Path:
+    """The path of a file that can be made.
+
+    Raises:
+      ConfigError: it exists, or its folder does not.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ConfigError(f"--out={path} exists already, and a plan overwrites nothing: choose another file.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out={path}: there is no folder {path.parent}; make it, or choose another.")
+    return path
+
+
+def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
+    """Writes plan.best with a comment that says where it comes from.
+
+    Raises:
+      ConfigError: nothing fits, or the file exists or cannot be written.
+    """
+    text = yaml.safe_dump(recipe(plan.best), sort_keys=False)
+    heading = "".join(f"# {line}".rstrip() + "\n" for line in heading_lines(plan, Path(path), command))
+    try:
+        # Exclusive: between the check and here another may have made it.
+        with check_new(path).open("x", encoding="utf-8") as file:
+            file.write(heading + text)
+    except OSError as error:
+        raise ConfigError(f"--out={path} cannot be written ({error.strerror}): choose another file.") from None
+
+
+def heading_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
+    best, hosts = plan.candidates[0], plan.gpus // plan.gpus_per_host
+    xla = "not compiled" if best.compiled_bytes is None else f"by XLA {readable(best.compiled_bytes)}"
+    yield f"{plan.config.model.name or 'A model'}: {best.choice}."
+    yield ""
+    yield f"  command    jaxllm train {path}"
+    yield f"  planned    {command}"
+    yield f"  hardware   {plan.gpus} x {plan.gpu.name}, {hosts} {'host' if hosts == 1 else 'hosts'} of {plan.gpus_per_host}"
+    yield (
+        f"  memory     estimate {readable(best.estimate_bytes)} (at most {FIT_SHARE:.0%} of {readable(plan.capacity_bytes)}), "
+        f"{xla}"
+    )
+    yield (
+        f"  expect     {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {best.tflops_per_gpu:,.0f} TFLOP/s/GPU (causal), "
+        f"predicted, not measured"
+    )

@@ -1,0 +1,454 @@
+"""Which of all the ways to spread a config over GPUs fits and is fastest, by the estimates of memory and of time.
+
+    plan = search(config, find_gpu("h100-80gb"), gpus=64)
+    plan.best                                       a resolved Config
+
+The estimates can be handed in. What is found is confirmed by compiling in confirm.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.hardware import Gpu, readable
+from jaxllm.plan.space import (
+    BEYOND_HOST,
+    Choice,
+    Group,
+    choice_in,
+    groups,
+    meshes,
+    remat_text,
+    why_not,
+)
+
+FIT_SHARE = 0.95
+"""Of the capacity: the most an estimate may say of a config that is taken to fit. The rest is for where it is short."""
+HOST_BYTES_PER_GPU = 128 * 2**30
+"""Of a host's memory, for what is offloaded: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (by
+NVIDIA's data sheets)."""
+MORE_GPUS = (2, 4, 8, 16, 32, 64)
+"""Times the GPUs there are, to look for a number on which anything fits."""
+MESH, CONFIGURATION = "mesh", "configuration"
+DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
+HOST_FULL = "needs more of its host's memory than there is for a GPU"
+_LEANER = {"selective": "full", "none": "selective"}
+"""A remat policy that never takes more memory than this one."""
+
+
+class Memory(Protocol):
+    """What is read of a MemoryEstimate."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+
+class Speed(Protocol):
+    """What is read of a StepTime."""
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def exposed_communication_share(self) -> float: ...
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float: ...
+
+    @property
+    def tflops_per_gpu(self) -> float: ...
+
+
+EstimateMemory = Callable[[Config], Memory]
+EstimateTime = Callable[[Config, Gpu, int], Speed]
+"""Of a resolved config, a kind of GPU and the GPUs of a host."""
+Progress = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, how much there is)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config that fits, with its figures; bytes of one device."""
+
+    config: Config
+    """Resolved."""
+    estimate_bytes: int
+    host_bytes: int
+    step_s: float
+    exposed_communication_share: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    compiled_bytes: int | None = None
+
+    @property
+    def choice(self) -> Choice:
+        return choice_in(self.config)
+
+    def to_json(self) -> dict[str, Any]:
+        choice = self.choice
+        return {
+            **dataclasses.asdict(choice.mesh),
+            "zero": choice.zero,
+            "microbatch_sequences": choice.microbatch_sequences,
+            "schedule": choice.schedule,
+            "virtual_stages": choice.virtual_stages,
+            "remat": choice.remat,
+            "estimate_bytes": self.estimate_bytes,
+            "compiled_bytes": self.compiled_bytes,
+            "host_bytes": self.host_bytes,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "tflops_per_gpu": self.tflops_per_gpu,
+            "step_s": self.step_s,
+            "exposed_communication_share": self.exposed_communication_share,
+        }
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """All that was left out for one reason."""
+
+    unit: str
+    """mesh or configuration: a mesh that breaks a rule is left out whole."""
+    reason: str
+    count: int
+    example: str
+    """Of those that do not fit, the one nearest to it."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found. No mesh and no configuration is lost: those looked at are the rejected and the rest."""
+
+    config: Config
+    """As given."""
+    gpu: Gpu
+    gpus: int
+    gpus_per_host: int
+    hosts_because: str
+    candidates: tuple[Candidate, ...]
+    """All that fit, best first."""
+    rejected: tuple[Rejected, ...]
+    meshes: int
+    """Of that many GPUs; `configurations` are those of the meshes that break no rule."""
+    configurations: int
+    leanest: tuple[Choice, int] | None = None
+    """Of the configurations that do not fit, the one that takes least, and its bytes."""
+    interrupted: bool = False
+    confirmed: int = 0
+    unconfirmed_because: str | None = None
+    """Why less were confirmed than asked for."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.gpu.capacity_bytes
+
+    @property
+    def best(self) -> Config:
+        """The winner, resolved.
+
+        Raises:
+          ConfigError: nothing fits.
+        """
+        if not self.candidates:
+            raise ConfigError(f"Nothing fits on {self.gpus} x {self.gpu.name}: use more GPUs, or shorter sequences.")
+        return self.candidates[0].config
+
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, with at most so many candidates."""
+        return {
+            "gpu": self.gpu.name,
+            "gpus": self.gpus,
+            "gpus_per_host": self.gpus_per_host,
+            "hosts_because": self.hosts_because,
+            "capacity_bytes": self.capacity_bytes,
+            "fit_share": FIT_SHARE,
+            "sequence_length": self.config.train.sequence_length,
+            "global_batch_sequences": self.config.train.global_batch_sequences,
+            "candidates": [candidate.to_json() for candidate in self.candidates[:most]],
+            "candidates_that_fit": len(self.candidates),
+            "confirmed": self.confirmed,
+            "unconfirmed_because": self.unconfirmed_because,
+            "rejected": [rejected.to_json() for rejected in self.rejected],
+            "meshes": self.meshes,
+            "configurations": self.configurations,
+            "interrupted": self.interrupted,
+        }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a configuration may take, for one GPU."""
+
+    device_bytes: float
+    """By the estimate."""
+    host_bytes: float
+
+    def broken_by(self, memory: Memory) -> str | None:
+        """The reason to reject it, None if it fits."""
+        if memory.peak_bytes > self.device_bytes:
+            return DOES_NOT_FIT
+        return HOST_FULL if memory.host_bytes > self.host_bytes else None
+
+
+@dataclass
+class _Tally:
+    """Counts what is left out."""
+
+    found: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    leanest: tuple[Choice, int] | None = None
+
+    def add(self, unit: str, reason: str, count: int, example: Choice | str) -> None:
+        so_far, first = self.found.get((unit, reason), (0, None))
+        self.found[unit, reason] = so_far + count, first or str(example)
+
+    def see(self, choice: Choice, memory: Memory) -> None:
+        """One that does not fit, and is counted by add()."""
+        if self.leanest is None or memory.peak_bytes < self.leanest[1]:
+            self.leanest = choice, memory.peak_bytes
+
+    def rejected(self) -> tuple[Rejected, ...]:
+        lines = []
+        for (unit, reason), (count, example) in self.found.items():
+            if reason == DOES_NOT_FIT and self.leanest is not None:
+                example = f"{self.leanest[0]}: {readable(self.leanest[1])}"
+            lines.append(Rejected(unit, reason, count, example))
+        return tuple(sorted(lines, key=lambda line: (line.unit != MESH, -line.count)))
+
+
+def search(
+    config: Config,
+    gpu: Gpu,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    *,
+    keep: Collection[str] = (),
+    across_hosts: bool | None = None,
+    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
+    largest_microbatch: bool = False,
+    estimate: EstimateMemory | None = None,
+    step_time: EstimateTime | None = None,
+    prune: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Estimates everything of space() and ranks what fits by predicted tokens/s/GPU, then by bytes.
+
+    Config gives model, sequence length, global batch and all that is not searched. A KeyboardInterrupt ends the search, not
+    the program: the plan then holds what was found so far and says so.
+
+    Args:
+      gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
+      keep: names of space.KEEPABLE, left as the config has them.
+      across_hosts: whether context x tensor may reach beyond a host; None: only where nothing fits otherwise.
+      host_bytes_per_gpu: what offloading may take of the host's memory.
+      largest_microbatch: rank by the microbatch first.
+      estimate, step_time: the estimates to go by; default: estimate_memory and estimate_step_time.
+      prune: leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more.
+
+    Raises:
+      ConfigError: gpus_per_host does not divide, `keep` names what cannot be kept.
+    """
+    per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
+    estimate, step_time = estimate or _real_memory(), step_time or _real_time()
+    limits = Limits(FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu)
+    found: list[Candidate] = []
+    for across in (False, True) if across_hosts is None else (across_hosts,):
+        tally, total, interrupted = _Tally(), 0, False
+        every = list(meshes(config, gpus, keep))
+        seen = 0
+        try:
+            for mesh in every:
+                reason = why_not(config, mesh, per_host, across)
+                if reason is not None:
+                    tally.add(MESH, reason, 1, str(mesh))
+                else:
+                    for group in groups(config, mesh, keep):
+                        total += len(group.remats) * (len(group.microbatches) + len(group.refused_microbatches))
+                        for candidate, memory in _fitting(config, group, limits, estimate, tally, prune):
+                            found.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
+                seen += 1
+                if progress is not None:
+                    progress("meshes", seen, len(every))
+        except KeyboardInterrupt:
+            interrupted = True
+        if found or interrupted or (MESH, BEYOND_HOST) not in tally.found:
+            break
+    key = _by_microbatch if largest_microbatch else _by_speed
+    return Plan(
+        config=config,
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_host=per_host,
+        hosts_because=because,
+        candidates=tuple(sorted(found, key=key)),
+        rejected=tally.rejected(),
+        meshes=len(every),
+        configurations=total,
+        leanest=tally.leanest,
+        interrupted=interrupted,
+    )
+
+
+def any_fits(
+    config: Config,
+    gpu: Gpu,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    *,
+    keep: Collection[str] = (),
+    across_hosts: bool | None = None,
+    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
+    estimate: EstimateMemory | None = None,
+) -> bool:
+    """Whether the search would find anything. It stops at the first, and looks at meshes that take least first."""
+    per_host, _ = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
+    estimate = estimate or _real_memory()
+    limits = Limits(FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu)
+    every = list(meshes(config, gpus, keep))
+    # Sharding the layers' work takes less than sharing out the batch.
+    every.sort(key=lambda mesh: mesh.data)
+    for across in (False, True) if across_hosts is None else (across_hosts,):
+        for mesh in every:
+            if why_not(config, mesh, per_host, across) is None:
+                for group in sorted(groups(config, mesh, keep), key=lambda group: -group.zero):
+                    if next(_fitting(config, group, limits, estimate, _Tally(), prune=True), None) is not None:
+                        return True
+    return False
+
+
+def _fitting(
+    config: Config, group: Group, limits: Limits, estimate: EstimateMemory, tally: _Tally, prune: bool
+) -> Iterator[tuple[Config, Memory]]:
+    """What fits of a group; the rest is counted."""
+    if refused := group.refused_microbatches:
+        example = group.choice(group.remats[0], refused[0])
+        tally.add(CONFIGURATION, group.refused_because, len(group.remats) * len(refused), example)
+    share = config.train.global_batch_sequences // group.mesh.data
+    # A step of one microbatch sums up no gradients, and so may take less than one of two smaller ones.
+    several, one = (tuple(size for size in group.microbatches if (size == share) == is_one) for is_one in (False, True))
+    for sizes in (several, one):
+        yield from _fitting_of(config, group, sizes, limits, estimate, tally, prune)
+
+
+def _fitting_of(
+    config: Config,
+    group: Group,
+    sizes: Sequence[int],
+    limits: Limits,
+    estimate: EstimateMemory,
+    tally: _Tally,
+    prune: bool,
+) -> Iterator[tuple[Config, Memory]]:
+    """The same, of some microbatches, ascending."""
+    first_over: dict[str, tuple[int, str]] = {}
+    for remat in group.remats:
+        name = remat_text(remat)
+        end, reason = len(sizes), None
+        if prune and (leaner := _LEANER.get(name)) in first_over:
+            end, reason = first_over[leaner]
+        for number, microbatch in enumerate(sizes[:end]):
+            choice = group.choice(remat, microbatch)
+            candidate = choice.applied_to(config)
+            memory = estimate(candidate)
+            over = limits.broken_by(memory)
+            if over is None:
+                yield candidate, memory
+                continue
+            if over == DOES_NOT_FIT:
+                tally.see(choice, memory)
+            if prune:
+                end, reason = number, over
+                break
+            tally.add(CONFIGURATION, over, 1, choice)
+        if reason is not None:
+            tally.add(CONFIGURATION, reason, len(sizes) - end, group.choice(remat, sizes[end]))
+            first_over[name] = end, reason
+
+
+def _timed(config: Config, memory: Memory, speed: Speed) -> Candidate:
+    return Candidate(
+        config=config,
+        estimate_bytes=memory.peak_bytes,
+        host_bytes=memory.host_bytes,
+        step_s=speed.step_s,
+        exposed_communication_share=speed.exposed_communication_share,
+        tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu,
+        tflops_per_gpu=speed.tflops_per_gpu,
+    )
+
+
+def _by_speed(candidate: Candidate) -> tuple[float, ...]:
+    return -candidate.tokens_per_s_per_gpu, candidate.estimate_bytes
+
+
+def _by_microbatch(candidate: Candidate) -> tuple[float, ...]:
+    return -candidate.config.microbatch_sequences, *_by_speed(candidate)
+
+
+def _real_memory() -> EstimateMemory:
+    from jaxllm.plan.memory import estimate_memory
+
+    return estimate_memory
+
+
+def _real_time() -> EstimateTime:
+    from jaxllm.plan.step_time import estimate_step_time
+
+    return estimate_step_time
+
+
+# ----------------------------------------------------------------------------------------------------- nothing fits
+
+
+def why_nothing(plan: Plan, **options: Any) -> str:
+    """One sentence for a plan without candidates: what was in the way, and the cheapest changes that would do; options as
+    any_fits().
+    """
+    config, gpu, gpus = plan.config, plan.gpu, plan.gpus
+    if plan.leanest is None:
+        worst = max(plan.rejected, key=lambda line: line.count)
+        return (
+            f"No configuration for {gpus} x {gpu.name} can be had, mostly because {worst.reason} ({worst.count:,}, such as "
+            f"{worst.example}): change --gpus, train.global_batch_sequences or what --keep holds."
+        )
+    choice, size = plan.leanest
+    needs = (
+        f"Nothing fits on {gpus} x {gpu.name}: the leanest of {plan.configurations:,} configurations takes {readable(size)} of "
+        f"the {readable(FIT_SHARE * gpu.capacity_bytes)} there are for it ({choice})"
+    )
+
+    def fits(changed: Config, devices: int = gpus) -> bool:
+        per_host = None if devices % plan.gpus_per_host else plan.gpus_per_host
+        return any_fits(changed, gpu, devices, per_host, **options)
+
+    changes = list(_changes(config, gpus, fits))
+    return f"{needs}: use {' or '.join(changes)}." if changes else f"{needs}: use a smaller model."
+
+
+def _changes(config: Config, gpus: int, fits: Callable[..., bool]) -> Iterator[str]:
+    """What would do; the first costs nothing but time, so if it does there is no second."""
+    states = ("none", "optimizer", "optimizer_and_master")
+    for state in states[states.index(config.parallel.offload_state) + 1 :]:
+        parallel = config.parallel.model_copy(update={"offload_state": state})
+        if fits(config.model_copy(update={"parallel": parallel})):
+            yield f"parallel.offload_state={state}"
+            return
+    for factor in MORE_GPUS:
+        if fits(config, gpus * factor):
+            yield f"--gpus={gpus * factor}"
+            break
+    S = config.train.sequence_length
+    for length in (S // 2**power for power in range(1, S.bit_length())):
+        if fits(config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": length})})):
+            yield f"train.sequence_length={length}"
+            return

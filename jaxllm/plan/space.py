@@ -1,0 +1,280 @@
+"""Every way to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, remat.
+
+    for candidate in space(config, gpus=64): ...       resolved configs, each as if loaded from YAML
+    choices = list(choices_of(config, gpus=64))        the same, smaller, to draw from: random.Random(seed).sample(choices, 40)
+    choices[0].applied_to(config)
+
+Divisibility is plain arithmetic here, by the rules that Config checks, so that a config costs microseconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, Remat
+from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
+
+REMATS = ("full", "offload", "selective", "none")
+"""Those that take less memory first."""
+ZEROS = (0, 1, 2, 3)
+MOST_VIRTUAL_STAGES = 8
+"""More chunks than that are one layer each for most models, with more messages than the bubble is worth."""
+KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences")
+"""What a search can be told to leave as the config has it."""
+
+BEYOND_HOST = "context x tensor reaches beyond a host"
+UNEVEN = "the number of microbatches is no multiple of pipe, as interleaving needs"
+NOT_SHARED_OUT = "a parameter has no dim that divides over data x context, as ZeRO needs"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    pipe: int
+    data: int
+    context: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in asdict(self).items())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What tells one candidate from another."""
+
+    mesh: Mesh
+    zero: int
+    schedule: str
+    virtual_stages: int
+    remat: Remat
+    microbatch_sequences: int
+
+    def __str__(self) -> str:
+        pipeline = "" if self.mesh.pipe == 1 else f", {schedule_text(self.schedule, self.virtual_stages)}"
+        return (
+            f"{self.mesh}, ZeRO {self.zero}, microbatch {self.microbatch_sequences}{pipeline}, remat {remat_text(self.remat)}"
+        )
+
+    def applied_to(self, config: Config) -> Config:
+        """The config with these values, resolved. Nothing is checked again: a choice divides by construction."""
+        parallel = config.parallel.model_copy(
+            update={
+                **asdict(self.mesh),
+                "zero": self.zero,
+                "schedule": self.schedule,
+                "virtual_stages": self.virtual_stages,
+                "remat": self.remat,
+            }
+        )
+        train = config.train.model_copy(update={"microbatch_sequences": self.microbatch_sequences})
+        update: dict[str, Any] = {"parallel": parallel, "train": train}
+        if config.run.cpu_devices is not None:
+            # A recipe to try at home names CPU devices; a plan is for GPUs.
+            update["run"] = config.run.model_copy(update={"cpu_devices": None})
+        return config.model_copy(update=update)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Choices that differ in remat and microbatch alone."""
+
+    mesh: Mesh
+    zero: int
+    schedule: str
+    virtual_stages: int
+    remats: tuple[Remat, ...]
+    microbatches: tuple[int, ...]
+    """Sequences of a microbatch, ascending."""
+    refused_microbatches: tuple[int, ...] = ()
+    """Those that cannot be, for `refused_because`."""
+    refused_because: str = ""
+
+    def choice(self, remat: Remat, microbatch_sequences: int) -> Choice:
+        return Choice(self.mesh, self.zero, self.schedule, self.virtual_stages, remat, microbatch_sequences)
+
+
+def space(
+    config: Config,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    *,
+    keep: Collection[str] = (),
+    across_hosts: bool = False,
+) -> Iterator[Config]:
+    """Every config of the search, resolved, whether it fits or not; parameters as choices_of()."""
+    for choice in choices_of(config, gpus, gpus_per_host, keep=keep, across_hosts=across_hosts):
+        yield choice.applied_to(config)
+
+
+def choices_of(
+    config: Config,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    *,
+    keep: Collection[str] = (),
+    across_hosts: bool = False,
+) -> Iterator[Choice]:
+    """Every choice that divides, in a fixed order.
+
+    Args:
+      config: gives model, sequence length, global batch and all that is not searched.
+      gpus_per_host: default: the largest divisor of gpus not above 8.
+      keep: names of KEEPABLE, left as the config has them.
+      across_hosts: context x tensor may reach beyond a host (tensor alone never).
+
+    Raises:
+      ConfigError: gpus_per_host does not divide gpus; `keep` names what cannot be kept.
+    """
+    per_host, _ = hosts_of(gpus, gpus_per_host)
+    for mesh in meshes(config, gpus, keep):
+        if why_not(config, mesh, per_host, across_hosts) is None:
+            for group in groups(config, mesh, keep):
+                for remat in group.remats:
+                    for microbatch in group.microbatches:
+                        yield group.choice(remat, microbatch)
+
+
+def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Mesh]:
+    """All products pipe x data x context x tensor = gpus, those with fewer stages and shorter axes of layers first.
+
+    Raises:
+      ConfigError: as choices_of().
+    """
+    check_keep(config, keep)
+    kept = {axis: getattr(config.parallel, axis) for axis in ("pipe", "data", "context", "tensor") if axis in keep}
+    for pipe in divisors(gpus):
+        for tensor in divisors(gpus // pipe):
+            for context in divisors(gpus // (pipe * tensor)):
+                mesh = Mesh(pipe, gpus // (pipe * tensor * context), context, tensor)
+                if kept.items() <= asdict(mesh).items():
+                    yield mesh
+
+
+def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool = False) -> str | None:
+    """The first rule that a mesh breaks, None if it breaks none. The same for every mesh that breaks it, to be counted by."""
+    model, S, t, c = config.model, config.train.sequence_length, mesh.tensor, mesh.context
+    if gpus_per_host % t:
+        return "tensor reaches beyond a host"
+    if model.num_heads % t:
+        return f"{model.num_heads} attention heads do not divide over tensor"
+    if model.num_kv_heads % t and t % model.num_kv_heads:
+        return f"{model.num_kv_heads} key-value heads can be neither split nor repeated over tensor"
+    if model.intermediate_size % t:
+        return f"intermediate_size={model.intermediate_size} does not divide over tensor"
+    if S % (c * math.lcm(2, t) if c > 1 else t):
+        return f"sequence_length={S} does not divide over context x tensor (over context in two chunks)"
+    if gpus_per_host % (c * t) and not (across_hosts and c * t % gpus_per_host == 0):
+        return BEYOND_HOST
+    if not all_have_layers(model.num_layers, mesh.pipe):
+        return f"{model.num_layers} layers leave a stage of pipe without one"
+    if (G := config.train.global_batch_sequences) % mesh.data:
+        return f"global_batch_sequences={G} does not divide over data"
+    return None
+
+
+def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[Group]:
+    """The choices of a mesh that why_not() has nothing against."""
+    parallel = config.parallel
+    # With one rank to shard over, all levels are the same.
+    zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
+    remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
+    share = config.train.global_batch_sequences // mesh.data
+    microbatches = divisors(share)
+    if "zero" in keep:
+        zeros = (parallel.zero,)
+    if "remat" in keep:
+        remats = (parallel.remat,)
+    if "microbatch_sequences" in keep:
+        microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
+    shares_out = zero_divides(config.model, mesh)
+    for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
+        if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
+            continue
+        even = microbatches
+        if virtual_stages > 1:
+            even = tuple(size for size in microbatches if share // size % mesh.pipe == 0)
+        uneven = tuple(size for size in microbatches if size not in even)
+        for zero in zeros:
+            if zero and not shares_out:
+                yield Group(mesh, zero, schedule, virtual_stages, remats, (), microbatches, NOT_SHARED_OUT)
+            else:
+                yield Group(mesh, zero, schedule, virtual_stages, remats, even, uneven, UNEVEN)
+
+
+def zero_divides(model: ModelConfig, mesh: Mesh) -> bool:
+    """Whether every matrix has a dim that data x context divides and no other axis splits (as layout() of sharding.py).
+
+    All have D. Where that does not divide, queries and attention's output may have heads or head size, keys and values the
+    same, the feed-forward its width, embedding and head the vocabulary.
+    """
+    ranks, t = mesh.data * mesh.context, mesh.tensor
+    if model.hidden_size % ranks == 0:
+        return True
+    in_heads = t == 1 and model.num_heads % ranks == 0 and model.num_kv_heads % ranks == 0
+    attention = model.head_dim % ranks == 0 or in_heads
+    rest = (model.intermediate_size, model.vocab_size)
+    return attention and mesh.pipe * t == 1 and all(size % ranks == 0 for size in rest)
+
+
+@cache
+def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
+    """(schedule, virtual stages) for so many stages: interleaved with every number of them that leaves no chunk without a layer
+    and makes chunks of another size than a smaller number does.
+    """
+    if pipe == 1:
+        return ((ONE_F_ONE_B, 1),)
+    found, chunks = [(ONE_F_ONE_B, 1), (GPIPE, 1)], {math.ceil(layers / pipe)}
+    for virtual_stages in range(2, MOST_VIRTUAL_STAGES + 1):
+        chunk = math.ceil(layers / (pipe * virtual_stages))
+        if all_have_layers(layers, pipe * virtual_stages) and chunk not in chunks:
+            found.append((INTERLEAVED, virtual_stages))
+            chunks.add(chunk)
+    return tuple(found)
+
+
+def all_have_layers(layers: int, chunks: int) -> bool:
+    """Whether every chunk has a layer, where all but the last are full (as config.py)."""
+    return layers > (chunks - 1) * math.ceil(layers / chunks)
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(small + [number // n for n in reversed(small) if n * n != number])
+
+
+def check_keep(config: Config, keep: Collection[str]) -> None:
+    """Raises ConfigError for a name that is not searched, or one that the config leaves open."""
+    for name in keep:
+        if name not in KEEPABLE:
+            nearest = difflib.get_close_matches(name, KEEPABLE, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"choose among {', '.join(KEEPABLE)}."
+            raise ConfigError(f"--keep={name} is nothing that is searched: {hint}")
+    if "data" in keep and config.parallel.data == AUTO:
+        raise ConfigError("--keep=data needs a number there: set parallel.data, or leave it to the search.")
+    if "microbatch_sequences" in keep and config.train.microbatch_sequences is None:
+        raise ConfigError("--keep=microbatch_sequences needs it to be set: set train.microbatch_sequences, or leave it out.")
+
+
+def choice_in(config: Config) -> Choice:
+    """What a resolved config has chosen."""
+    p = config.parallel
+    mesh = Mesh(p.pipe, int(p.data), p.context, p.tensor)
+    return Choice(mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences)
+
+
+def remat_text(remat: Remat) -> str:
+    if isinstance(remat, Mapping):
+        return "mapping"
+    return remat
+
+
+def schedule_text(schedule: str, virtual_stages: int) -> str:
+    return f"{schedule} x{virtual_stages}" if virtual_stages > 1 else schedule

@@ -1,0 +1,218 @@
+"""Searches over more than one number of GPUs or sequence length.
+
+sweep = sweep_gpus(config, gpu, 512)            the best config of 1, 2, 4 ... 512 GPUs, and where more stop paying
+smallest_cluster(config, gpu, 512)              the plan of the smallest number of GPUs that anything fits on
+longest_sequence(config, gpu, 64)               the plan of the longest sequence of which anything fits
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.plan.cost import DAY_S
+from jaxllm.plan.flops import parameter_count
+from jaxllm.plan.hardware import Gpu
+from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s
+from jaxllm.plan.search import Candidate, Plan, Progress, any_fits, search, why_nothing
+
+PAYS = 0.5
+"""Of the speed that more GPUs could add, what they must add to pay in time: twice the GPUs, 1.5 times the tokens/s."""
+STEPS_BETWEEN = 16
+"""Numbers of GPUs looked at between two powers of 2, at most."""
+SEQUENCE_UNIT = 1024
+"""Longest sequences are multiples of that."""
+MOST_TOKENS = 2**26
+"""No longer sequence is looked at."""
+PARAMETER_SERVER = "parameter_server"
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """The best config of one number of GPUs."""
+
+    gpus: int
+    gpus_per_host: int
+    best: Candidate | None
+    """None: nothing fits or divides."""
+    efficiency: float | None
+    """tokens/s/GPU beside those of the smallest number that fits."""
+    days: float | None
+    """For the tokens asked for."""
+    reduction_s: dict[str, float]
+    """Of one sum of the float32 gradients over data x context, in closed form, not overlapped with anything: ring, tree,
+    hierarchical, and a parameter server with one server for each host, which jaxllm has not."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.best is None else self.best.tokens_per_s_per_gpu * self.gpus
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "gpus": self.gpus,
+            "gpus_per_host": self.gpus_per_host,
+            "best": None if self.best is None else self.best.to_json(),
+            "tokens_per_s": self.tokens_per_s,
+            "efficiency": self.efficiency,
+            "exposed_communication_share": None if self.best is None else self.best.exposed_communication_share,
+            "days": self.days,
+            "reduction_s": self.reduction_s,
+        }
+
+
+@dataclass(frozen=True)
+class Sweep:
+    rows: tuple[SweepRow, ...]
+    stops_paying: int | None
+    """The first number of GPUs from which the next adds less than PAYS of what it could; None: all pay."""
+    because: str
+    """In words, of the step after it."""
+    interrupted: bool = False
+    """The last row's search, and what would have come after, is not whole."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "rows": [row.to_json() for row in self.rows]}
+
+
+def sweep_gpus(
+    config: Config,
+    gpu: Gpu,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    *,
+    tokens: float | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Sweep:
+    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch; options as search()."""
+    plans = []
+    counts = _doubling(gpus)
+    for number, count in enumerate(counts):
+        plans.append(search(config, gpu, count, host_size(count, gpus_per_host), **options))
+        if progress is not None:
+            progress("numbers of GPUs", number + 1, len(counts))
+        if plans[-1].interrupted:
+            break
+    return sweep_of(plans, tokens)
+
+
+def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
+    """Plans of one config for ascending numbers of GPUs, side by side."""
+    least = next((plan.candidates[0] for plan in plans if plan.candidates), None)
+    rows = tuple(_row(plan, least, tokens) for plan in plans)
+    return Sweep(rows, *_stops_paying(rows), interrupted=any(plan.interrupted for plan in plans))
+
+
+def _row(plan: Plan, least: Candidate | None, tokens: float | None) -> SweepRow:
+    best = plan.candidates[0] if plan.candidates else None
+    if best is None or least is None:
+        return SweepRow(plan.gpus, plan.gpus_per_host, None, None, None, {})
+    speed = best.tokens_per_s_per_gpu
+    days = None if tokens is None else tokens / (speed * plan.gpus) / DAY_S
+    reduction_s = gradient_reduction_s(best.config, plan.gpu, plan.gpus_per_host)
+    return SweepRow(plan.gpus, plan.gpus_per_host, best, speed / least.tokens_per_s_per_gpu, days, reduction_s)
+
+
+def _stops_paying(rows: tuple[SweepRow, ...]) -> tuple[int | None, str]:
+    fitting = [row for row in rows if row.best is not None]
+    for row in fitting:
+        later = next((other for other in rows if other.gpus > row.gpus), None)
+        if later is None:
+            break
+        times = later.gpus / row.gpus
+        if later.tokens_per_s is None:
+            return row.gpus, f"no mesh of {later.gpus} GPUs divides the batch and the model, and fits"
+        gain = later.tokens_per_s / row.tokens_per_s
+        if gain - 1 < PAYS * (times - 1):
+            return row.gpus, f"{later.gpus} GPUs are {times:.3g} times as many and {gain:.2f} times as fast"
+    return None, ""
+
+
+def gradient_reduction_s(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[str, float]:
+    """Seconds to sum a stage's and tensor rank's float32 gradients over data x context, by the way it is done, at the data
+    sheet's bandwidths."""
+    p = config.parallel
+    ranks = int(p.data) * p.context
+    size_bytes = 4 * parameter_count(config.model) / (p.pipe * p.tensor)
+    group, links = group_of(ranks, p.tensor, gpus_per_host), links_of(gpu)
+    seconds = {name: way(size_bytes, group, links) for name, way in ALL_REDUCES.items()}
+    return {**seconds, PARAMETER_SERVER: parameter_server_s(size_bytes, ranks, group.hosts, links)}
+
+
+def smallest_cluster(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
+    """The plan of the smallest number of GPUs, up to `gpus`, that anything fits on: of 1, 2, 4 ..., and of whole hosts between
+    the last that does not do and the first that does.
+
+    Raises:
+      ConfigError: nothing fits on any of them.
+    """
+    fits_options = _for_any_fits(options)
+
+    def fits(count: int) -> bool:
+        return any_fits(config, gpu, count, host_size(count, gpus_per_host), **fits_options)
+
+    counts = _doubling(gpus)
+    enough = next((count for count in counts if fits(count)), None)
+    if enough is None:
+        last = search(config, gpu, gpus, gpus_per_host, **options)
+        raise ConfigError(why_nothing(last, **fits_options))
+    below = counts[counts.index(enough) - 1] if enough > 1 else 0
+    host = gpus_per_host or gpu.gpus_per_host
+    step = 1 if enough <= host else host * max(1, math.ceil((enough - below) / host / STEPS_BETWEEN))
+    smallest = next((count for count in range(below + step, enough, step) if fits(count)), enough)
+    return search(config, gpu, smallest, host_size(smallest, gpus_per_host), **options)
+
+
+def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
+    """The plan of the longest sequence of which anything fits, a multiple of SEQUENCE_UNIT (or of a power of 2, where the
+    config's own is shorter), with the config's global batch in sequences: by doubling, then by halving the interval.
+
+    Raises:
+      ConfigError: not even the shortest fits.
+    """
+    fits_options = _for_any_fits(options)
+    start = config.train.sequence_length
+    unit = min(SEQUENCE_UNIT, 2 ** (start.bit_length() - 1))
+
+    def of(units: int) -> Config:
+        return config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": units * unit})})
+
+    def fits(units: int) -> bool:
+        return any_fits(of(units), gpu, gpus, gpus_per_host, **fits_options)
+
+    low = start // unit
+    while low and not fits(low):
+        low //= 2
+    if not low:
+        last = search(of(1), gpu, gpus, gpus_per_host, **options)
+        raise ConfigError(why_nothing(last, **fits_options))
+    high = 2 * low
+    while high * unit <= MOST_TOKENS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return search(of(low), gpu, gpus, gpus_per_host, **options)
+
+
+def host_size(gpus: int, gpus_per_host: int | None) -> int | None:
+    """The same hosts for another number of GPUs, or the largest part of one that divides it; None: not said."""
+    return None if gpus_per_host is None else math.gcd(gpus, gpus_per_host)
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4 ... and `most`."""
+    return sorted({*_powers(most), most})
+
+
+def _powers(most: int) -> Iterator[int]:
+    return (2**power for power in range(most.bit_length()))
+
+
+def _for_any_fits(options: dict[str, Any]) -> dict[str, Any]:
+    """Of search()'s options, those that say what fits."""
+    names = ("keep", "across_hosts", "host_bytes_per_gpu", "estimate")
+    return {name: options[name] for name in names if name in options}

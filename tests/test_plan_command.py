@@ -1,0 +1,355 @@
+"""`jaxllm plan` as a user meets it: its winner trains, its JSON keeps the contract, mistakes are one sentence."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import jaxllm
+from jaxllm import planner
+from jaxllm.aot import can_compile_for_gpus
+from jaxllm.cli import app
+from jaxllm.config import ConfigError, config_folder, load_config
+from jaxllm.plan import memory
+from jaxllm.plan.confirm import Here
+from jaxllm.plan.flops import train_flops_per_token
+from jaxllm.plan.hardware import GPUS
+from jaxllm.plan.recipe import recipe as recipe_of
+from jaxllm.plan.search import FIT_SHARE, search
+from jaxllm.planner import Compiler, plan, processes
+
+RECIPE = {
+    "model": {"name": "llama-3.2-1b", "rope_theta": 10000.0},
+    "parallel": {"zero": 2, "context_method": "ring"},
+    "optimizer": {"learning_rate": 2.0e-4, "warmup_tokens": 1000},
+    "train": {"steps": 10, "sequence_length": 4096, "global_batch_sequences": 16},
+    "run": {"dir": "runs/planned", "cpu_devices": 8},
+}
+CANDIDATE_KEYS = {
+    *("pipe", "data", "context", "tensor", "zero", "microbatch_sequences", "schedule", "virtual_stages", "remat"),
+    *("estimate_bytes", "compiled_bytes", "tokens_per_s_per_gpu", "tflops_per_gpu"),
+}
+SMALL = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": 2048,
+        "attention": "xla",
+    },
+    "train": {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return str(path)
+
+
+def run(*arguments):
+    """In this process: importing JAX takes longer than planning."""
+    return CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=True)
+
+
+def cli(*arguments):
+    command = [sys.executable, "-m", "jaxllm.cli", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=config_folder().parent, timeout=300)
+
+
+def test_json_keeps_the_contract(recipe):
+    result = run(recipe, "--gpu", "h100-80gb", "--gpus", "16", "--compile", "0", "--tokens", "1.5T", "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    gpu = GPUS["h100-80gb"]
+    assert (values["gpu"], values["gpus"], values["gpus_per_host"]) == ("h100-80gb", 16, 8)
+    assert values["capacity_bytes"] == gpu.capacity_bytes
+    candidates = values["candidates"]
+    assert len(candidates) == values["candidates_that_fit"] > 0
+    speeds = [one["tokens_per_s_per_gpu"] for one in candidates]
+    assert speeds == sorted(speeds, reverse=True)
+    flops = train_flops_per_token(load_config(recipe).model, 4096)
+    for one in candidates:
+        assert set(one) >= CANDIDATE_KEYS
+        assert one["pipe"] * one["data"] * one["context"] * one["tensor"] == 16
+        assert one["estimate_bytes"] <= FIT_SHARE * gpu.capacity_bytes
+        assert one["compiled_bytes"] is None
+        assert one["tflops_per_gpu"] == pytest.approx(one["tokens_per_s_per_gpu"] * flops / 1e12)
+    assert {"unit", "reason", "count", "example"} == set(values["rejected"][0])
+    cost = values["cost"]
+    assert cost["days"] == pytest.approx(1.5e12 / (16 * speeds[0]) / 86400)
+    assert cost["gpu_hours"] == pytest.approx(cost["days"] * 24 * 16)
+    assert cost["energy_kwh"] == pytest.approx(cost["gpu_hours"] * 0.7 * cost["overhead"])
+
+
+def test_the_winner_is_a_recipe_that_keeps_the_rest(recipe, tmp_path):
+    out = tmp_path / "best.yaml"
+    result = run(recipe, "optimizer.beta2=0.98", "--gpus", "16", "--compile", "0", "--keep", "pipe", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    written, given = load_config(out), load_config(recipe, ["optimizer.beta2=0.98"])
+    found = plan(given, gpus=16, keep=["pipe"])
+    assert written == found.best
+    assert found.best.resolve(16) == found.best
+    for section in ("model", "data", "optimizer", "checkpoint", "log"):
+        assert getattr(written, section) == getattr(given, section)
+    assert written.train == given.train.model_copy(update={"microbatch_sequences": found.best.microbatch_sequences})
+    assert written.parallel.context_method == "ring"
+    # CPU devices were for trying it at home.
+    assert written.run == given.run.model_copy(update={"cpu_devices": None})
+    heading = [line for line in out.read_text().splitlines() if line.startswith("#")]
+    assert str(found.candidates[0].choice) in heading[0]
+    assert any(f"jaxllm train {out}" in line for line in heading)
+    assert any("16 x h100-80gb, 2 hosts of 8" in line for line in heading)
+    # Sizes stay with the name that brings them, but for what was changed.
+    assert set(yaml.safe_load(out.read_text())["model"]) == {"name", "rope_theta"}
+
+
+def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
+    out = tmp_path / "best.yaml"
+    out.write_text("mine")
+    result = cli(recipe, "--gpus", "16", "--compile", "0", "--out", str(out))
+    assert result.returncode == 2
+    assert result.stderr == f"jaxllm: --out={out} exists already, and a plan overwrites nothing: choose another file.\n"
+    assert result.stdout == ""
+    assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu", "h100"], "There is no GPU h100: did you mean h100-80gb?"),
+        (["--objective", "cheap"], "--objective=cheap is not one of the choices: use speed, gpus, sequence, microbatch."),
+        (["--sweep", "hosts"], "--sweep=hosts is nothing to sweep: use --sweep gpus."),
+        (["--tokens", "many"], "--tokens=many is no number of tokens"),
+        (["--keep", "tensr"], "--keep=tensr is nothing that is searched: did you mean tensor?"),
+        (["--compile", "-1"], "--compile=-1 is not valid"),
+        (["--gpus", "0"], "--gpus=0 is not valid"),
+        (["--gpus-per-host", "5"], "--gpus-per-host=5 does not divide the 16 GPUs"),
+        (["--out", "/nowhere/best.yaml"], "--out=/nowhere/best.yaml: there is no folder /nowhere"),
+    ],
+)
+def test_mistakes_are_one_sentence(recipe, arguments, sentence):
+    result = run(recipe, "--gpus", "16", "--compile", "0", *arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert sentence in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_what_cannot_fit_says_what_would(recipe):
+    result = cli(recipe, "model.name=llama-3-70b", "--gpus", "2", "--compile", "0", "--keep", "pipe")
+    assert result.returncode == 2
+    assert result.stderr.startswith("jaxllm: Nothing fits on 2 x h100-80gb: the leanest of ")
+    assert result.stderr.count("\n") == 1
+    # What it says would do does.
+    words = result.stderr.rsplit(": use ", 1)[1].rstrip(".\n").split(" or ")
+    for change in words:
+        key, value = change.split("=")
+        gpus, overrides = (int(value), []) if key == "--gpus" else (2, [change])
+        found = plan(load_config(recipe, ["model.name=llama-3-70b", *overrides]), gpus=gpus, keep=["pipe"])
+        assert found.candidates
+
+
+def test_the_table_shows_candidates_and_reasons(recipe):
+    keep = ["--keep", "pipe", "--keep", "zero"]
+    result = run(recipe, "--gpus", "16", "--compile", "0", *keep, "--rows", "3", "--sweep", "gpus", "--tokens", "1T")
+    assert result.exit_code == 0, result.output
+    found = plan(load_config(recipe), gpus=16, keep=["pipe", "zero"])
+    rows = [line.split() for line in result.stdout.splitlines()]
+    table = [row for row in rows if row and row[0] in ("1", "2", "3") and len(row) > 10]
+    best = found.candidates[0]
+    mesh = best.choice.mesh
+    assert [int(word) for word in table[0][1:7]] == [
+        *dataclasses.astuple(mesh),
+        best.choice.zero,
+        best.choice.microbatch_sequences,
+    ]
+    assert f"{len(found.candidates) - 3:,} more that fit" in result.stdout
+    for line in found.rejected:
+        assert f"{line.count:,}" in result.stdout
+    assert "1T tokens: " in result.stdout
+    for heading in ("efficiency", "exposed", "ring", "tree", "hierarchical", "server", "days"):
+        assert heading in result.stdout
+    assert "pay in time" in result.stdout
+
+
+def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
+    real, calls = memory.estimate_memory, []
+
+    def stopped(config):
+        calls.append(config)
+        if len(calls) == 300:
+            raise KeyboardInterrupt
+        return real(config)
+
+    monkeypatch.setattr(memory, "estimate_memory", stopped)
+    out = tmp_path / "best.yaml"
+    result = run(recipe, "--gpus", "16", "--compile", "8", "--json", "--out", str(out))
+    assert result.exit_code == 130
+    assert "interrupted; this is the best so far" in result.stderr
+    values = json.loads(result.stdout)
+    assert values["interrupted"] is True
+    assert 0 < values["candidates_that_fit"] < 300
+    assert load_config(out).parallel.tensor == values["candidates"][0]["tensor"]
+
+
+def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
+    def stopped(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory, "estimate_memory", stopped)
+    result = run(recipe, "--gpus", "16")
+    assert result.exit_code == 130
+    assert "stopped before anything that fits was found" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("objective", ["gpus", "sequence", "microbatch"])
+def test_objectives(recipe, objective):
+    config = load_config(recipe, ["train.global_batch_sequences=8"])
+    found = plan(config, "a100-40gb", 8, objective=objective, keep=["schedule", "zero"])
+    limit = FIT_SHARE * found.capacity_bytes
+    assert all(one.estimate_bytes <= limit for one in found.candidates)
+    speed = search(config, GPUS["a100-40gb"], 8, keep=["schedule", "zero"])
+    if objective == "gpus":
+        assert found.gpus < 8
+        assert (
+            not search(config, GPUS["a100-40gb"], max(1, found.gpus // 2), keep=["schedule", "zero"]).candidates
+            or found.gpus == 1
+        )
+    elif objective == "sequence":
+        length = found.config.train.sequence_length
+        assert length > config.train.sequence_length
+        longer = config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": length + 1024})})
+        assert not search(longer, GPUS["a100-40gb"], 8, keep=["schedule", "zero"]).candidates
+    else:
+        assert found.best.microbatch_sequences == max(one.config.microbatch_sequences for one in speed.candidates)
+
+
+# -------------------------------------------------------------------------------------------------------------- the API
+
+
+def test_plan_is_a_function_and_a_package():
+    code = (
+        "import sys, jaxllm\n"
+        "config = jaxllm.load_config({'model': {'name': 'smollm2-135m'}, 'train': {'steps': 1, 'sequence_length': 2048,"
+        " 'global_batch_sequences': 16}})\n"
+        "found = jaxllm.plan(config, gpu='h100-80gb', gpus=8, compile=0)\n"
+        "again = jaxllm.plan(config, gpu='h100-80gb', gpus=8)\n"
+        "import jaxllm.plan.flops as flops\n"
+        "assert found == again and found.best == found.candidates[0].config\n"
+        "assert flops.__name__ == 'jaxllm.plan.flops'\n"
+        "assert 'jax' not in sys.modules, 'planning by estimates alone needs no JAX'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=config_folder().parent)
+    assert result.returncode == 0, result.stderr
+    assert callable(jaxllm.plan)
+
+
+def test_the_recipe_of_a_config_is_the_config():
+    for overrides in (["model.tie_embeddings=false"], ["parallel.remat={query: keep}"], ["log.profile_steps=[2, 3]"]):
+        config = load_config(RECIPE, overrides)
+        assert load_config(recipe_of(config)) == config
+
+
+# ------------------------------------------------------------------------------------------------------------ compiling
+
+
+def test_without_the_packages_the_plan_is_unconfirmed_and_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr("jaxllm.aot.can_compile_for_gpus", lambda: False)
+    found = plan(load_config(SMALL), gpus=8, compile=2)
+    assert found.candidates
+    assert found.confirmed == 0
+    assert "pip install 'jaxllm[aot]'" in found.unconfirmed_because
+
+
+def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
+    """And gives the figures of compile_report, asked for the plan's GPUs."""
+    asked = []
+
+    class Report:
+        total_bytes, host_bytes, compile_s = 3, 2, 1.0
+
+    def report(*arguments, **options):
+        asked.append((arguments, options))
+        return Report
+
+    monkeypatch.setattr("jaxllm.compile_report.compile_report", report)
+    found = plan(load_config(SMALL), gpus=8)
+    compiler = pickle.loads(pickle.dumps(Compiler.of(found, tmp_path)))
+    figures = compiler(found.best)
+    assert (figures.total_bytes, figures.host_bytes, figures.compile_s) == (3, 2, 1.0)
+    assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
+    assert pickle.loads(pickle.dumps(found.best)) == found.best
+
+
+def test_compilations_run_in_other_processes_which_end_with_the_plan():
+    started = time.perf_counter()
+    with processes(2) as start:
+        pool = start()
+        assert pool.submit(os.getpid).result() != os.getpid()
+        busy = pool.submit(os.getpid).result()
+        pool.submit(time.sleep, 600)
+        pool.submit(time.sleep, 600)
+    assert time.perf_counter() - started < 60
+    for _ in range(100):
+        try:
+            os.kill(busy, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"process {busy} goes on")
+
+
+def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(planner, "ProcessPoolExecutor", refuse)
+    with processes(2) as start:
+        executor = start()
+        assert isinstance(executor, Here)
+        assert executor.submit(os.getpid).result() == os.getpid()
+    assert "No processes to compile in (no more processes)" in caplog.text
+
+
+def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
+    """By compile figures made up: everything that the estimate takes for the fastest is too large."""
+    monkeypatch.setattr("jaxllm.aot.can_compile_for_gpus", lambda: True)
+    monkeypatch.setattr(planner, "processes", lambda _: contextlib.nullcontext(Here))
+
+    class Report:
+        host_bytes, compile_s, total_bytes = 0, 1.0, 10**15
+
+    monkeypatch.setattr("jaxllm.compile_report.compile_report", lambda *_, **__: Report)
+    config = load_config(SMALL)
+    found = plan(config, gpus=8, compile=2)
+    assert found.confirmed == 0
+    assert found.rejected[-1].reason == "compiled above capacity"
+    assert found.rejected[-1].count == 6
+
+
+@pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+def test_the_best_is_compiled(tmp_path):
+    """With the real compiler, in a process of its own: its bytes are `jaxllm compile`'s."""
+    from jaxllm.compile_report import compile_report
+
+    keep = ["pipe", "context", "tensor", "remat", "schedule"]
+    found = plan(load_config(SMALL), gpus=2, compile=1, keep=keep, cache=tmp_path)
+    assert found.confirmed == 1
+    assert found.unconfirmed_because is None
+    report = compile_report(found.best, GPUS["h100-80gb"], 2, cache=tmp_path)
+    assert report.cached
+    assert report.total_bytes == found.candidates[0].compiled_bytes
+    assert found.candidates[1].compiled_bytes is None
