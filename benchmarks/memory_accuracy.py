@@ -398,12 +398,13 @@ class Worker:
 
     def __init__(self):
         self.process: subprocess.Popen[str] | None = None
+        self.kernels: tempfile.TemporaryDirectory[str] | None = None
         self.served = 0
         self.stopped = False
 
     def compile(self, case: Case) -> dict[str, Any]:
         if self.process is None or self.served >= FRESH_WORKER_AFTER:
-            self.close()
+            self._end()
             self._start()
         process, self.served = self.process, self.served + 1
         timer = threading.Timer(COMPILE_LIMIT_S, process.kill)
@@ -421,7 +422,7 @@ class Worker:
         code = process.wait()
         self.log.seek(0)
         last = " ".join(self.log.read()[-300:].split())
-        self.close()
+        self._end()
         return {"error": f"The compiler's process ended with {code} (limit {COMPILE_LIMIT_S} s): {last}"}
 
     def stop(self) -> None:
@@ -431,19 +432,23 @@ class Worker:
             process.kill()
 
     def close(self) -> None:
+        self._end()
+        if self.kernels is not None:
+            self.kernels.cleanup()
+
+    def _end(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process.stdin.close()
             self.process.stdout.close()
             self.log.close()
-            self.kernels.cleanup()
             self.process = None
 
     def _start(self) -> None:
         # Not a caller's own XLA_FLAGS, such as a test room's. Two thirds of a compilation is machine code of kernels, most of
         # which an earlier configuration had too; what memory a step takes is settled before.
-        self.kernels = tempfile.TemporaryDirectory()
+        self.kernels = self.kernels or tempfile.TemporaryDirectory()
         flags = f"--xla_gpu_kernel_cache_file={self.kernels.name}/kernels"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as the process)

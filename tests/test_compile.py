@@ -14,6 +14,7 @@ import jax
 import pytest
 import yaml
 from rich.console import Console
+from tiny import SMALL_MODEL
 
 from jaxllm import compile_report as module
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, trace_step
@@ -25,16 +26,7 @@ from jaxllm.plan.hardware import GPUS, find_gpu
 
 H100 = GPUS["h100-80gb"]
 RECIPE = {
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "vocab_size": 2048,
-        "attention": "xla",
-        "compute_dtype": "bfloat16",
-    },
+    "model": SMALL_MODEL,
     "parallel": {"tensor": 2, "zero": 1},
     "train": {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16, "microbatch_sequences": 2},
 }

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from tiny import SMALL_MODEL
 
 from jaxllm import memory_plots
 from jaxllm.aot import can_compile_for_gpus
@@ -38,15 +39,7 @@ RECIPE = {
     "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 128, "microbatch_sequences": 2},
 }
 TINY = {
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "vocab_size": 2048,
-        "attention": "xla",
-    },
+    "model": SMALL_MODEL,
     "parallel": {"tensor": 2},
     "train": {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16, "microbatch_sequences": 2},
 }

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import yaml
+from tiny import SMALL_MODEL
 from typer.testing import CliRunner
 
 import jaxllm
@@ -38,15 +39,7 @@ CANDIDATE_KEYS = {
     *("estimate_bytes", "compiled_bytes", "tokens_per_s_per_gpu", "tflops_per_gpu"),
 }
 SMALL = {
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "vocab_size": 2048,
-        "attention": "xla",
-    },
+    "model": SMALL_MODEL,
     "train": {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16},
 }
 

@@ -13,3 +13,14 @@ TINY = {
     "train": {"steps": 4, "sequence_length": 16, "global_batch_sequences": 8},
     "data": {"source": "files"},
 }
+
+SMALL_MODEL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 2048,
+    "attention": "xla",
+}
+"""For compiling for GPUs: large enough that matmuls are theirs."""
