@@ -13,9 +13,8 @@ _HOMES = {
     "ConfigError": "config",
     "Trainer": "api",
     "estimate": "plan.estimate",
-    "plan": "planner",
 }
-__all__ = [*_HOMES]
+__all__ = [*_HOMES, "plan"]
 
 
 def __getattr__(name: str):
@@ -37,4 +36,4 @@ plan.__class__ = _Plan
 
 
 def __dir__():
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES})

@@ -172,12 +172,12 @@ def plan(
         typer.Option("--across-hosts/--within-hosts", help="May context reach beyond a host? Default: if nothing else fits."),
     ] = None,
     host_gib_per_gpu: Annotated[
-        float, typer.Option(metavar="GIB", help="Of a host's memory, what offloading may take for one GPU.")
+        float, typer.Option(metavar="GIB", min=0, help="Of a host's memory, what offloading may take for one GPU.")
     ] = 128.0,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")] = None,
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the winner as a recipe; a new file.")] = None,
-    rows: Annotated[int, typer.Option(help="Candidates in the table.")] = 10,
+    rows: Annotated[int, typer.Option(min=0, help="Candidates in the table.")] = 10,
     cache: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where compile reports are kept; default: as `jaxllm compile`.")
     ] = None,
@@ -217,8 +217,9 @@ def plan(
         found.print(rows)
     if out is not None:
         write_recipe(found.plan, out, f"jaxllm {shlex.join(sys.argv[1:])}")
-    if found.plan.interrupted:
-        print("jaxllm: interrupted; this is the best so far.", file=sys.stderr)
+    if found.interrupted:
+        what = "this is the best so far" if found.plan.interrupted else "the plan is whole, the sweep is not"
+        print(f"jaxllm: interrupted; {what}.", file=sys.stderr)
         raise typer.Exit(130)
 
 

@@ -430,6 +430,12 @@ class Config(Section):
         return self.train.steps * self.step_tokens
 
     @property
+    def devices(self) -> int:
+        """Of the whole mesh; needs a concrete parallel.data."""
+        p = self.parallel
+        return p.replica * p.pipe * int(p.data) * p.context * p.tensor
+
+    @property
     def chunk_layers(self) -> int:
         """Layers of one virtual stage of the pipeline, identity layers counted."""
         return math.ceil(self.model.num_layers / (self.parallel.pipe * self.parallel.virtual_stages))

@@ -17,21 +17,27 @@ from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.cluster import require_devices
-from jaxllm.plan.confirm import CompileFigures, Here, confirm
+from jaxllm.plan.confirm import Here, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.hardware import Gpu, find_gpu
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, Plan, Progress, search, why_nothing
-from jaxllm.plan.sweep import Sweep, longest_sequence, smallest_cluster, sweep_gpus
+from jaxllm.plan.sweep import (
+    OBJECTIVES,
+    Objective,
+    Sweep,
+    longest_sequence,
+    objective_line,
+    smallest_cluster,
+    sweep_gpus,
+)
 
 log = logging.getLogger(__name__)
 
-Objective = Literal["speed", "gpus", "sequence", "microbatch"]
-OBJECTIVES = get_args(Objective)
 WORKERS = 2
 """Compilations at once: each takes one core most of the time."""
 
@@ -43,7 +49,7 @@ def plan(
     gpus_per_host: int | None = None,
     *,
     compile: int = 0,
-    objective: str = "speed",
+    objective: Objective = "speed",
     keep: Collection[str] = (),
     across_hosts: bool | None = None,
     host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
@@ -109,14 +115,14 @@ class Request:
     gpus: int | None = None
     gpus_per_host: int | None = None
     compile: int = 8
-    objective: str = "speed"
+    objective: Objective = "speed"
     keep: tuple[str, ...] = ()
     across_hosts: bool | None = None
     host_gib_per_gpu: float = HOST_BYTES_PER_GPU / 2**30
     tokens: str | None = None
     """15T: what so many cost."""
     sweep: str | None = None
-    """gpus: the best of 1, 2, 4 ... GPUs besides."""
+    """gpus: the best of 1, 2, 4 ... up to all GPUs besides."""
     cache: str | None = None
     """None: jaxllm/compile in the user's cache."""
     no_cache: bool = False
@@ -127,9 +133,15 @@ class Outcome:
     """The whole of `jaxllm plan`."""
 
     plan: Plan
-    objective: str
+    objective: Objective
+    looked_for: str
+    """The objective in words."""
     cost: TrainingCost | None
     sweep: Sweep | None
+
+    @property
+    def interrupted(self) -> bool:
+        return self.plan.interrupted or (self.sweep is not None and self.sweep.interrupted)
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -149,7 +161,7 @@ class Outcome:
         console = Console(highlight=False, markup=False)
         if not console.is_terminal:
             console = Console(highlight=False, markup=False, width=WIDTH)
-        console.print(render(self.plan, rows, self.cost, self.sweep))
+        console.print(render(self.plan, rows, self.cost, self.sweep, self.looked_for))
 
 
 def outcome(config: Config, request: Request, progress: Progress | None = None) -> Outcome:
@@ -180,21 +192,23 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
     )
     if not found.candidates:
         raise KeyboardInterrupt
-    sweep = None
+    sweep, most = None, require_devices(config, request.gpus)
     if request.sweep is not None and not found.interrupted:
         sweep = sweep_gpus(
             found.config,
             found.gpu,
-            found.gpus,
+            most,
             request.gpus_per_host,
+            known=found,
             tokens=tokens,
             progress=progress,
             keep=request.keep,
             across_hosts=request.across_hosts,
             host_bytes_per_gpu=request.host_gib_per_gpu * 2**30,
+            largest_microbatch=request.objective == "microbatch",
         )
-        found = replace(found, interrupted=sweep.interrupted)
-    return Outcome(found, request.objective, None if tokens is None else cost_of(found, tokens), sweep)
+    cost = None if tokens is None else cost_of(found, tokens)
+    return Outcome(found, request.objective, objective_line(request.objective, config, most), cost, sweep)
 
 
 def cost_of(found: Plan, tokens: float) -> TrainingCost:
@@ -231,7 +245,7 @@ def _confirmed(found: Plan, count: int, cache: Path | None, workers: int, progre
 
 @dataclass(frozen=True)
 class Compiler:
-    """compile_report as confirm() wants it, in a form that can be sent to another process."""
+    """compile_report's bytes as confirm() wants them, in a form that can be sent to another process."""
 
     gpu: dict[str, Any]
     """Fields of a Gpu, its read-only table as a dict."""
@@ -244,11 +258,10 @@ class Compiler:
         parts = {**vars(found.gpu), "dense_flops": dict(found.gpu.dense_flops)}
         return cls(parts, found.gpus, found.gpus_per_host, cache)
 
-    def __call__(self, config: Config) -> CompileFigures:
+    def __call__(self, config: Config) -> int:
         from jaxllm.compile_report import compile_report
 
-        report = compile_report(config, Gpu(**self.gpu), self.gpus, self.gpus_per_host, cache=self.cache)
-        return CompileFigures(report.total_bytes, report.host_bytes, report.compile_s)
+        return compile_report(config, Gpu(**self.gpu), self.gpus, self.gpus_per_host, cache=self.cache).total_bytes
 
 
 @contextmanager

@@ -42,9 +42,7 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
     Raises:
       ConfigError: packages are missing, or this XLA dumps no buffer assignment.
     """
-    p = config.parallel
-    gpus = p.replica * p.pipe * int(p.data) * p.context * p.tensor
-    devices = aot.gpu_devices(gpus // gpus_per_host, gpus_per_host, gpu)
+    devices = aot.gpu_devices(config.devices // gpus_per_host, gpus_per_host, gpu)
     with tempfile.TemporaryDirectory() as folder:
         options = compile_options(config, devices[0].platform) | dump_options(folder)
         compiled = aot.lower_step(config, devices).compile(compiler_options=options)

@@ -25,7 +25,7 @@ from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.recipe import recipe as recipe_of
 from jaxllm.plan.search import FIT_SHARE, search
-from jaxllm.planner import Compiler, plan, processes
+from jaxllm.planner import Compiler, Request, outcome, plan, processes
 
 RECIPE = {
     "model": {"name": "llama-3.2-1b", "rope_theta": 10000.0},
@@ -129,6 +129,8 @@ def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
         (["--compile", "-1"], "--compile=-1 is not valid"),
         (["--gpus", "0"], "--gpus=0 is not valid"),
         (["--gpus-per-host", "5"], "--gpus-per-host=5 does not divide the 16 GPUs"),
+        (["parallel.tensor=16", "--gpus", "8", "--keep", "tensor"], "What --keep holds leaves no configuration of 8 GPUs"),
+        (["--tokens", "1,5T"], "--tokens=1,5T is no number of tokens"),
         (["--out", "/nowhere/best.yaml"], "--out=/nowhere/best.yaml: there is no folder /nowhere"),
     ],
 )
@@ -137,6 +139,14 @@ def test_mistakes_are_one_sentence(recipe, arguments, sentence):
     assert isinstance(result.exception, ConfigError)
     assert sentence in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--rows", "-3"), ("--host-gib-per-gpu", "-1")])
+def test_less_than_nothing_is_refused(recipe, option, value):
+    result = run(recipe, "--gpus", "16", "--compile", "0", option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr
+    assert result.stdout == ""
 
 
 def test_what_cannot_fit_says_what_would(recipe):
@@ -196,6 +206,70 @@ def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
     assert load_config(out).parallel.tensor == values["candidates"][0]["tensor"]
 
 
+KEEP = ["--keep", "schedule", "--keep", "zero", "--keep", "remat"]
+
+
+def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
+    real = memory.estimate_memory
+
+    def stopped(config):
+        if config.devices == 4:
+            raise KeyboardInterrupt
+        return real(config)
+
+    monkeypatch.setattr(memory, "estimate_memory", stopped)
+    arguments = [recipe, "--gpus", "16", "--compile", "0", "--sweep", "gpus", *KEEP]
+    result = run(*arguments, "--json")
+    assert result.exit_code == 130
+    values = json.loads(result.stdout)
+    assert values["interrupted"] is False
+    assert values["sweep"]["interrupted"] is True
+    assert [row["gpus"] for row in values["sweep"]["rows"]] == [1, 2]
+    assert result.stderr == "jaxllm: interrupted; the plan is whole, the sweep is not.\n"
+    text = run(*arguments).stdout
+    assert "INTERRUPTED: the best so far" not in text
+    assert "INTERRUPTED: the last number of GPUs was not looked at to its end" in text
+
+
+def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeypatch):
+    """Also where the fewest GPUs that do are fewer than there are, and compiling has turned down the fastest."""
+    monkeypatch.setattr("jaxllm.aot.can_compile_for_gpus", lambda: True)
+    monkeypatch.setattr(planner, "processes", lambda _: contextlib.nullcontext(Here))
+    compiled = []
+
+    class Report:
+        total_bytes = 1
+
+    def report(*arguments, **_):
+        compiled.append(arguments)
+        return type("Large", (), {"total_bytes": 10**15}) if len(compiled) == 1 else Report
+
+    monkeypatch.setattr("jaxllm.compile_report.compile_report", report)
+    config = load_config(recipe)
+    for objective, gpus in (("gpus", 12), ("microbatch", 4)):
+        compiled.clear()
+        request = Request(gpus=gpus, compile=1, objective=objective, sweep="gpus", no_cache=True, keep=("schedule", "remat"))
+        found = outcome(config, request)
+        assert len(compiled) == 2
+        (row,) = (row for row in found.sweep.rows if row.gpus == found.plan.gpus)
+        assert row.best == found.plan.candidates[0]
+        assert found.sweep.rows[-1].gpus == gpus
+        assert (found.plan.gpus < gpus) is (objective == "gpus")
+        if objective == "microbatch":
+            for row in found.sweep.rows[:-1]:
+                alike = search(config, GPUS["h100-80gb"], row.gpus, keep=request.keep, largest_microbatch=True)
+                assert row.best == alike.candidates[0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "line"),
+    [("speed", "The fastest of all that fit"), ("gpus", "The fewest GPUs, up to 4, on which anything fits")],
+)
+def test_the_objective_is_told(recipe, objective, line):
+    result = run(recipe, "--gpus", "4", "--compile", "0", "--objective", objective, *KEEP)
+    assert line in result.stdout
+
+
 def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     def stopped(config):
         raise KeyboardInterrupt
@@ -249,6 +323,13 @@ def test_plan_is_a_function_and_a_package():
     assert callable(jaxllm.plan)
 
 
+def test_the_package_lists_what_it_has_once():
+    names = dir(jaxllm)
+    assert len(set(names)) == len(names)
+    assert set(jaxllm.__all__) <= set(names)
+    assert all(callable(getattr(jaxllm, name)) for name in jaxllm.__all__)
+
+
 def test_the_recipe_of_a_config_is_the_config():
     for overrides in (["model.tie_embeddings=false"], ["parallel.remat={query: keep}"], ["log.profile_steps=[2, 3]"]):
         config = load_config(RECIPE, overrides)
@@ -267,11 +348,11 @@ def test_without_the_packages_the_plan_is_unconfirmed_and_says_how_to_get_them(m
 
 
 def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
-    """And gives the figures of compile_report, asked for the plan's GPUs."""
+    """And gives the bytes of compile_report, asked for the plan's GPUs."""
     asked = []
 
     class Report:
-        total_bytes, host_bytes, compile_s = 3, 2, 1.0
+        total_bytes = 3
 
     def report(*arguments, **options):
         asked.append((arguments, options))
@@ -280,8 +361,7 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
     monkeypatch.setattr("jaxllm.compile_report.compile_report", report)
     found = plan(load_config(SMALL), gpus=8)
     compiler = pickle.loads(pickle.dumps(Compiler.of(found, tmp_path)))
-    figures = compiler(found.best)
-    assert (figures.total_bytes, figures.host_bytes, figures.compile_s) == (3, 2, 1.0)
+    assert compiler(found.best) == 3
     assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
     assert pickle.loads(pickle.dumps(found.best)) == found.best
 
@@ -323,7 +403,7 @@ def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
     monkeypatch.setattr(planner, "processes", lambda _: contextlib.nullcontext(Here))
 
     class Report:
-        host_bytes, compile_s, total_bytes = 0, 1.0, 10**15
+        total_bytes = 10**15
 
     monkeypatch.setattr("jaxllm.compile_report.compile_report", lambda *_, **__: Report)
     config = load_config(SMALL)

@@ -7,7 +7,7 @@ changes[0].peak_bytes         by the estimate, at most the capacity
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,9 @@ from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.hardware import Gpu, readable
-from jaxllm.plan.memory import MemoryEstimate, estimate_memory
-from jaxllm.plan.search import HOST_BYTES_PER_GPU
+from jaxllm.plan.memory import estimate_memory
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, Memory, search
 from jaxllm.plan.step_time import estimate_step_time
-
-EstimateMemory = Callable[[Config], MemoryEstimate]
 
 CHUNK_TOKENS = 1024
 """Logits of so many tokens at a time are few, and still fill an H100 with tiles."""
@@ -92,18 +90,19 @@ def changes_that_fit(
     estimate: EstimateMemory = estimate_memory,
 ) -> list[Change]:
     """Of every kind of change the mildest that fits on the same number of devices, the one whose step is predicted shortest
-    first; without a GPU in the order of `ladders`. Where no single change is enough, one that puts several together; [] if that
-    is not enough either. What is offloaded must fit into HOST_BYTES_PER_GPU.
+    first; without a GPU in the order of `ladders`. Where no single change is enough, one that puts several together; where none
+    of these is, the winner of a search of every mesh (plan/search.py), if a GPU is named; [] if that has none. What goes to the
+    host must fit into HOST_BYTES_PER_GPU, and tensor ranks into a host, unless they do not now.
 
     Args:
       config: resolved.
-      gpu, gpus_per_host: to predict the time of a step with.
+      gpu, gpus_per_host: to predict the time of a step with. None: neither times nor hosts are known.
       estimate: bytes of a config.
     """
-    search = _Search(config, capacity_bytes, gpu, gpus_per_host, estimate)
-    found = [change for ladder in ladders(config) if (change := search.first_that_fits(ladder)) is not None]
+    trial = _Trial(config, capacity_bytes, gpu, gpus_per_host, estimate)
+    found = [change for ladder in ladders(config) if (change := trial.first_that_fits(ladder)) is not None]
     if not found:
-        found = sorted(search.that_fit(combinations(config)), key=_step_s)[:1]
+        found = sorted(trial.that_fit(combinations(config)), key=_step_s)[:1] or list(trial.fastest_of_all())
     # Sorting keeps the order of equals.
     return sorted(found, key=_step_s)
 
@@ -112,12 +111,12 @@ def smallest_cluster(
     config: Config, capacity_bytes: int, gpu: Gpu | None = None, estimate: EstimateMemory = estimate_memory
 ) -> Change | None:
     """The smallest multiple of the devices there are that a step would fit on, with every saving made; None above MOST_GPUS."""
-    devices = _devices(config)
-    search = _Search(config, capacity_bytes, None, None, estimate)
+    devices = config.devices
+    trial = _Trial(config, capacity_bytes, None, None, estimate)
     for factor in (2, 3, 4, 6, *(2**power for power in range(3, 15))):
         if devices * factor > MOST_GPUS:
             return None
-        found = search.first_that_fits(_everything(config, factor, gpu.gpus_per_host if gpu else None))
+        found = trial.first_that_fits(_everything(config, factor, gpu.gpus_per_host if gpu else None))
         if found is not None:
             return found
     return None
@@ -205,7 +204,7 @@ def _meshes(config: Config, factor: int, host_size: int | None) -> Iterator[dict
 
 
 @dataclass(frozen=True)
-class _Search:
+class _Trial:
     config: Config
     capacity_bytes: int
     gpu: Gpu | None
@@ -219,13 +218,39 @@ class _Search:
         """Of a ladder's key -> value mappings; those that make no valid config are passed over."""
         for keys in ladder:
             config = changed(self.config, keys)
-            memory = None if config is None else self._estimated(config)
+            memory = None if config is None or self._leaves_host(config) else self._estimated(config)
             if memory is not None and memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
                 ratio = step_s / before_s if step_s and before_s else None
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)
 
-    def _estimated(self, config: Config) -> MemoryEstimate | None:
+    def fastest_of_all(self) -> Iterator[Change]:
+        """The winner of a search, with the optimizer's state on the host if there is none without; nothing without a GPU."""
+        if self.gpu is None:
+            return
+        now = self.config.parallel.offload_state
+        for state in dict.fromkeys((now, "optimizer_and_master")):
+            parallel = self.config.parallel.model_copy(update={"offload_state": state})
+            plan = search(
+                self.config.model_copy(update={"parallel": parallel}),
+                self.gpu,
+                self.config.devices,
+                self.gpus_per_host,
+                device_bytes=self.capacity_bytes,
+                estimate=self.estimate,
+            )
+            if plan.interrupted:
+                raise KeyboardInterrupt
+            if plan.candidates:
+                yield from self.that_fit([differences(self.config, plan.best)])
+                return
+
+    def _leaves_host(self, config: Config) -> bool:
+        """Whether tensor ranks reach beyond a host that they are inside of now."""
+        tensor = config.parallel.tensor
+        return bool(self.gpus_per_host and self.gpus_per_host % tensor and tensor > self.config.parallel.tensor)
+
+    def _estimated(self, config: Config) -> Memory | None:
         """None where the mesh does not divide a parameter."""
         try:
             return self.estimate(config)
@@ -250,15 +275,19 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config | None:
             section = sections[name]
             sections[name] = type(section).model_validate(section.model_dump(exclude_unset=True))
         config = Config.model_validate(sections)
-        return config.resolve(_devices(config))
+        return config.resolve(config.devices)
     except (ValidationError, ConfigError):
         return None
 
 
+def differences(config: Config, other: Config) -> dict[str, Any]:
+    """section.key -> the value of the other, for what a search or a change sets."""
+    found = {}
+    for section in ("parallel", "train"):
+        mine, others = getattr(config, section), getattr(other, section)
+        found |= {f"{section}.{key}": value for key, value in others if value != getattr(mine, key)}
+    return found
+
+
 def _step_s(change: Change) -> float:
     return change.step_s or 0.0
-
-
-def _devices(config: Config) -> int:
-    p = config.parallel
-    return p.replica * p.pipe * int(p.data) * p.context * p.tensor

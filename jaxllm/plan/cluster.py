@@ -21,8 +21,7 @@ def named_devices(config: Config, gpus: int | None) -> int | None:
         return gpus
     if config.run.cpu_devices is not None:
         return config.run.cpu_devices
-    p = config.parallel
-    return None if p.data == AUTO else p.replica * p.pipe * int(p.data) * p.context * p.tensor
+    return None if config.parallel.data == AUTO else config.devices
 
 
 def require_devices(config: Config, gpus: int | None) -> int:

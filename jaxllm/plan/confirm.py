@@ -11,7 +11,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
@@ -26,16 +25,8 @@ COMPILED_ABOVE = "compiled above capacity"
 COMPILE_REFUSED = "cannot be compiled"
 
 
-@dataclass(frozen=True)
-class CompileFigures:
-    """What confirming asks of a compilation; bytes of one device."""
-
-    total_bytes: int
-    host_bytes: int
-    compile_s: float
-
-
-CompileBytes = Callable[[Config], CompileFigures]
+CompileBytes = Callable[[Config], int]
+"""What the compiled step of a config takes of one device."""
 
 
 def confirm(
@@ -61,7 +52,7 @@ def confirm(
     executor = start()
     waiting = deque(range(len(plan.candidates)))
     running: dict[Future, int] = {}
-    confirmed: dict[int, CompileFigures] = {}
+    confirmed: dict[int, int] = {}
     refused: dict[int, tuple[str, str]] = {}
     tried, interrupted = 0, False
     try:
@@ -77,17 +68,17 @@ def confirm(
             for future in done:
                 number = running.pop(future)
                 try:
-                    figures = future.result()
+                    size = future.result()
                 except BrokenExecutor:
                     broken.append(number)
                 except (ConfigError, RuntimeError) as error:
                     said = " ".join(str(error).split())[:MOST_OF_ERROR]
                     refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {said}"
                 else:
-                    if figures.total_bytes <= plan.capacity_bytes:
-                        confirmed[number] = figures
+                    if size <= plan.capacity_bytes:
+                        confirmed[number] = size
                     else:
-                        example = f"{plan.candidates[number].choice}: {readable(figures.total_bytes)}"
+                        example = f"{plan.candidates[number].choice}: {readable(size)}"
                         refused[number] = COMPILED_ABOVE, example
             if broken:
                 broken += running.values()
@@ -108,12 +99,12 @@ def confirm(
 def _with_figures(
     plan: Plan,
     count: int,
-    confirmed: dict[int, CompileFigures],
+    confirmed: dict[int, int],
     refused: dict[int, tuple[str, str]],
     interrupted: bool,
 ) -> Plan:
     every = list(enumerate(plan.candidates))
-    seen = [dataclasses.replace(one, compiled_bytes=confirmed[n].total_bytes) for n, one in every if n in confirmed]
+    seen = [dataclasses.replace(one, compiled_bytes=confirmed[n]) for n, one in every if n in confirmed]
     rest = [one for n, one in every if n not in confirmed and n not in refused]
     classes: dict[str, list[str]] = {}
     for number in sorted(refused):

@@ -75,12 +75,12 @@ class TrainingCost:
     def lines(self) -> list[str]:
         """For a terminal."""
         took = f"{self.days:,.1f} days" if self.seconds < 2 * YEAR_S else f"{self.years:,.1f} years"
-        spent = f"{took} on {self.gpus:,} GPUs, {self.gpu_hours:,.0f} GPU-hours"
+        spent = f"{took} on {self.gpus:,} GPU{'s' if self.gpus > 1 else ''}, {self.gpu_hours:,.0f} GPU-hours"
         if self.energy_kwh is None:
             return [f"{readable_count(self.tokens)} tokens: {spent}; how much power such a GPU takes is not known"]
         energy = f"{self.energy_kwh:,.0f} kWh" if self.energy_kwh < 1e4 else f"{self.energy_kwh / 1e3:,.0f} MWh"
-        how = f"{self.watts_per_gpu:.0f} W a board by its data sheet x {OVERHEAD} for hosts, network and cooling"
-        return [f"{readable_count(self.tokens)} tokens: {spent}, {energy}", f"  ({how})"]
+        how = f"at most {self.watts_per_gpu:.0f} W a board (data sheet, of that GPU or one of its generation) x {OVERHEAD}"
+        return [f"{readable_count(self.tokens)} tokens: {spent}, {energy}", f"  {how} for hosts, network, cooling"]
 
 
 def training_cost(
@@ -131,12 +131,14 @@ def board_watts(gpu: Gpu) -> float | None:
 
 
 def parse_tokens(text: str) -> int:
-    """15_000_000_000_000 of "15T"; also K, M, B (decimal), plain and decimal numbers.
+    """15_000_000_000_000 of "15T"; also K, M, B (decimal), plain and decimal numbers, and commas between thousands.
 
     Raises:
       ConfigError: it is no such number, or below one token.
     """
-    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
+    # A comma anywhere else may be a decimal one: 1,5T is not 15T.
+    integer = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"
+    found = re.fullmatch(rf"((?:{integer})(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
     # A float's exponent has no end.
     number = float(re.sub("[_,]", "", found[1])) * _SUFFIXES[found[2].upper()] if found else 0.0
     if not 1 <= number < math.inf:
@@ -145,8 +147,10 @@ def parse_tokens(text: str) -> int:
 
 
 def readable_count(number: float) -> str:
-    """'15T', '1.5B': the inverse of parse_tokens, to three digits."""
+    """'15T', '1.5B', '12,345T': the inverse of parse_tokens, to four digits or more."""
     for suffix in ("T", "B", "M", "K"):
         if number >= _SUFFIXES[suffix]:
-            return f"{number / _SUFFIXES[suffix]:.3g}{suffix}"
+            units = number / _SUFFIXES[suffix]
+            # Above four digits, g turns to exponents.
+            return f"{units:.4g}{suffix}" if units < 1000 else f"{units:,.0f}{suffix}"
     return f"{number:.0f}"

@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.plan import flops
 from jaxllm.plan.advice import Change, changes_that_fit
 from jaxllm.plan.cluster import HOST_GPUS, hosts_of, require_devices
-from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
 from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
@@ -115,9 +115,8 @@ class Estimate:
         """Of the dense peak of the compute dtype, causal attention counted, whatever the convention."""
         if self.speed is None or self.gpu is None:
             return None
-        model = self.config.model
-        flops = train_flops_per_token(model, self.config.train.sequence_length)
-        return self.speed.tokens_per_s_per_gpu * flops / peak_flops(self.gpu, model.compute_dtype)
+        model, peak = self.config.model, peak_flops(self.gpu, self.config.model.compute_dtype)
+        return flops.mfu(self.speed.tokens_per_s_per_gpu, model, self.config.train.sequence_length, peak)
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers. `stages` to `fits` are the convention's; `by_convention` has them all."""
@@ -153,12 +152,15 @@ class Estimate:
         moment = f", when it is fullest ({own.memory.moment})" if own.memory.moment else ""
         yield f"Bytes on one device{moment}"
         yield from memory_table(own.memory.stages)
+        if self.config.parallel.pipe > 1:
+            yield "  (each stage the same: all run one program)"
         if own.memory.host_bytes:
             yield f"  and {readable(own.memory.host_bytes)} for each in its host's memory"
         yield from self._own_verdict(own)
         if "megatron" in self.by_convention:
             yield ""
             yield "By the published rule for Megatron-LM (Fujii et al. 2024), the first stage"
+            yield "  (it knows 1F1B, plain or interleaved, ZeRO 0 and 1, and nothing computed twice)"
             published = self.by_convention["megatron"]
             yield from memory_table(published.memory.stages)
             yield from self._published_verdict(published)
@@ -194,12 +196,12 @@ class Estimate:
         if own.capacity_bytes is None or self.gpu is None:
             return
         share = f"{own.share_of_capacity:.1%} of the {readable(own.capacity_bytes)} that a step may take"
-        where = f" (stage {own.memory.peak_stage.stage})" if len(fold(own.memory.stages)) > 1 else ""
         if own.fits:
-            yield f"Fits: {share}{where}"
+            yield f"Fits: {share}"
+            if own.memory.peak_bytes > FIT_SHARE * own.capacity_bytes:
+                yield f"  (above {FIT_SHARE:.0%}, where the estimate alone is not enough: `jaxllm compile` tells)"
         else:
-            over = readable(own.memory.peak_bytes - own.capacity_bytes)
-            yield f"DOES NOT FIT: {share}{where}, {over} too much"
+            yield f"DOES NOT FIT: {share}, {readable(own.memory.peak_bytes - own.capacity_bytes)} too much"
         yield (
             f"  ({XLA_MEMORY_FRACTION:.0%} of {readable(self.gpu.memory_bytes)}, which jaxllm gives XLA, less "
             f"{readable(RESERVE_BYTES)} kept back)"

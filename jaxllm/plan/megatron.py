@@ -131,8 +131,7 @@ def _activation_bytes(model: ModelConfig) -> int:
 def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> MemoryEstimate:
     """Args: stages: parameters, bytes of activations and bytes of logits of each."""
     parallel = config.parallel
-    data = int(parallel.data)
-    shards = data * parallel.context if parallel.zero else 1
+    shards = int(parallel.data) * parallel.context if parallel.zero else 1
     told = []
     for stage, (parameters, activations, logits) in enumerate(stages):
         terms = {
@@ -143,5 +142,4 @@ def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> Memor
             "logits": logits,
         }
         told.append(StageMemory(stage, {name: round(size) for name, size in terms.items()}))
-    devices = parallel.pipe * data * parallel.context * parallel.tensor
-    return MemoryEstimate(devices=devices, stages=tuple(told), host_bytes=0)
+    return MemoryEstimate(devices=config.devices, stages=tuple(told), host_bytes=0)

@@ -9,6 +9,9 @@ It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is hel
 shardings, to the byte. What XLA needs beside them while it computes one layer is a sum of a few tensor sizes, with multiples
 fitted to compiled steps: WORKING_SET. No JAX here.
 
+Buffers of transfers are where their data are: gathered weights under `weights`, `waiting_layer` and `working_set`, messages of a
+pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (plan/hardware.py).
+
 All stages of a pipeline run one program in step, so XLA gives each the same room, used or not: their terms are equal.
 
 A step is fullest at one of a few moments, whose sums are compared:
@@ -74,16 +77,13 @@ def estimate_memory(config: Config) -> MemoryEstimate:
     moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
     terms = {name: round(size) for name, size in {**step.resident(), **held}.items() if size}
     stages = tuple(StageMemory(stage, terms) for stage in range(config.parallel.pipe))
-    p = config.parallel
-    devices = p.replica * p.pipe * int(p.data) * p.context * p.tensor
-    return MemoryEstimate(devices, stages, round(step.on_host()), moment)
+    return MemoryEstimate(config.devices, stages, round(step.on_host()), moment)
 
 
 # -------------------------------------------------------------------------------------------------------------- parameters
 
 # Where ZeRO cuts: as ZERO_DIMS of jaxllm/sharding.py, which imports JAX.
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
-NORMS = ("attention_norm", "mlp_norm", "final_norm")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _elements(name: str, shape: dict[str, int], split: dict[str, int], parallel:
     ranks = int(parallel.data) * parallel.context
     if parallel.zero == 0 or ranks == 1:
         return Elements(compute, compute)
-    if any(split.get(dim, 1) == 1 and shape.get(dim, 1) % ranks == 0 for dim in ZERO_DIMS if dim in shape):
+    if any(split.get(dim, 1) == 1 and shape[dim] % ranks == 0 for dim in ZERO_DIMS if dim in shape):
         return Elements(compute, compute // ranks)
     if len(shape) == 1:
         return Elements(compute, compute)

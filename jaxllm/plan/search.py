@@ -35,6 +35,7 @@ NVIDIA's data sheets)."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """Times the GPUs there are, to look for a number on which anything fits."""
 MESH, CONFIGURATION = "mesh", "configuration"
+KEPT_AWAY = "what --keep holds cannot be had there"
 DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
 HOST_FULL = "needs more of its host's memory than there is for a GPU"
 _LEANER = {"selective": "full", "none": "selective"}
@@ -128,7 +129,8 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found. No mesh and no configuration is lost: those looked at are the rejected and the rest."""
+    """What a search found. No mesh and no configuration is lost: those looked at are the rejected and the rest, and a mesh of
+    which --keep leaves nothing is rejected too."""
 
     config: Config
     """As given."""
@@ -140,7 +142,7 @@ class Plan:
     """All that fit, best first."""
     rejected: tuple[Rejected, ...]
     meshes: int
-    """Of that many GPUs; `configurations` are those of the meshes that break no rule."""
+    """Of that many GPUs, as far as the search came; `configurations` are those of the meshes that break no rule."""
     configurations: int
     leanest: tuple[Choice, int] | None = None
     """Of the configurations that do not fit, the one that takes least, and its bytes."""
@@ -164,8 +166,8 @@ class Plan:
             raise ConfigError(f"Nothing fits on {self.gpus} x {self.gpu.name}: use more GPUs, or shorter sequences.")
         return self.candidates[0].config
 
-    def to_json(self, most: int | None = None) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, with at most so many candidates."""
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
         return {
             "gpu": self.gpu.name,
             "gpus": self.gpus,
@@ -175,7 +177,7 @@ class Plan:
             "fit_share": FIT_SHARE,
             "sequence_length": self.config.train.sequence_length,
             "global_batch_sequences": self.config.train.global_batch_sequences,
-            "candidates": [candidate.to_json() for candidate in self.candidates[:most]],
+            "candidates": [candidate.to_json() for candidate in self.candidates],
             "candidates_that_fit": len(self.candidates),
             "confirmed": self.confirmed,
             "unconfirmed_because": self.unconfirmed_because,
@@ -212,6 +214,9 @@ class _Tally:
         so_far, first = self.found.get((unit, reason), (0, None))
         self.found[unit, reason] = so_far + count, first or str(example)
 
+    def count(self, unit: str) -> int:
+        return sum(count for (counted, _), (count, _) in self.found.items() if counted == unit)
+
     def see(self, choice: Choice, memory: Memory) -> None:
         """One that does not fit, and is counted by add()."""
         if self.leanest is None or memory.peak_bytes < self.leanest[1]:
@@ -235,6 +240,7 @@ def search(
     keep: Collection[str] = (),
     across_hosts: bool | None = None,
     host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
+    device_bytes: float | None = None,
     largest_microbatch: bool = False,
     estimate: EstimateMemory | None = None,
     step_time: EstimateTime | None = None,
@@ -251,6 +257,7 @@ def search(
       keep: names of space.KEEPABLE, left as the config has them.
       across_hosts: whether context x tensor may reach beyond a host; None: only where nothing fits otherwise.
       host_bytes_per_gpu: what offloading may take of the host's memory.
+      device_bytes: what a configuration may take by its estimate; default: FIT_SHARE of the kind's capacity.
       largest_microbatch: rank by the microbatch first.
       estimate, step_time: the estimates to go by; default: estimate_memory and estimate_step_time.
       prune: leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more.
@@ -260,23 +267,24 @@ def search(
     """
     per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
     estimate, step_time = estimate or _real_memory(), step_time or _real_time()
-    limits = Limits(FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu)
+    limits = Limits(FIT_SHARE * gpu.capacity_bytes if device_bytes is None else device_bytes, host_bytes_per_gpu)
     found: list[Candidate] = []
     for across in (False, True) if across_hosts is None else (across_hosts,):
-        tally, total, interrupted = _Tally(), 0, False
+        tally, interrupted = _Tally(), False
         every = list(meshes(config, gpus, keep))
         seen = 0
         try:
             for mesh in every:
-                reason = why_not(config, mesh, per_host, across)
+                reason, left = why_not(config, mesh, per_host, across), []
+                if reason is None:
+                    left = [group for group in groups(config, mesh, keep) if group.microbatches or group.refused_microbatches]
+                    reason = None if left else KEPT_AWAY
+                seen += 1
                 if reason is not None:
                     tally.add(MESH, reason, 1, str(mesh))
-                else:
-                    for group in groups(config, mesh, keep):
-                        total += len(group.remats) * (len(group.microbatches) + len(group.refused_microbatches))
-                        for candidate, memory in _fitting(config, group, limits, estimate, tally, prune):
-                            found.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
-                seen += 1
+                for group in left:
+                    for candidate, memory in _fitting(config, group, limits, estimate, tally, prune):
+                        found.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
                 if progress is not None:
                     progress("meshes", seen, len(every))
         except KeyboardInterrupt:
@@ -292,8 +300,8 @@ def search(
         hosts_because=because,
         candidates=tuple(sorted(found, key=key)),
         rejected=tally.rejected(),
-        meshes=len(every),
-        configurations=total,
+        meshes=seen,
+        configurations=len(found) + tally.count(CONFIGURATION),
         leanest=tally.leanest,
         interrupted=interrupted,
     )
@@ -415,6 +423,8 @@ def why_nothing(plan: Plan, **options: Any) -> str:
     any_fits().
     """
     config, gpu, gpus = plan.config, plan.gpu, plan.gpus
+    if not plan.rejected:
+        return f"What --keep holds leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
     if plan.leanest is None:
         worst = max(plan.rejected, key=lambda line: line.count)
         return (

@@ -13,9 +13,8 @@ from rich.text import Text
 
 from jaxllm.plan.cost import TrainingCost
 from jaxllm.plan.estimate import peak_flops
-from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
+from jaxllm.plan.search import FIT_SHARE, MESH, Plan
 from jaxllm.plan.space import remat_text, schedule_text
 from jaxllm.plan.sweep import PARAMETER_SERVER, Sweep
 
@@ -28,8 +27,14 @@ HEADINGS = (
 )
 
 
-def render(plan: Plan, rows: int = 10, cost: TrainingCost | None = None, sweep: Sweep | None = None) -> Group:
-    """The plan for a terminal of WIDTH columns, with so many candidates."""
+def render(
+    plan: Plan, rows: int = 10, cost: TrainingCost | None = None, sweep: Sweep | None = None, objective: str | None = None
+) -> Group:
+    """The plan for a terminal of WIDTH columns, with so many candidates.
+
+    Args:
+      objective: what was looked for, in words: a line below the heading.
+    """
     hosts = plan.gpus // plan.gpus_per_host
     train = plan.config.train
     parts = [
@@ -41,6 +46,7 @@ def render(plan: Plan, rows: int = 10, cost: TrainingCost | None = None, sweep: 
             f"  {train.global_batch_sequences:,} sequences of {train.sequence_length:,} tokens a step; a step may take "
             f"{readable(plan.capacity_bytes)}, its estimate {FIT_SHARE:.0%} of that"
         ),
+        *([] if objective is None else [Text(f"  {objective}")]),
         Text(""),
         candidates_table(plan, rows),
         *(Text(line) for line in verdict_lines(plan, rows)),
@@ -61,15 +67,9 @@ def render(plan: Plan, rows: int = 10, cost: TrainingCost | None = None, sweep: 
     return Group(*parts)
 
 
-def mfu(plan: Plan, candidate: Candidate) -> float:
-    """Of the dense peak of the compute dtype; causal attention counted."""
-    model = plan.config.model
-    flops = train_flops_per_token(model, plan.config.train.sequence_length)
-    return candidate.tokens_per_s_per_gpu * flops / peak_flops(plan.gpu, model.compute_dtype)
-
-
 def candidates_table(plan: Plan, rows: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    peak_tflops = peak_flops(plan.gpu, plan.config.model.compute_dtype) / 1e12
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("schedule", "remat") else "right", overflow="fold")
     for number, one in enumerate(plan.candidates[:rows], 1):
@@ -85,7 +85,7 @@ def candidates_table(plan: Plan, rows: int) -> Table:
             "-" if compiled is None else f"{compiled / GIB:.1f}",
             f"{(compiled or one.estimate_bytes) / plan.capacity_bytes:.0%}",
             f"{one.tokens_per_s_per_gpu:,.0f}",
-            f"{one.tflops_per_gpu:,.0f} ({mfu(plan, one):.0%})",
+            f"{one.tflops_per_gpu:,.0f} ({one.tflops_per_gpu / peak_tflops:.0%})",
         )
     return table
 
@@ -143,7 +143,9 @@ def sweep_lines(sweep: Sweep) -> Iterator[str]:
         "efficiency: tokens/s/GPU beside the fewest that fit; exposed: share of the step that waits for communication; the "
         "seconds of one float32 all-reduce of the gradients, alone, by ring, tree, hierarchy, and a parameter server (analytic)"
     )
+    if sweep.interrupted:
+        yield "INTERRUPTED: the last number of GPUs was not looked at to its end, and larger ones not at all"
     if sweep.stops_paying is not None:
         yield f"More GPUs stop paying in time at {sweep.stops_paying:,}: {sweep.because}"
-    elif sum(row.best is not None for row in sweep.rows) > 1:
+    elif not sweep.interrupted and sum(row.best is not None for row in sweep.rows) > 1:
         yield "More GPUs pay in time as far as this goes"

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, Remat
+from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, ParallelConfig, Remat
 from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.memory import parameters
 from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
@@ -208,18 +209,13 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
 
 
 def zero_divides(model: ModelConfig, mesh: Mesh) -> bool:
-    """Whether every matrix has a dim that data x context divides and no other axis splits (as layout() of sharding.py).
-
-    All have D. Where that does not divide, queries and attention's output may have heads or head size, keys and values the
-    same, the feed-forward its width, embedding and head the vocabulary.
-    """
-    ranks, t = mesh.data * mesh.context, mesh.tensor
-    if model.hidden_size % ranks == 0:
-        return True
-    in_heads = t == 1 and model.num_heads % ranks == 0 and model.num_kv_heads % ranks == 0
-    attention = model.head_dim % ranks == 0 or in_heads
-    rest = (model.intermediate_size, model.vocab_size)
-    return attention and mesh.pipe * t == 1 and all(size % ranks == 0 for size in rest)
+    """Whether every matrix has a dim that data x context divides and no other axis splits."""
+    try:
+        # Checking what divides by construction would take longer than all of this.
+        parameters(model, ParallelConfig.model_construct(**asdict(mesh), zero=1))
+    except ConfigError:
+        return False
+    return True
 
 
 @cache

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.cost import DAY_S
@@ -19,6 +19,9 @@ from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s
 from jaxllm.plan.search import Candidate, Plan, Progress, any_fits, search, why_nothing
 
+Objective = Literal["speed", "gpus", "sequence", "microbatch"]
+"""What a plan is for; see objective_line()."""
+OBJECTIVES = get_args(Objective)
 PAYS = 0.5
 """Of the speed that more GPUs could add, what they must add to pay in time: twice the GPUs, 1.5 times the tokens/s."""
 STEPS_BETWEEN = 16
@@ -71,7 +74,7 @@ class Sweep:
     because: str
     """In words, of the step after it."""
     interrupted: bool = False
-    """The last row's search, and what would have come after, is not whole."""
+    """The last search was not made to its end, and those that would have come after not at all."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "rows": [row.to_json() for row in self.rows]}
@@ -83,15 +86,23 @@ def sweep_gpus(
     gpus: int,
     gpus_per_host: int | None = None,
     *,
+    known: Plan | None = None,
     tokens: float | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Sweep:
-    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch; options as search()."""
+    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch; options as search().
+
+    Args:
+      known: a plan of the same config and options, confirmed or not, to take for its number of GPUs.
+    """
     plans = []
-    counts = _doubling(gpus)
+    counts = sorted({*_doubling(gpus), *([] if known is None else [known.gpus])})
     for number, count in enumerate(counts):
-        plans.append(search(config, gpu, count, host_size(count, gpus_per_host), **options))
+        if known is not None and count == known.gpus:
+            plans.append(known)
+        else:
+            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), **options))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:
@@ -102,8 +113,11 @@ def sweep_gpus(
 def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
     """Plans of one config for ascending numbers of GPUs, side by side."""
     least = next((plan.candidates[0] for plan in plans if plan.candidates), None)
-    rows = tuple(_row(plan, least, tokens) for plan in plans)
-    return Sweep(rows, *_stops_paying(rows), interrupted=any(plan.interrupted for plan in plans))
+    told = [plan for plan in plans if plan.candidates or not plan.interrupted]
+    rows = [_row(plan, least, tokens) for plan in told]
+    # The best so far says nothing about the best.
+    whole = [row for row, plan in zip(rows, told, strict=True) if not plan.interrupted]
+    return Sweep(tuple(rows), *_stops_paying(whole), interrupted=any(plan.interrupted for plan in plans))
 
 
 def _row(plan: Plan, least: Candidate | None, tokens: float | None) -> SweepRow:
@@ -116,7 +130,7 @@ def _row(plan: Plan, least: Candidate | None, tokens: float | None) -> SweepRow:
     return SweepRow(plan.gpus, plan.gpus_per_host, best, speed / least.tokens_per_s_per_gpu, days, reduction_s)
 
 
-def _stops_paying(rows: tuple[SweepRow, ...]) -> tuple[int | None, str]:
+def _stops_paying(rows: list[SweepRow]) -> tuple[int | None, str]:
     fitting = [row for row in rows if row.best is not None]
     for row in fitting:
         later = next((other for other in rows if other.gpus > row.gpus), None)
@@ -144,58 +158,106 @@ def gradient_reduction_s(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[s
 
 def smallest_cluster(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
     """The plan of the smallest number of GPUs, up to `gpus`, that anything fits on: of 1, 2, 4 ..., and of whole hosts between
-    the last that does not do and the first that does.
+    the last that does not do and the first that does. A KeyboardInterrupt after that first leaves the smallest so far.
 
     Raises:
       ConfigError: nothing fits on any of them.
+      KeyboardInterrupt: before any was found.
     """
-    fits_options = _for_any_fits(options)
+    fits_options, steps = _for_any_fits(options), _Steps("numbers of GPUs", options.get("progress"))
 
-    def fits(count: int) -> bool:
-        return any_fits(config, gpu, count, host_size(count, gpus_per_host), **fits_options)
+    def fits(count: int, left: int) -> bool:
+        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host), **fits_options), left)
 
     counts = _doubling(gpus)
-    enough = next((count for count in counts if fits(count)), None)
+    enough = next((count for number, count in enumerate(counts, 1) if fits(count, len(counts) - number)), None)
     if enough is None:
         last = search(config, gpu, gpus, gpus_per_host, **options)
         raise ConfigError(why_nothing(last, **fits_options))
     below = counts[counts.index(enough) - 1] if enough > 1 else 0
     host = gpus_per_host or gpu.gpus_per_host
     step = 1 if enough <= host else host * max(1, math.ceil((enough - below) / host / STEPS_BETWEEN))
-    smallest = next((count for count in range(below + step, enough, step) if fits(count)), enough)
-    return search(config, gpu, smallest, host_size(smallest, gpus_per_host), **options)
+    between, smallest, interrupted = range(below + step, enough, step), enough, False
+    try:
+        smallest = next((count for number, count in enumerate(between, 1) if fits(count, len(between) - number)), enough)
+    except KeyboardInterrupt:
+        interrupted = True
+    found = search(config, gpu, smallest, host_size(smallest, gpus_per_host), **options)
+    return replace(found, interrupted=found.interrupted or interrupted)
 
 
 def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
     """The plan of the longest sequence of which anything fits, a multiple of SEQUENCE_UNIT (or of a power of 2, where the
-    config's own is shorter), with the config's global batch in sequences: by doubling, then by halving the interval.
+    config's own is shorter), with the config's global batch in sequences: by doubling, then by halving the interval. A
+    KeyboardInterrupt ends that, not the program, once one is known that fits: the longest so far is planned.
 
     Raises:
       ConfigError: not even the shortest fits.
+      KeyboardInterrupt: before any was found.
     """
-    fits_options = _for_any_fits(options)
-    start = config.train.sequence_length
-    unit = min(SEQUENCE_UNIT, 2 ** (start.bit_length() - 1))
+    fits_options, steps = _for_any_fits(options), _Steps("sequence lengths", options.get("progress"))
+    start, unit = config.train.sequence_length, sequence_unit(config)
 
     def of(units: int) -> Config:
         return config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": units * unit})})
 
-    def fits(units: int) -> bool:
-        return any_fits(of(units), gpu, gpus, gpus_per_host, **fits_options)
+    def fits(units: int, left: int) -> bool:
+        return steps.made(any_fits(of(units), gpu, gpus, gpus_per_host, **fits_options), left)
 
     low = start // unit
-    while low and not fits(low):
+    while low and not fits(low, low.bit_length() - 1):
         low //= 2
     if not low:
         last = search(of(1), gpu, gpus, gpus_per_host, **options)
         raise ConfigError(why_nothing(last, **fits_options))
-    high = 2 * low
-    while high * unit <= MOST_TOKENS and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return search(of(low), gpu, gpus, gpus_per_host, **options)
+    high, interrupted = 2 * low, False
+    try:
+        while high * unit <= MOST_TOKENS and fits(high, low.bit_length()):
+            low, high = high, 2 * high
+        high = min(high, MOST_TOKENS // unit + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle, (high - low - 1).bit_length() - 1) else (low, middle)
+    except KeyboardInterrupt:
+        interrupted = True
+    found = search(of(low), gpu, gpus, gpus_per_host, **options)
+    return replace(found, interrupted=found.interrupted or interrupted)
+
+
+def sequence_unit(config: Config) -> int:
+    """Tokens of which the longest sequence is looked for in multiples."""
+    return min(SEQUENCE_UNIT, 2 ** (config.train.sequence_length.bit_length() - 1))
+
+
+def objective_line(objective: Objective, config: Config, gpus: int) -> str:
+    """What was looked for, in words.
+
+    Args:
+      config: as it was given.
+      gpus: that there are; for objective=gpus, that there may be.
+    """
+    return {
+        "speed": "The fastest of all that fit",
+        "gpus": f"The fewest GPUs, up to {gpus:,}, on which anything fits, and the fastest there",
+        "sequence": f"The longest sequence that fits, in multiples of {sequence_unit(config):,}, and the fastest of it",
+        "microbatch": "The largest microbatch that fits, and the fastest with it",
+    }[objective]
+
+
+@dataclass
+class _Steps:
+    """Tells of tries, of which it is not known how many there will be."""
+
+    what: str
+    progress: Progress | None
+    done: int = 0
+
+    def made(self, fits: bool, left: int) -> bool:
+        """What a try has found, passed on; about so many come after it."""
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.what, self.done, self.done + left)
+        return fits
 
 
 def host_size(gpus: int, gpus_per_host: int | None) -> int | None:

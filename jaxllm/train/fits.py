@@ -15,14 +15,16 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.advice import Change, EstimateMemory, changes_that_fit, smallest_cluster
+from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
 from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.estimate import fold
 from jaxllm.plan.hardware import RESERVE_BYTES, Gpu, gpu_from_device_kind, readable
 from jaxllm.plan.memory import MemoryEstimate, estimate_memory
 from jaxllm.plan.search import FIT_SHARE
 
 log = logging.getLogger(__name__)
+
+EstimateMemory = Callable[[Config], MemoryEstimate]
+"""Of which, unlike in a search, the terms are read too."""
 
 OUT_OF_MEMORY = r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|[Oo]ut of memory"
 """In what JAX raises: XLA's own status, the driver's, and NCCL's words."""
@@ -50,11 +52,10 @@ class Fit:
     @property
     def line(self) -> str:
         """What a run says at its start."""
-        where = f" (stage {self.memory.peak_stage.stage})" if len(fold(self.memory.stages)) > 1 else ""
         share = self.memory.peak_bytes / self.capacity_bytes
         return (
-            f"memory by the estimate {readable(self.memory.peak_bytes)}{where}, {share:.1%} of the "
-            f"{readable(self.capacity_bytes)} that a step may take"
+            f"memory by the estimate {readable(self.memory.peak_bytes)}, {share:.1%} of the {readable(self.capacity_bytes)} "
+            f"that a step may take"
         )
 
 
@@ -108,19 +109,21 @@ def require_fit(
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:
     """The middle of a sentence: what to set. No change is advised that fills the capacity to the last byte."""
     capacity_bytes = int(FIT_SHARE * capacity_bytes)
-    found = changes_that_fit(config, capacity_bytes, gpu, _per_host(config, gpu, estimate), estimate)
+    found = changes_that_fit(config, capacity_bytes, gpu, _per_host(config, gpu), estimate)
     if found:
         return f"set {found[0].overrides} ({found[0].figures})"
+    tried = f"no change that was tried makes it fit on {config.devices} GPUs"
     larger = smallest_cluster(config, capacity_bytes, gpu, estimate)
-    devices = estimate(config).devices
     if larger is None:
-        return f"no setting makes it fit on {devices} GPUs or on more of them, so take a smaller model or shorter sequences"
-    gpus = estimate(larger.config).devices
-    return f"no setting makes it fit on {devices} GPUs, but {gpus} would do with {larger.overrides} ({larger.figures})"
+        return (
+            f"{tried} or on more of them, so take a smaller model or shorter sequences (`jaxllm plan` looks at every mesh of a "
+            f"number of GPUs)"
+        )
+    return f"{tried}, but {larger.config.devices} would do with {larger.overrides} ({larger.figures})"
 
 
-def _per_host(config: Config, gpu: Gpu | None, estimate: EstimateMemory) -> int | None:
-    return hosts_of(estimate(config).devices, None, gpu.gpus_per_host)[0] if gpu else None
+def _per_host(config: Config, gpu: Gpu | None) -> int | None:
+    return hosts_of(config.devices, None, gpu.gpus_per_host)[0] if gpu else None
 
 
 # ------------------------------------------------------------------------------------------------------- running out
@@ -144,15 +147,18 @@ class Explaining:
         """One sentence of what happened and what to set; then the estimate, XLA's figure, and what else would take less."""
         device = jax.local_devices()[0]
         config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
-        capacity_bytes, memory = self.capacity_of(device), self.estimate(config)
+        capacity_bytes, memory, compiled_bytes = self.capacity_of(device), self.estimate(config), self._compiled_bytes()
         gpu = gpu_from_device_kind(device.device_kind)
         target = round(SAFER_SHARE * memory.peak_bytes)
-        target = target if capacity_bytes is None else min(target, int(FIT_SHARE * capacity_bytes))
-        found = changes_that_fit(config, target, gpu, _per_host(config, gpu, self.estimate), self.estimate)
+        if capacity_bytes is not None:
+            # Where XLA takes more than the estimate says, so it will of a change.
+            seen = max(memory.peak_bytes, compiled_bytes or 0)
+            target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
+        found = changes_that_fit(config, target, gpu, _per_host(config, gpu), self.estimate)
         return "\n".join(
             [
                 f"A device ran out of memory {self._when()}: {_cure(found)}.",
-                *self._figures(memory, capacity_bytes),
+                *_figures(memory, compiled_bytes, capacity_bytes, device),
                 *_numbered(found),
                 f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
             ]
@@ -165,23 +171,30 @@ class Explaining:
             return "before the train step was compiled"
         return f"in step {max(self.trainer.step, 1)}"
 
-    def _figures(self, memory: MemoryEstimate, capacity_bytes: int | None) -> Iterator[str]:
-        share = "" if capacity_bytes is None else f", {memory.peak_bytes / capacity_bytes:.1%} of {readable(capacity_bytes)}"
-        yield f"  by the estimate       {readable(memory.peak_bytes)}{share}"
-        stage = memory.peak_stage
-        largest = sorted(stage.terms_bytes.items(), key=lambda term: -term[1])[:4]
-        parts = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in largest)
-        yield f"    of it               {parts}"
-        compiled_bytes = None
-        if self.trainer is not None and self.trainer.compiled is not None:
-            compiled_bytes = total_bytes(self.trainer.compiled.memory_analysis())
-            share = "" if capacity_bytes is None else f", {compiled_bytes / capacity_bytes:.1%} of {readable(capacity_bytes)}"
-            yield f"  by XLA, as compiled   {readable(compiled_bytes)}{share}"
-        else:
-            yield "  by XLA, as compiled   not known: the train step was not compiled yet"
-        taken = max(memory.peak_bytes, compiled_bytes or 0)
-        if capacity_bytes is not None and taken <= capacity_bytes:
-            yield "  Either would fit: look in nvidia-smi for other programs that hold memory of these GPUs."
+    def _compiled_bytes(self) -> int | None:
+        """By XLA; None before the step was compiled."""
+        compiled = None if self.trainer is None else self.trainer.compiled
+        return None if compiled is None else total_bytes(compiled.memory_analysis())
+
+
+def _figures(
+    memory: MemoryEstimate, compiled_bytes: int | None, capacity_bytes: int | None, device: jax.Device
+) -> Iterator[str]:
+    def beside(size: int) -> str:
+        return "" if capacity_bytes is None else f", {size / capacity_bytes:.1%} of {readable(capacity_bytes)}"
+
+    whose = " of a GPU, which this device is not" if device.platform == "cpu" else ""
+    yield f"  by the estimate       {readable(memory.peak_bytes)}{whose}{beside(memory.peak_bytes)}"
+    largest = sorted(memory.peak_stage.terms_bytes.items(), key=lambda term: -term[1])[:4]
+    parts = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in largest)
+    yield f"    of it               {parts}"
+    if compiled_bytes is None:
+        yield "  by XLA, as compiled   not known: the train step was not compiled yet"
+    else:
+        yield f"  by XLA, as compiled   {readable(compiled_bytes)}{beside(compiled_bytes)}"
+    if capacity_bytes is not None and max(memory.peak_bytes, compiled_bytes or 0) <= capacity_bytes:
+        which = "By the estimate it" if compiled_bytes is None else "Either"
+        yield f"  {which} would fit: look in nvidia-smi for other programs that hold memory of these GPUs."
 
 
 def _cure(found: list[Change]) -> str:

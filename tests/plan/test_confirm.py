@@ -9,7 +9,7 @@ import pytest
 from plan_stand_ins import estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError
-from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, CompileFigures, confirm
+from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, confirm
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.search import search
 
@@ -39,7 +39,7 @@ class Compiler:
         if number in self.refused:
             raise ConfigError(f"number {number} cannot be.")
         capacity = self.plan.capacity_bytes
-        return CompileFigures(capacity + 1 if number in self.above else capacity - number, 0, 1.0)
+        return capacity + 1 if number in self.above else capacity - number
 
 
 def test_the_best_are_confirmed(plan):

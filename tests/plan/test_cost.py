@@ -76,6 +76,11 @@ def test_twice_the_gpus_take_half_the_days_and_the_same_energy():
     assert two.energy_kwh == pytest.approx(one.energy_kwh)
 
 
+@pytest.mark.parametrize(("gpus", "words"), [(1, " on 1 GPU, "), (2, " on 2 GPUs, ")])
+def test_one_gpu_is_one(gpus, words):
+    assert words in training_cost(1e9, 1e9, 1e12, gpus).lines()[0]
+
+
 def test_every_gpu_of_the_table_has_its_watts():
     assert set(BOARD_WATTS) == set(GPUS)
     assert all(board_watts(gpu) == BOARD_WATTS[name] for name, gpu in GPUS.items())
@@ -84,6 +89,8 @@ def test_every_gpu_of_the_table_has_its_watts():
 def test_a_gpu_of_ones_own_takes_what_its_like_do():
     mine = dataclasses.replace(GPUS["h200-141gb"], name="mine")
     assert board_watts(mine) == BOARD_WATTS["h200-141gb"]
+    (_, how) = training_cost(1e9, 1e9, 1e12, watts_per_gpu=board_watts(mine)).lines()
+    assert how.startswith("  at most 700 W a board (data sheet, of that GPU or one of its generation) x 1.5 ")
     strange = dataclasses.replace(mine, chip=dataclasses.replace(mine.chip, compute_capability=(7, 0)))
     assert board_watts(strange) is None
     assert "not known" in training_cost(1e9, 1e9, 1e12, watts_per_gpu=board_watts(strange)).lines()[0]
@@ -91,14 +98,18 @@ def test_a_gpu_of_ones_own_takes_what_its_like_do():
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
-    [("15T", 15 * 10**12), ("300b", 300 * 10**9), ("1.5M", 1_500_000), ("20 K", 20_000), ("512", 512), ("1_000,000", 10**6),
+    [("15T", 15 * 10**12), ("300b", 300 * 10**9), ("1.5M", 1_500_000), ("20 K", 20_000), ("512", 512),
+     ("1_000_000", 10**6), ("1,000,000", 10**6), ("1,500.5B", 15005 * 10**8),
      ("3e9", 3 * 10**9), ("1.4e+12", 14 * 10**11)],
 )  # fmt: skip
 def test_tokens_have_suffixes(text, tokens):
     assert parse_tokens(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "T", "fifteen", "-3B", "0", "0.2", "15TB", "1.2.3", "nan", "inf", "9e999"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "T", "fifteen", "-3B", "0", "0.2", "15TB", "1.2.3", "1,5T", "1,,2", "1_000,000", "1000,000", "nan", "inf", "9e999"],
+)
 def test_what_is_no_number_of_tokens_is_refused(text):
     with pytest.raises(ConfigError, match=f"--tokens={text} is no number of tokens: write one such as 300B or 15T"):
         parse_tokens(text)
@@ -107,6 +118,18 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 @given(st.integers(1, 999), st.sampled_from(["", "K", "M", "B", "T"]))
 def test_reading_and_writing_tokens_are_inverse(number, suffix):
     assert readable_count(parse_tokens(f"{number}{suffix}")) == f"{number}{suffix}"
+
+
+@given(st.integers(1, 10**20))
+def test_what_is_written_is_read_again_to_four_digits(number):
+    written = readable_count(number)
+    assert "e" not in written
+    assert parse_tokens(written) == pytest.approx(number, rel=5e-4)
+
+
+@pytest.mark.parametrize("text", ["999.9B", "9,999T", "12,345T", "1.234T"])
+def test_four_digits_are_kept(text):
+    assert readable_count(parse_tokens(text)) == text
 
 
 @pytest.mark.parametrize("wrong", [{"parameters": 0}, {"tokens": -1}, {"achieved_flops_per_s": 0.0}, {"gpus": 0}])

@@ -14,10 +14,10 @@ from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders,
 from jaxllm.plan.cluster import hosts_of, named_devices, require_devices
 from jaxllm.plan.estimate import estimate, fold, memory_table
 from jaxllm.plan.flops import train_flops_per_token
-from jaxllm.plan.hardware import GPUS
+from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.plan.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU
+from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU, search
 from jaxllm.plan.step_time import estimate_step_time
 
 ROOT = config_folder().parent
@@ -100,6 +100,29 @@ def test_the_megatron_convention_is_the_published_rule():
     assert f"{values['peak_bytes'] / (80 * GIB):.1%} of 80.0 GiB, of which it fills 80%" in text
 
 
+def test_what_the_rule_does_not_know_is_said():
+    chosen = config("parallel.remat=none").resolve(16)
+    said = "ZeRO 0 and 1, and nothing computed twice"
+    assert said in "\n".join(estimate(chosen, H100, convention="megatron").lines())
+    assert said not in "\n".join(estimate(chosen, H100).lines())
+
+
+def test_stages_are_said_to_be_the_same_where_there_are_some():
+    said = "(each stage the same: all run one program)"
+    assert said in "\n".join(estimate(config(), H100, 16).lines())
+    assert said not in "\n".join(estimate(config("parallel.pipe=1"), H100, 16).lines())
+
+
+@pytest.mark.parametrize(("share", "doubted"), [(0.94, False), (0.96, True), (1.0, True), (1.01, False)])
+def test_what_fits_by_a_little_is_said_to_be_in_doubt(share, doubted):
+    chosen = config().resolve(16)
+    capacity = estimate_memory(chosen).peak_bytes / share
+    gpu = dataclasses.replace(H100, memory_bytes=round((capacity + RESERVE_BYTES) / XLA_MEMORY_FRACTION) + 1)
+    report = estimate(chosen, gpu)
+    assert report.fits is (share <= 1)
+    assert ("above 95%, where the estimate alone is not enough" in "\n".join(report.lines())) is doubted
+
+
 def test_without_a_gpu_there_are_bytes_alone():
     report = estimate(config(), gpus=16)
     assert report.peak_bytes == estimate(config(), H100, 16).peak_bytes
@@ -159,12 +182,12 @@ def test_what_cannot_be_is_said_in_a_sentence(options, sentence):
 # -------------------------------------------------------------------------------------------------------------- advice
 
 
-def fake(config):
+def fake(config, held=2 * GIB):
     """2 GiB for each sequence of a microbatch, halved by remat=full, and 16 GiB of state over the ZeRO ranks and tensor."""
     p = config.parallel
-    held = 2 * GIB * config.microbatch_sequences // (2 if p.remat in ("full", "offload") else 1)
+    held = held * config.microbatch_sequences // (2 if p.remat in ("full", "offload") else 1)
     state = 16 * GIB // p.tensor // (int(p.data) if p.zero >= 3 else 1)
-    return MemoryEstimate(p.pipe * int(p.data) * p.context * p.tensor, (StageMemory(0, {"held": held, "state": state}),), 0)
+    return MemoryEstimate(config.devices, (StageMemory(0, {"held": held, "state": state}),), 0)
 
 
 def eight(*overrides):
@@ -262,6 +285,58 @@ def test_what_the_estimate_advises_fits_by_the_estimate(overrides):
     text = "\n".join(report.lines())
     assert "DOES NOT FIT" in text
     assert report.changes[0].overrides in text
+
+
+BATCH_OF_EIGHT = ["train.global_batch_sequences=8", "train.microbatch_sequences=8"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "state"),
+    [
+        # Only a pipeline of seven, which no power of 2 makes; fewer tensor ranks than now; these, and the state on the host.
+        (7, ["parallel.tensor=1", "parallel.zero=0", "train.global_batch_sequences=98"], "none"),
+        (8, ["parallel.tensor=8", "train.sequence_length=655360", *BATCH_OF_EIGHT], "none"),
+        (8, ["parallel.tensor=8", "train.sequence_length=786432", *BATCH_OF_EIGHT], "optimizer_and_master"),
+    ],
+)
+def test_where_no_ladder_leads_there_every_mesh_is_looked_at(gpus, overrides, state):
+    chosen = config("parallel.remat=none", "parallel.pipe=1", *overrides).resolve(gpus)
+    limit = int(FIT_SHARE * H100.capacity_bytes)
+    assert not any(
+        estimate_memory(new).peak_bytes <= limit
+        for keys in [*combinations(chosen), *(keys for ladder in ladders(chosen) for keys in ladder)]
+        if (new := changed(chosen, keys)) is not None and divides(new)
+    )
+    (found,) = changes_that_fit(chosen, limit, H100, gpus)
+    assert estimate_memory(found.config).peak_bytes == found.peak_bytes <= limit
+    offloaded = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update={"offload_state": state})})
+    assert found.config == search(offloaded, H100, gpus, device_bytes=limit).best
+    assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), found.overrides.split())
+    assert changes_that_fit(chosen, limit, H100, gpus, estimate=lambda config: fake(config, held=2**50)) == []
+
+
+def divides(config):
+    try:
+        return bool(estimate_memory(config))
+    except ConfigError:
+        return False
+
+
+def test_tensor_is_not_advised_across_hosts():
+    """Unless it reaches there now. Without a kind of GPU there are no hosts."""
+    chosen = eight("parallel.tensor=2")
+
+    def tensors(config, **options):
+        found = changes_that_fit(config, 12 * GIB, estimate=lambda config: fake(config, held=0), **options)
+        return {change.config.parallel.tensor for change in found if "parallel.tensor" in change.keys}
+
+    roomy = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update={"tensor": 1, "data": 8, "zero": 0})})
+    assert tensors(roomy, gpu=H100, gpus_per_host=1) == set()
+    assert tensors(roomy, gpu=H100, gpus_per_host=8) == tensors(roomy) == {2}
+    big = load_config({**RECIPE, "model": {"name": "llama-3-70b"}}, ["parallel.tensor=8", "parallel.pipe=1"]).resolve(64)
+    for keys in (change.keys for change in changes_that_fit(big, 2**50, H100, 8)):
+        assert keys.get("parallel.tensor", 8) <= 8
+    assert any(change.keys.get("parallel.tensor", 0) > 8 for change in changes_that_fit(big, 2**50))
 
 
 def test_what_fits_is_given_no_advice():

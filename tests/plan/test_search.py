@@ -23,6 +23,7 @@ from jaxllm.plan.search import (
     FIT_SHARE,
     HOST_BYTES_PER_GPU,
     HOST_FULL,
+    KEPT_AWAY,
     MESH,
     any_fits,
     search,
@@ -362,6 +363,29 @@ def test_context_leaves_the_host_only_where_nothing_fits_otherwise():
     assert max(one.config.parallel.context * one.config.parallel.tensor for one in roomy.candidates) == 2
 
 
+def test_a_mesh_of_which_keep_leaves_nothing_is_counted_too():
+    """Three sequences divide no share of sixteen, and there is no interleaving without a pipeline or with one layer a stage."""
+    plan = find(small("train.microbatch_sequences=3"), H100, keep=["microbatch_sequences"])
+    assert not plan.candidates
+    assert plan.meshes == sum(line.count for line in plan.rejected)
+    assert KEPT_AWAY in why_nothing(plan, estimate=estimate)
+    config = small("parallel.pipe=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "model.num_layers=7")
+    plan = find(config, H100, keep=["schedule"])
+    (line,) = (line for line in plan.rejected if line.reason == KEPT_AWAY)
+    without = [mesh for mesh in meshes(config, 8) if mesh.pipe > 1 and len(schedules(7, mesh.pipe)) == 2]
+    assert line.unit == MESH
+    assert line.count == sum(why_not(config, mesh, 8) is None for mesh in without) > 0
+    divide = plan.meshes - sum(line.count for line in plan.rejected if line.unit == MESH)
+    assert divide == len({choice.mesh for choice in choices_of(config, 8, keep=["schedule"])})
+
+
+def test_the_bytes_there_are_may_be_said():
+    plan = find(small(), H100, device_bytes=TIGHT)
+    assert {key(one.config) for one in plan.candidates} == {
+        key(config) for config in space(small(), 8) if estimate(config).peak_bytes <= TIGHT
+    }
+
+
 def test_an_interrupted_search_gives_what_it_has():
     calls = itertools.count()
 
@@ -375,6 +399,12 @@ def test_an_interrupted_search_gives_what_it_has():
     assert not whole.interrupted
     assert {key(one.config) for one in part.candidates} < {key(one.config) for one in whole.candidates}
     assert len(part.candidates) == 200
+    left_out = {unit: sum(line.count for line in part.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
+    assert part.configurations == 200 + left_out[CONFIGURATION] < whole.configurations
+    # The mesh that was being looked at may have no candidate yet.
+    looked_at = part.meshes - left_out[MESH]
+    assert looked_at - len({one.choice.mesh for one in part.candidates}) in (0, 1)
+    assert part.meshes < whole.meshes
     speeds = [one.tokens_per_s_per_gpu for one in part.candidates]
     assert speeds == sorted(speeds, reverse=True)
 
@@ -460,6 +490,13 @@ def test_where_nothing_would_do_it_says_so():
     sentence = why_nothing(find(small(), H100, estimate=hopeless), estimate=hopeless)
     assert sentence.endswith("use a smaller model.")
     assert sentence.count("\n") == 0
+
+
+def test_where_keep_leaves_no_mesh_it_says_so():
+    config = small("parallel.tensor=16", "model.num_heads=16", "model.num_kv_heads=16", "model.head_dim=4")
+    plan = find(config, H100, 8, keep=["tensor"])
+    sentence = why_nothing(plan, estimate=estimate)
+    assert sentence == "What --keep holds leaves no configuration of 8 GPUs: change --gpus, or keep less."
 
 
 def test_where_no_mesh_divides_the_rule_is_named():

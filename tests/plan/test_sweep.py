@@ -1,6 +1,7 @@
 """Searches over numbers of GPUs and sequence lengths, against looking at every one of them."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -11,12 +12,15 @@ from jaxllm.plan.flops import parameter_count
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s, ring_all_reduce_s
 from jaxllm.plan.search import FIT_SHARE, search
+from jaxllm.plan.search_text import sweep_lines
 from jaxllm.plan.space import space
 from jaxllm.plan.sweep import (
+    MOST_TOKENS,
     PARAMETER_SERVER,
     gradient_reduction_s,
     host_size,
     longest_sequence,
+    objective_line,
     smallest_cluster,
     sweep_gpus,
 )
@@ -63,6 +67,53 @@ def test_more_gpus_stop_paying_where_the_gain_falls_short(slower_from, stops):
     sweep = sweep_gpus(small(), H100, 16, estimate=estimate, step_time=slowing)
     assert sweep.stops_paying == stops
     assert sweep.because == ("" if stops is None else f"{2 * stops} GPUs are 2 times as many and 1.40 times as fast")
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 5])
+def test_a_plan_that_is_there_is_taken_for_its_number(gpus):
+    """Confirmed, its winner is another than the search's."""
+    config = small("train.global_batch_sequences=80")
+    plan = search(config, H100, gpus, **BOTH)
+    confirmed = dataclasses.replace(plan, candidates=plan.candidates[1:])
+    sweep = sweep_gpus(config, H100, 8, known=confirmed, **BOTH)
+    assert [row.gpus for row in sweep.rows] == sorted({1, 2, 4, 8, gpus})
+    for row in sweep.rows:
+        of = confirmed if row.gpus == gpus else search(config, H100, row.gpus, **BOTH)
+        assert row.best == of.candidates[0]
+
+
+@pytest.mark.parametrize("after", [0, 5])
+def test_an_interrupted_row_is_not_judged_by(after):
+    """Of four GPUs, so many configurations were looked at."""
+    calls = itertools.count()
+
+    def stopped(config):
+        if config.devices == 4 and next(calls) == after:
+            raise KeyboardInterrupt
+        return estimate(config)
+
+    def slow(config, gpu, per_host):
+        return Time(1.0, 1e4 / config.devices**0.9)
+
+    whole = sweep_gpus(small(), H100, 4, estimate=estimate, step_time=slow)
+    part = sweep_gpus(small(), H100, 8, estimate=stopped, step_time=slow)
+    assert part.interrupted
+    assert not whole.interrupted
+    # A row of which nothing was found yet does not say that nothing fits.
+    assert [row.gpus for row in part.rows] == [1, 2, 4][: 3 if after else 2]
+    assert all(row.best is not None for row in part.rows)
+    assert part.stops_paying == whole.stops_paying == 1
+    assert "INTERRUPTED" in "\n".join(sweep_lines(part))
+    assert "INTERRUPTED" not in "\n".join(sweep_lines(whole))
+
+    def fast_but_four(config, gpu, per_host):
+        return Time(1.0, 1e4 if config.devices < 4 else 1.0)
+
+    assert sweep_gpus(small(), H100, 4, estimate=estimate, step_time=fast_but_four).stops_paying == 2
+    calls = itertools.count()
+    part = sweep_gpus(small(), H100, 8, estimate=stopped, step_time=fast_but_four)
+    assert part.stops_paying is None
+    assert "pay in time" not in "\n".join(sweep_lines(part))
 
 
 def test_the_global_batch_ends_the_sweep_too():
@@ -140,6 +191,81 @@ def test_short_sequences_have_a_unit_of_their_own():
     gpu = gpu_for(90 / FIT_SHARE + 2)
     plan = longest_sequence(small("train.sequence_length=24"), gpu, 1, estimate=by_length, step_time=step_time)
     assert plan.config.train.sequence_length == 80
+
+
+@pytest.mark.parametrize("start", [1024, 3 * 1024, MOST_TOKENS])
+def test_no_sequence_is_longer_than_the_most(start):
+    plan = longest_sequence(
+        small(f"train.sequence_length={start}"), H100, 1, estimate=lambda config: Memory(1), step_time=step_time, keep=["remat"]
+    )
+    assert plan.config.train.sequence_length == MOST_TOKENS
+
+
+class Stopping:
+    """An estimate that is interrupted when it is first asked of what `at` says, and once."""
+
+    def __init__(self, at, estimate):
+        self.at, self.estimate, self.stopped = at, estimate, False
+
+    def __call__(self, config):
+        if not self.stopped and self.at(config):
+            self.stopped = True
+            raise KeyboardInterrupt
+        return self.estimate(config)
+
+
+def test_ctrl_c_leaves_the_longest_sequence_so_far():
+    gpu, config = gpu_for(37 * 1024 / FIT_SHARE + 2), small("train.sequence_length=1024")
+    stopping = Stopping(lambda config: config.train.sequence_length == 40 * 1024, by_length)
+    plan = longest_sequence(config, gpu, 4, estimate=stopping, step_time=step_time)
+    assert plan.interrupted
+    assert plan.candidates
+    # 32 fit, 64 do not, 48 do not, then it was stopped.
+    assert plan.config.train.sequence_length == 32 * 1024
+    assert not longest_sequence(config, gpu, 4, estimate=by_length, step_time=step_time).interrupted
+    with pytest.raises(KeyboardInterrupt):
+        longest_sequence(config, gpu, 4, estimate=Stopping(lambda config: True, by_length), step_time=step_time)
+
+
+def shared_by(config):
+    return Memory(13000 // config.devices)
+
+
+def test_ctrl_c_leaves_the_smallest_cluster_so_far():
+    config, gpu = small("train.global_batch_sequences=720720", "parallel.zero=0"), gpu_for(1000 / FIT_SHARE + 1)
+    options = {"step_time": step_time, "keep": ["remat", "zero"]}
+    whole = smallest_cluster(config, dataclasses.replace(gpu, gpus_per_host=4), 64, estimate=shared_by, **options)
+    assert whole.gpus == 16
+    gpu = dataclasses.replace(gpu, gpus_per_host=1)
+    assert smallest_cluster(config, gpu, 64, estimate=shared_by, **options).gpus == 13
+    plan = smallest_cluster(config, gpu, 64, estimate=Stopping(lambda config: config.devices == 12, shared_by), **options)
+    assert (plan.gpus, plan.interrupted) == (16, True)
+    assert plan.candidates
+    with pytest.raises(KeyboardInterrupt):
+        smallest_cluster(config, gpu, 64, estimate=Stopping(lambda config: config.devices == 4, shared_by), **options)
+
+
+def test_every_try_is_told_of():
+    told = []
+    gpu = gpu_for(37 * 1024 / FIT_SHARE + 2)
+    options = {"estimate": by_length, "step_time": step_time, "progress": lambda *one: told.append(one)}
+    longest_sequence(small("train.sequence_length=1024"), gpu, 4, **options)
+    tries = [one[1:] for one in told if one[0] == "sequence lengths"]
+    # 1, 2, 4 ... 64 thousand; then 48, 40, 36, 38 and 37, after which nothing is left.
+    assert [done for done, _ in tries] == list(range(1, 13))
+    assert all(done <= total for done, total in tries)
+    assert tries[-1] == (12, 12)
+    told.clear()
+    smallest_cluster(small(), gpu_for(leanest(small(), 4) / FIT_SHARE + 2), 8, **BOTH, progress=options["progress"])
+    assert [one for one in told if one[0] == "numbers of GPUs"][:3] == [("numbers of GPUs", n, 4) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [("speed", "The fastest"), ("gpus", "up to 1,000"), ("sequence", "in multiples of 16,"), ("microbatch", "The largest")],
+)
+def test_an_objective_has_its_line(objective, words):
+    assert words in objective_line(objective, small("train.sequence_length=24"), 1000)
 
 
 def test_no_sequence_is_short_enough():

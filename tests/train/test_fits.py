@@ -100,10 +100,19 @@ def test_where_nothing_fits_here_a_number_of_gpus_is_named():
         return MemoryEstimate(devices, (StageMemory(0, {"state": 100 * GIB // devices}),), 0)
 
     sentence = refusal(eight(), capacity_of=lambda device: 5 * GIB, estimate=shared_out)
-    assert "no setting makes it fit on 8 GPUs, but 32 would do with parallel.data=32 " in sentence
+    assert "no change that was tried makes it fit on 8 GPUs, but 32 would do with parallel.data=32 " in sentence
     assert "(3.1 GiB), or run.allow_overcommit=true" in sentence
     nowhere = refusal(eight(), capacity_of=lambda device: 1000, estimate=shared_out)
-    assert "no setting makes it fit on 8 GPUs or on more of them" in nowhere
+    assert "no change that was tried makes it fit on 8 GPUs or on more of them" in nowhere
+
+
+def test_what_every_mesh_is_searched_for_is_not_said_to_be_impossible():
+    """Seven GPUs hold a pipeline of seven stages, though not seven copies of the state."""
+    config = load_config(RECIPE, ["parallel.zero=0", "train.global_batch_sequences=98", "train.microbatch_sequences=14"])
+    config = config.resolve(7)
+    advised = refusal(config).split(": set ")[1].split(" (")[0].split()
+    assert "parallel.pipe=7" in advised
+    assert require_fit(load_config(config.model_dump(mode="json", exclude_unset=True), advised), Device()).fits
 
 
 def test_a_run_asks_before_it_makes_anything(tiny_config, monkeypatch):
@@ -150,7 +159,7 @@ def test_advice_has_both_figures_and_what_would_take_less(tiny_config, monkeypat
     text = "\n".join(rest)
     assert f"by the estimate       {readable(estimate.peak_bytes)}, {estimate.peak_bytes / capacity:.1%} of 1.0 GiB" in text
     assert f"by XLA, as compiled   {readable(compiled)}, {compiled / capacity:.1%} of 1.0 GiB" in text
-    assert "look in nvidia-smi" in text
+    assert "Either would fit: look in nvidia-smi" in text
     assert rest[-1] == "  JAX says: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901888 bytes."
     for line in rest:
         if line.strip()[0].isdigit():
@@ -160,12 +169,47 @@ def test_advice_has_both_figures_and_what_would_take_less(tiny_config, monkeypat
     trainer.close()
 
 
+def test_advice_takes_less_by_as_much_as_xla_takes_more(tiny_config, monkeypatch):
+    """Three times the estimate, as compiled, and a capacity that the estimate is within."""
+    config = tiny_config("parallel.remat=none", "train.microbatch_sequences=1")
+    peak = estimate_memory(config.resolve(8)).peak_bytes
+
+    class Compiled:
+        class memory_analysis:
+            argument_size_in_bytes, output_size_in_bytes, alias_size_in_bytes, temp_size_in_bytes = 3 * peak, 0, 0, 0
+
+    class Trained:
+        compiled, step = Compiled, 1
+
+    Trained.config = config.resolve(8)
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    targets = []
+
+    def asked(config, capacity_bytes, *rest):
+        targets.append(capacity_bytes)
+        return []
+
+    monkeypatch.setattr(fits, "changes_that_fit", asked)
+    capacity = 2 * peak
+    text = Explaining(config, Trained, capacity_of=lambda device: capacity).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
+    assert targets == [int(FIT_SHARE * capacity / 3)]
+    assert "would fit" not in text
+
+
+def test_on_a_cpu_the_estimate_is_said_to_be_of_a_gpu(tiny_config):
+    text = Explaining(tiny_config()).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
+    assert "of a GPU, which this device is not" in text
+
+
 def test_before_there_is_a_trainer_the_advice_does_without(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     text = Explaining(load_config(RECIPE)).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
     assert text.startswith("A device ran out of memory while the state was made: set ")
     assert "by XLA, as compiled   not known" in text
+    assert "of a GPU, which this device is not" not in text
+    roomy = Explaining(load_config(RECIPE), capacity_of=lambda device: 2**50).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
+    assert "By the estimate it would fit: look in nvidia-smi" in roomy
     numbered = [line.strip() for line in text.splitlines() if line.strip()[0].isdigit()]
     assert numbered
     assert [line[0] for line in numbered] == [str(n) for n in range(1, len(numbered) + 1)]
