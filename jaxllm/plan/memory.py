@@ -9,8 +9,8 @@ It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is hel
 shardings, to the byte. What XLA needs beside them while it computes one layer is a sum of a few tensor sizes, with multiples
 fitted to compiled steps: WORKING_SET. No JAX here.
 
-Buffers of transfers are where their data are: gathered weights under `weights`, `waiting_layer` and `working_set`, messages of a
-pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (plan/hardware.py).
+Buffers of transfers are where their data are: gathered weights under `weights`, `waiting_layer` and `working_set`, messages of
+a pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (plan/hardware.py).
 
 All stages of a pipeline run one program in step, so XLA gives each the same room, used or not: their terms are equal.
 
