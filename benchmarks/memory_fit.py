@@ -1,6 +1,7 @@
 """Fits the multiples of jaxllm/plan/memory.py (WORKING_SET) to steps that XLA compiled.
 
-python benchmarks/memory_fit.py            prints the table, and how far the estimate is off with it
+python benchmarks/memory_fit.py            prints the table, and how far the estimate is off with it: on the steps it is fitted
+                                           to, and on each fifth of them when fitted to the others
 
 memory_calibration.jsonl has a line for each: a configuration drawn at random, compiled with JAX 0.10.2 for H100s of unlimited
 memory, and XLA's bytes. Everything else of the estimate follows from shapes; only the working set of one layer is fitted, under
@@ -44,7 +45,10 @@ def calibration() -> Iterator[tuple[Config, dict[str, Any]]]:
         yield load_config(recipe).resolve(devices), row
 
 
-def fit(cases: list[tuple[Config, dict[str, Any]]]) -> dict[str, float]:
+Cases = list[tuple[Config, dict[str, Any]]]
+
+
+def fit(cases: Cases) -> dict[str, float]:
     memory.WORKING_SET = defaultdict(float)
     steps = [memory.Step(config) for config, _ in cases]
     moments = [{name: sum(held.values()) for name, held in step.moments().items()} for step in steps]
@@ -54,7 +58,7 @@ def fit(cases: list[tuple[Config, dict[str, Any]]]) -> dict[str, float]:
     others = np.array([max(found.values(), default=0) for found in moments])
     temp = np.array([row["temp_bytes"] for _, row in cases])
     total = temp + np.array([row["argument_bytes"] for _, row in cases])
-    prior = np.array([PRIOR.get(name) or PRIOR[name.split(": ")[1]] for name in names], float)
+    prior = np.array([prior_of(name) for name in names], float)
 
     def residuals(multiples: np.ndarray) -> np.ndarray:
         error = (np.maximum(backward + units @ multiples, others) - temp) / total
@@ -64,20 +68,39 @@ def fit(cases: list[tuple[Config, dict[str, Any]]]) -> dict[str, float]:
     return dict(zip(names, found.round(1).tolist(), strict=True))
 
 
-def errors(cases: list[tuple[Config, dict[str, Any]]]) -> np.ndarray:
+def errors(cases: Cases) -> np.ndarray:
     """Of the estimate, relative to XLA's total."""
     total = np.array([row["argument_bytes"] + row["temp_bytes"] for _, row in cases])
     return np.array([memory.estimate_memory(config).peak_bytes for config, _ in cases]) / total - 1
 
 
+def prior_of(name: str) -> float:
+    return PRIOR.get(name) or PRIOR[name.split(": ")[1]]
+
+
+def held_out(cases: Cases, parts: int = 5) -> np.ndarray:
+    """Errors on each part, of a fit to the others; kinds that are in no other part keep their prior."""
+    every = [name for config, _ in cases for name in memory.Step(config).working_units()]
+    found = np.zeros(len(cases))
+    for part in range(parts):
+        others = fit([case for number, case in enumerate(cases) if number % parts != part])
+        memory.WORKING_SET = {name: prior_of(name) for name in every} | others
+        found[part::parts] = errors(cases[part::parts])
+    return found
+
+
+def told(found: np.ndarray) -> str:
+    size = np.abs(found)
+    middle, far = np.median(size), np.percentile(size, 95)
+    return f"median error {middle:.1%}, 95th percentile {far:.1%}, from {found.min():+.1%} to {found.max():+.1%}"
+
+
 def main() -> None:
     cases = list(calibration())
+    print(f"{len(cases)} steps, held out: {told(held_out(cases))}")
     memory.WORKING_SET = fit(cases)
+    print(f"{len(cases)} steps, fitted:   {told(errors(cases))}")
     print(json.dumps(memory.WORKING_SET, indent=4))
-    found = errors(cases)
-    size = np.abs(found)
-    print(f"{len(cases)} steps: median error {np.median(size):.1%}, 95th percentile {np.percentile(size, 95):.1%}, "
-          f"from {found.min():+.1%} to {found.max():+.1%}")  # fmt: skip
 
 
 if __name__ == "__main__":
