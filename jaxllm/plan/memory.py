@@ -156,49 +156,52 @@ SCORE_BYTES = 10
 (compiled steps of 4,096 and 8,192 positions: 9 and 10.6)."""
 
 WORKING_SET: dict[str, float] = {
-    "everything kept: mlp": 5.3,
-    "everything kept: whole": 4.0,
+    "everything kept: mlp": 5.2,
+    "everything kept: whole": 3.9,
     "everything kept: split": 4.3,
-    "everything kept: query": 9.4,
-    "kept, whole: mlp": 3.6,
+    "everything kept: query": 9.3,
+    "kept, whole: mlp": 3.4,
     "kept, whole: whole": 2.7,
     "kept, whole: split": 3.8,
-    "kept, whole: query": 7.3,
-    "kept, whole documents: mlp": 5.6,
-    "kept, whole documents: whole": 3.0,
-    "kept, whole documents: split": 4.3,
-    "kept, whole documents: query": 9.2,
-    "kept, ring: mlp": 4.6,
-    "kept, ring: whole": 6.5,
-    "kept, ring: split": 4.1,
-    "kept, ring: query": 8.3,
+    "kept, whole: query": 7.1,
+    "kept, whole documents: mlp": 5.1,
+    "kept, whole documents: whole": 4.8,
+    "kept, whole documents: split": 4.4,
+    "kept, whole documents: query": 9.6,
+    "kept, ring: mlp": 4.1,
+    "kept, ring: whole": 6.6,
+    "kept, ring: split": 3.9,
+    "kept, ring: query": 7.7,
     "kept, ring documents: mlp": 1.2,
-    "kept, ring documents: whole": 3.0,
+    "kept, ring documents: whole": 2.9,
     "kept, ring documents: split": 3.6,
     "kept, ring documents: query": 6.2,
     "recomputed, whole: mlp": 2.7,
-    "recomputed, whole: whole": 5.1,
-    "recomputed, whole: split": 3.3,
-    "recomputed, whole: query": 5.1,
-    "recomputed, whole documents: mlp": 3.2,
+    "recomputed, whole: whole": 4.9,
+    "recomputed, whole: split": 3.4,
+    "recomputed, whole: query": 5.2,
+    "recomputed, whole documents: mlp": 3.4,
     "recomputed, whole documents: whole": 5.9,
-    "recomputed, whole documents: split": 4.6,
-    "recomputed, whole documents: query": 10.4,
-    "recomputed, ring: mlp": 4.3,
-    "recomputed, ring: whole": 3.4,
-    "recomputed, ring: split": 4.1,
-    "recomputed, ring: query": 8.3,
-    "recomputed, ring documents: mlp": 6.0,
-    "recomputed, ring documents: whole": 3.8,
-    "recomputed, ring documents: split": 4.4,
-    "recomputed, ring documents: query": 9.7,
-    "zero 0 and 1: layer": 1.9,
-    "zero 2: layer": 3.6,
-    "zero 3: layer": 1.2,
+    "recomputed, whole documents: split": 4.4,
+    "recomputed, whole documents: query": 9.4,
+    "recomputed, ring: mlp": 5.1,
+    "recomputed, ring: whole": 1.1,
+    "recomputed, ring: split": 4.3,
+    "recomputed, ring: query": 9.2,
+    "recomputed, ring documents: mlp": 5.9,
+    "recomputed, ring documents: whole": 2.6,
+    "recomputed, ring documents: split": 4.2,
+    "recomputed, ring documents: query": 8.9,
+    "zero 0 and 1: layer": 1.8,
+    "zero 0 and 1, pipeline: layer": 2.0,
+    "zero 2: layer": 4.8,
+    "zero 2, pipeline: layer": 3.5,
+    "zero 3: layer": 3.9,
+    "zero 3, pipeline: layer": 2.0,
 }
 """How many tensors of each size (Step.units) XLA holds while it runs one layer backward, by whether the feed-forward products
-are kept, how attention runs, and ZeRO level. Fitted to compiled steps by benchmarks/memory_fit.py; rows are few for some kinds,
-and drawn towards the same middle."""
+are kept, how attention runs, ZeRO level and pipeline. Fitted to compiled steps by benchmarks/memory_fit.py; rows are few for
+some kinds, and drawn towards the same middle."""
 
 
 @lru_cache(maxsize=4096)
@@ -450,5 +453,6 @@ class Step:
         else:
             kind = f"kept, {attention}{documents}"
         units = {f"{kind}: {name}": self.units[name] for name in ("mlp", "whole", "split", "query")}
-        shared = f"zero {self.zero}: layer" if self.zero >= 2 else "zero 0 and 1: layer"
-        return {**units, shared: self.units["layer"]}
+        shared = f"zero {self.zero}" if self.zero >= 2 else "zero 0 and 1"
+        pipeline = ", pipeline" if self.pipelined else ""
+        return {**units, f"{shared}{pipeline}: layer": self.units["layer"]}
