@@ -377,7 +377,8 @@ class Step:
         return self.itemsize * self.tokens * self.rows
 
     def embedding_gradient(self) -> float:
-        """Room for it, made before it is needed; by hand-written loops over microbatches on several context ranks only then."""
+        """Room for it, made before it is needed; but not with ZeRO 2 or 3, several microbatches and several context ranks (as
+        compiled steps show; why is not understood)."""
         if self.zero >= 2 and self.accumulates and self.parallel.context > 1:
             return 0
         return FLOAT32 * self.embedding.compute if self.shared_out or self.parallel.tensor > 1 else 0
