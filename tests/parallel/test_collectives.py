@@ -117,6 +117,7 @@ def test_zero_1_gathers_weights_once_in_the_compute_dtype(gpu_step):
 
 @needs_gpu_compiler
 @pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.slow
 def test_gradients_are_scattered_per_layer_and_microbatch_behind_matmuls(gpu_step, zero):
     step = gpu_step(zero)
     scatters = [c for c in step.over("data") if c.kind == "reduce-scatter"]

@@ -53,6 +53,7 @@ def test_memory_falls_as_the_context_grows_and_is_flat_at_a_fixed_share(target, 
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(("context", "tensor", "masks"), [(8, 1, "false"), (4, 2, "true")])
+@pytest.mark.slow
 def test_the_ring_is_all_that_crosses_the_context_in_the_layers_and_lies_behind_attention(context, tensor, masks):
     chosen = config(8192, context, f"parallel.tensor={tensor}", f"data.mask_documents={masks}").resolve(8)
     compiled = compile_step(chosen, gpu_devices(hosts=1, gpus_per_host=8))

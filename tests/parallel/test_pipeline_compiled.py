@@ -224,6 +224,7 @@ def only(*names):
 
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", only("1f1b", "interleaved, tied", "ring", "ZeRO 0", "pipe 4"))
+@pytest.mark.slow
 def test_stage_transfers_lie_behind_a_loop_over_layers(step, name):
     """Both of the steady state. At ZeRO 2 and 3 only one of them is held to it."""
     transfers = step(name).steady(step(name).over("pipe", "collective-permute"))

@@ -122,6 +122,7 @@ def test_memory_of_an_8b_model_on_eight_h100s(schedule):
         pytest.param("selective", {"pipe": 2, "context": 2, "tensor": 2, "context_method": "ring"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_slot_is_the_sum_of_the_named_tensors(remat, parallel):
     """Under gpipe each microbatch more is a slot more, and nothing else but its finished hidden state: XLA's difference is the
     closed form of plan/activations.py. `full` keeps 2 S D / (c t) bytes a layer.

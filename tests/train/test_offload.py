@@ -70,6 +70,7 @@ def kinds(tree):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow
 def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
     dtype = "bfloat16" if "tensor" in mesh else "float32"
     # Embedding and head in several pieces too.
@@ -86,6 +87,7 @@ def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
 
 
 @pytest.mark.parametrize("before", ["none", *OFFLOADS])
+@pytest.mark.slow
 def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before):
     """Two steps, saved, and two more with another offload: as four steps without."""
     common = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", "parallel.zero=1", "optimizer.schedule=constant")

@@ -68,6 +68,7 @@ def test_resuming_equals_never_stopping(tiny_config, tmp_path):
     assert len(losses[0]) == 4
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_with_the_same_samples_on_another_mesh(tiny_config, text_file, tmp_path):
     """Two sources, packed, saved on data 8 with ZeRO 3, taken up on data 2 x tensor 4 with ZeRO 1."""
     (tmp_path / "other.txt").write_text("some other text, over and over; " * 40)
@@ -214,6 +215,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, monkeypatch, capsys):
     """Between two steps nobody would look for it: at step 2 of 4 nothing is due to be saved."""
     monkeypatch.setattr(Interrupt, "asked", lambda self: "SIGTERM")
