@@ -19,15 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
 from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.plan.memory import ZERO_DIMS
 
 Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
 STACK_DIMS = ("layers", "virtual_stages", "stages", "stage_layers")
 """Dims that count layers (parallel/stacking.py), leading in every parameter of the layer stack."""
-ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
-"""Where ZeRO cuts: the first of these that a parameter has, that divides and that nothing else splits. Never one that counts
-layers: ZeRO 3 gathers layer by layer."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
 from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.parallel.stages import pipeline_regions
 from jaxllm.parallel.zero import Zero, manual_spec, sink
-from jaxllm.plan.activations import policy_of
+from jaxllm.plan.activations import context_method, policy_of
 from jaxllm.sharding import Parameter, constrainer, is_shared_out, layout, named, over_tensor, vocab_rows, weight_rules
 
 Params = Any
@@ -250,20 +250,6 @@ def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
         return kernel, xla_attention
     # A ring of one rank is its local block alone.
     return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1) if in_blocks else fused_attention
-
-
-RING_MIN_ROWS = 4096
-
-
-def context_method(config: Config) -> str:
-    """ring or all_gather; `auto` by a rule of thumb, not measured: a ring step multiplies each key of the S/c that travel with
-    S/c x N/K rows of queries, 2 x that many FLOPs per byte sent. An H100's 600 TFLOP/s over 200 GB/s of a ring over NVLink want
-    about 1,500 rows; below 4096 a hop may stay bare, and the keys of so short a sequence are small enough to be gathered.
-    """
-    if config.parallel.context_method != "auto":
-        return config.parallel.context_method
-    rows = config.train.sequence_length // config.parallel.context * config.model.num_heads // config.model.num_kv_heads
-    return "ring" if rows >= RING_MIN_ROWS else "all_gather"
 
 
 def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:

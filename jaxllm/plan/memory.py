@@ -82,8 +82,9 @@ def estimate_memory(config: Config) -> MemoryEstimate:
 
 # -------------------------------------------------------------------------------------------------------------- parameters
 
-# Where ZeRO cuts: as ZERO_DIMS of jaxllm/sharding.py, which imports JAX.
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
+"""Where ZeRO cuts: the first of these that a parameter has, that divides and that nothing else splits. Never one that counts
+layers: ZeRO 3 gathers layer by layer."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from typing import Literal, get_args
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config_errors import ConfigError
-from jaxllm.plan.activations import bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.plan.activations import bytes_per_token_and_layer, context_method, is_blockwise, policy_of
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.megatron import megatron_flops_per_token
@@ -86,8 +86,6 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64,
 often. Rules of thumb."""
 SHORTEST_SUM, SPLIT_SHARE = 1024, 0.95
 """A long sum may be split over multiprocessors, in parts of no less, that are added in the end (split-K); a rule of thumb."""
-RING_MIN_ROWS = 4096
-"""Of context_method=auto, as parallelize.py has it."""
 
 
 @dataclass(frozen=True)
@@ -417,7 +415,7 @@ class _Step:
         compute dtype). Gathered: before attention, backward too, and their gradients scattered after it."""
         keys, hops = 2 * self.rows * self.key_width, layers * (self.c - 1)
         sent, returned = keys * self.itemsize, keys * (self.itemsize if self.is_megatron else 4)
-        if self.is_megatron or self.context_method() == "ring":
+        if self.is_megatron or context_method(self.config) == "ring":
             hop_s = permute_s(sent, self.context_group, self.links)
             hop_back_s = permute_s(sent + returned, self.context_group, self.links)
             forward.add("context", hop_s, attention_s[0] / self.c, hops)
@@ -428,12 +426,6 @@ class _Step:
             scatter_s = reduce_scatter_s(returned * self.c, self.context_group, self.links)
             forward.add("context", gather_s, times=layers)
             backward.add("context", (1 + again) * gather_s + scatter_s, times=layers)
-
-    def context_method(self) -> str:
-        if self.parallel.context_method != "auto":
-            return self.parallel.context_method
-        rows = self.S // self.c * self.model.num_heads // self.model.num_kv_heads
-        return "ring" if rows >= RING_MIN_ROWS else "all_gather"
 
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer: ZeRO 2 scatters its gradients behind the backward of the layer before it, 3 also

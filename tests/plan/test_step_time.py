@@ -19,7 +19,6 @@ from jaxllm.plan.megatron import megatron_flops_per_token
 from jaxllm.plan.step_time import (
     CONVENTIONS,
     FITTED,
-    RING_MIN_ROWS,
     StepTime,
     estimate_step_time,
     step_time_lines,
@@ -256,8 +255,9 @@ def test_a_single_host_holds_ring_hops_behind_long_blocks():
 
 def test_auto_gathers_keys_where_training_does():
     from jaxllm.parallel import parallelize
+    from jaxllm.plan import step_time
 
-    assert RING_MIN_ROWS == parallelize.RING_MIN_ROWS
+    assert step_time.context_method is parallelize.context_method
     for length in (1024, 2048, 4096, 8192, 32768):
         config = configured(4, context=4, train={"sequence_length": length})
         method = parallelize.context_method(config)
