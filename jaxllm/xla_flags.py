@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import re
 from pathlib import Path
 
 import jaxlib
@@ -37,6 +38,12 @@ SEVERAL_CPU_DEVICES_FLAGS = {
     # waits for the other for good. A pipeline's tick has such pairs: it hung in its first step, or crashed in a matmul that
     # read what was not there (jaxlib 0.10.2).
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+    # Nor may the thread pool of a device's operations take half of what is ready: a pipeline's tick runs layers forward and
+    # backward in two loops that need nothing of each other, and XLA does not see that both hold collectives. One device of a
+    # pair then waited in a loop's all-gather for the other, in the other loop's reduce-scatter; or the loops' messages met and
+    # gradients were wrong, NaN too (2 of 6 first runs; 4 stages x context 2, ZeRO 3). With one thread all devices take one
+    # order, and each has its core to share anyway.
+    "xla_cpu_multi_thread_eigen": "false",
 }
 DETERMINISTIC_GPU_FLAGS = {"xla_gpu_deterministic_ops": "true"}
 
@@ -49,6 +56,13 @@ OFFLOAD_GPU_OPTIONS = {
     # A block has up to nine tensors to fetch from the host; by default each waits for the one before, at the loop's top.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
+HOST_GPU_OPTIONS = {
+    # Percent of the GPU's memory beyond which XLA rematerialises, by default 95. It counts what lies in the host's memory too,
+    # and would compute again for a limit that computing again cannot reach: 280 instructions of Llama 3 8B's step that offloads
+    # 46 GiB, and 76 of one that has 49 GiB of state on the host (JAX 0.10.2, a H100's memory). What really does not fit is
+    # for the estimate to refuse.
+    "xla_gpu_memory_limit_slop_factor": 2000,
+}
 
 
 def compile_options(config: Config, platform: str) -> dict[str, int]:
@@ -56,7 +70,9 @@ def compile_options(config: Config, platform: str) -> dict[str, int]:
     if platform == "cpu":
         return {}
     options = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
-    options = options | (OFFLOAD_GPU_OPTIONS if policy_of(config.parallel.remat).offload else {})
+    offloads = bool(policy_of(config.parallel.remat).offload)
+    options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
+    options = options | (HOST_GPU_OPTIONS if offloads or config.parallel.offload_state != "none" else {})
     given = given_flags()
     return {name: value for name, value in options.items() if f"--{name}" not in given and is_known(name)}
 
@@ -67,7 +83,8 @@ def apply(run: RunConfig) -> list[str]:
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
     given = given_flags()
-    if run.cpu_devices is not None or "xla_force_host_platform_device_count" in given:
+    cpu_devices = run.cpu_devices or _forced_cpu_devices(given)
+    if cpu_devices is not None:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
     added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]
     if added:
@@ -76,6 +93,11 @@ def apply(run: RunConfig) -> list[str]:
         os.environ[MEMORY_FRACTION] = str(XLA_MEMORY_FRACTION)
         added.append(f"{MEMORY_FRACTION}={XLA_MEMORY_FRACTION}")
     return added
+
+
+def _forced_cpu_devices(flags: str) -> int | None:
+    given = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return int(given[-1]) if given else None
 
 
 def given_flags() -> str:

@@ -1,13 +1,13 @@
 """Context parallelism: loss and gradients of the whole train step equal one device's, whatever else the mesh does."""
 
 import itertools
-import os
 import subprocess
 import sys
 from functools import cache
 
 import jax
 import numpy as np
+import outside
 import pytest
 from meshes import Run, assert_close, pairwise, trimmed
 
@@ -89,7 +89,7 @@ def test_sixteen_devices():
     """Meshes of sixteen: this file again, in a process that has as many."""
     names = [f"context{c}-tensor{t}-data{d}" for c, t, d in MESHES if c * t * d == 16]
     command = [sys.executable, "-m", "pytest", "-v", "-k", " or ".join(names), __file__]
-    environment = {**os.environ, "JAXLLM_TEST_DEVICES": "16", "XLA_FLAGS": ""}
+    environment = outside.environment(JAXLLM_TEST_DEVICES="16")
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=config_folder().parent, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:]
     # Both methods.

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.data.documents import Documents
 from jaxllm.data.loader import PackedDocuments
 from jaxllm.mesh import batch_sharding, make_mesh
 from jaxllm.train.build import build_training
@@ -12,7 +13,7 @@ S, ROWS = 16, 4
 LENGTHS = [7, 4, 20, 9, 1, 13, 5, 3]
 
 
-class OwnIds:
+class OwnIds(Documents):
     """Documents with token ids of their own: document d has ids 30 d, 30 d + 1, ..."""
 
     lengths = np.array(LENGTHS)

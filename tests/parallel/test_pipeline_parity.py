@@ -1,13 +1,13 @@
 """Pipelines: loss and gradients of every schedule equal one device's, whatever else the mesh does, and so do 20 steps."""
 
 import itertools
-import os
 import subprocess
 import sys
 from functools import cache
 
 import jax
 import numpy as np
+import outside
 import pytest
 from meshes import Run, assert_close, pairwise
 
@@ -55,15 +55,12 @@ DEFAULT = [
 ]
 """With the other default tests of this file: every schedule, axis, ZeRO level and policy."""
 COVER = pairwise([c for c in itertools.product(PIPELINES, MESHES, (0, 1, 2, 3), REMAT, VARIANTS) if is_useful(*c)])
-COMBINATIONS = DEFAULT + [c for c in COVER[:20] if c not in DEFAULT]
-"""All 43 hold every two values that can meet; the first 20, 81% of those pairs."""
+COMBINATIONS = DEFAULT + [c for c in COVER[:15] if c not in DEFAULT]
+"""All 43 of COVER hold every two values that can meet; these, 71% of those pairs."""
 SIXTEEN = [
-    ("1f1b-2", (2, 2, 2), 1, "selective", "gqa-untied-packed"),
     ("1f1b-2", (2, 2, 2), 3, "full", "mqa-tied-packed"),
-    ("gpipe-2", (2, 2, 2), 3, "none", "gqa-tied"),
+    ("gpipe-2", (2, 2, 2), 1, "none", "gqa-tied"),
     ("interleaved-2x2", (2, 2, 2), 2, "offload", "gqa-untied-packed"),
-    ("interleaved-4x2", (2, 1, 2), 3, "full", "gqa-untied-packed"),
-    ("1f1b-4", (1, 2, 2), 2, "none", "mqa-tied-packed"),
     ("1f1b-8", (2, 1, 1), 0, "selective", "mqa-untied"),
 ]
 
@@ -160,6 +157,15 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, pipeline, mes
     check(make_run(pipeline, mesh, zero, remat, variant), one_device(variant, layers_of(pipeline)))
 
 
+@pytest.mark.slow
+def test_collectives_of_a_ticks_two_loops_never_mix(make_run):
+    """On forced CPU devices (xla_flags.py): where they did, half of the runs of this mesh hung or differed within seconds."""
+    run = make_run("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed")
+    expected = jax.device_get(run.gradients())
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.gradients()), expected)
+
+
 @pytest.mark.skipif(jax.device_count() < 16, reason="run by test_sixteen_devices")
 @pytest.mark.parametrize("combination", SIXTEEN, ids=[name_of(*c) for c in SIXTEEN])
 def test_on_sixteen(make_run, one_device, combination):
@@ -172,7 +178,7 @@ def test_on_sixteen(make_run, one_device, combination):
 def test_sixteen_devices():
     """All four axes above 1, and other meshes of sixteen: this file again, in a process that has as many."""
     tests = [f"{__file__}::test_on_sixteen[{name_of(*c)}]" for c in SIXTEEN]
-    environment = {**os.environ, "JAXLLM_TEST_DEVICES": "16", "XLA_FLAGS": ""}
+    environment = outside.environment(JAXLLM_TEST_DEVICES="16")
     command = [sys.executable, "-m", "pytest", "-v", *tests]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=config_folder().parent, timeout=500)
     assert result.returncode == 0, result.stdout[-4000:]
@@ -215,7 +221,6 @@ def test_unrolled_layers(make_run, one_device, pipeline, mesh, zero):
 TWENTY = ("optimizer.learning_rate=3e-3", "optimizer.weight_decay=0.1")
 TRAJECTORIES = [
     ("interleaved-2x2", (2, 1, 1), 0, "selective", "gqa-untied-packed"),
-    ("interleaved-2x2", (2, 1, 1), 3, "selective", "gqa-untied-packed"),
     ("gpipe-4", (1, 1, 2), 1, "none", "gqa-untied-packed"),
     ("1f1b-4", (2, 1, 1), 2, "offload", "gqa-untied-packed"),
     ("1f1b-2", (2, 1, 2), 3, "full", "gqa-tied"),
