@@ -37,9 +37,10 @@ import numpy as np
 
 from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
 from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.hardware import find_gpu
+from jaxllm.plan.hardware import Gpu, find_gpu
 from jaxllm.plan.megatron import megatron_memory_by_stage
 from jaxllm.plan.memory import MemoryEstimate, estimate_memory
+from jaxllm.plan.search import HOST_BYTES_PER_GPU
 from jaxllm.plan.space import REMATS, Choice, choice_in, groups, meshes, why_not
 
 SEED, COUNT = 455, 460
@@ -124,8 +125,11 @@ PARALLEL_KNOBS = (
 )
 KNOBS = ("model", *PARALLEL_KNOBS, "mask_documents", "sequence_length", "global_batch_sequences", "microbatch_sequences")
 
-Estimate = Callable[[Config], MemoryEstimate]
-ESTIMATES: dict[str, Estimate] = {"jaxllm": estimate_memory, "megatron": megatron_memory_by_stage}
+Estimate = Callable[[Config, Gpu], MemoryEstimate]
+ESTIMATES: dict[str, Estimate] = {
+    "jaxllm": estimate_memory,
+    "megatron": lambda config, gpu: megatron_memory_by_stage(config),
+}
 """What can be asked for. Megatron's is of another program; it is here to draw by while jaxllm's own is being changed, as
 what is drawn by a formula that stands still stays the same."""
 
@@ -157,11 +161,12 @@ def draw_case(seed: int, index: int, estimate: Estimate = estimate_memory) -> Ca
 
 
 def share_of_capacity(case: Case, estimate: Estimate) -> float | None:
-    """None for what the estimate refuses, as the search does then: ZeRO finds no dim that divides."""
+    """None for what the search refuses: ZeRO finds no dim that divides, or the host has no room for what is offloaded."""
     try:
-        return estimate(case.config).peak_bytes / case.capacity_bytes
+        told = estimate(case.config, find_gpu(case.gpu))
     except ConfigError:
         return None
+    return None if told.host_bytes > HOST_BYTES_PER_GPU else told.peak_bytes / case.capacity_bytes
 
 
 def propose(rng: random.Random, index: int, near: bool) -> Case | None:
@@ -304,7 +309,7 @@ def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Est
 
 
 def estimated(case: Case, estimate: Estimate = estimate_memory) -> dict[str, Any]:
-    told = estimate(case.config)
+    told = estimate(case.config, find_gpu(case.gpu))
     peak = told.peak_stage
     values = (told.peak_bytes, peak.stage, told.moment, dict(peak.terms_bytes), told.host_bytes)
     return dict(zip(ESTIMATED, values, strict=True))
@@ -532,14 +537,14 @@ def still_to_do(rows: Sequence[Row], seed: int, count: int, estimate: Estimate) 
 
 
 def subset(rows: Sequence[Row], size: int) -> list[Row]:
-    """So many of the compiled rows that compile in less than the median time, evenly over models, ZeRO levels, schedules, remat
-    policies and nearness: a fixed choice, as the table is.
+    """So many of the fifth of the rows that compiles fastest (a few more than so many, if that is less), evenly over models,
+    ZeRO levels, schedules, remat policies and nearness: a fixed choice, as the table is.
     """
     compiled = [row for row in rows if not row["error"]]
     if not compiled:
         return []
-    median_s = float(np.median([row["compile_s"] for row in compiled]))
-    quick = [row for row in compiled if row["compile_s"] <= median_s]
+    compiled.sort(key=lambda row: (row["compile_s"], row["index"]))
+    quick = compiled[: max(size + size // 10, len(compiled) // 5)]
     quick.sort(key=lambda row: (row["model"], row["zero"], row["schedule"], str(row["remat"]), row["wanted"], row["index"]))
     places = np.linspace(0, len(quick) - 1, min(size, len(quick)))
     return [quick[round(place)] for place in places]

@@ -119,7 +119,7 @@ def largest(admits: Callable[[int], bool]) -> int:
 
 
 def ours_fits(config: Config, gpu: str) -> bool:
-    return estimate_memory(config).peak_bytes <= OUR_SHARE * find_gpu(gpu).capacity_bytes
+    return estimate_memory(config, find_gpu(gpu)).peak_bytes <= OUR_SHARE * find_gpu(gpu).capacity_bytes
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from jaxllm.plan.hardware import GPUS, Gpu
 from jaxllm.train.build import build_training
 from jaxllm.xla_flags import compile_options
 
-DEMAND_BYTES = 10**12
-"""The memory that GPUs are said to have, so that XLA says what the program wants: near capacity it starts to rematerialise."""
+DEMAND_BYTES = 10**15
+"""The memory that GPUs are said to have, so that XLA says what the program wants: near capacity it starts to rematerialise. It
+counts buffers in the host's memory too, and what a large batch offloads is a terabyte soon."""
 
 # XLA's GpuTargetConfigProto. The limits of blocks, threads and registers are the same for all these compute capabilities (CUDA
 # programming guide).

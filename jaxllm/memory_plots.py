@@ -18,7 +18,7 @@ from jaxllm.buffers import BACKWARD, FORWARD, UPDATE, StepMemory
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.advice import changed
 from jaxllm.plan.estimate import Estimate, fold
-from jaxllm.plan.hardware import readable
+from jaxllm.plan.hardware import Gpu, readable
 from jaxllm.plan.memory import StageMemory, estimate_memory
 from jaxllm.plots import new_figure, save
 
@@ -213,14 +213,16 @@ def estimate_picture(report: Estimate, path: str | Path, over: str | None = None
     if over is None:
         stage_picture(memory.stages, path, capacity_bytes=capacity, title=title)
     elif over in OVER:
-        points, own = variations(report.config, over, capacity)
+        points, own = variations(report.config, over, capacity, report.gpu)
         x_label = {"sequence": "sequence length, tokens", "microbatch": "sequences of a microbatch"}[over]
         over_picture(points, path, x_label=x_label, capacity_bytes=capacity, own=own, title=title)
     else:
         raise ConfigError(f"--over={over} is not one of the choices: use {', '.join((*OVER, 'step'))}.")
 
 
-def variations(config: Config, over: str, capacity_bytes: int | None = None) -> tuple[list[tuple[int, Mapping[str, int]]], int]:
+def variations(
+    config: Config, over: str, capacity_bytes: int | None = None, gpu: Gpu | None = None
+) -> tuple[list[tuple[int, Mapping[str, int]]], int]:
     """([(value, term -> bytes of the fullest stage)], the config's own value) for powers of two round the config's own sequence
     length or microbatch; those that the rest of the config allows, and that can be drawn beside its own.
     """
@@ -230,7 +232,7 @@ def variations(config: Config, over: str, capacity_bytes: int | None = None) -> 
     valid = [(value, new) for value in sorted(powers) if (new := changed(config, {key: value})) is not None]
     place = [value for value, _ in valid].index(own)
     near = valid[max(0, place - MORE_BARS) : place + MORE_BARS + 1]
-    stages = [(value, estimate_memory(new).peak_stage) for value, new in near]
+    stages = [(value, estimate_memory(new, gpu).peak_stage) for value, new in near]
     highest = FARTHEST * max(capacity_bytes or 0, next(stage.total_bytes for value, stage in stages if value == own))
     return [(value, stage.terms_bytes) for value, stage in stages if stage.total_bytes <= highest], own
 

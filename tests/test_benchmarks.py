@@ -1,12 +1,12 @@
 """The benchmarks at their smallest: they run, and their figures agree with each other."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import outside
 import pytest
 
 STEP = Path(__file__).parents[1] / "benchmarks" / "step.py"
@@ -15,8 +15,7 @@ CHECKPOINT = STEP.with_name("checkpoint.py")
 
 def run(*arguments, script=STEP) -> subprocess.CompletedProcess:
     """On one CPU device, whatever the tests around it forced."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
+    environment = outside.environment(JAX_PLATFORMS="cpu")
     command = [sys.executable, script, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -87,7 +88,7 @@ def changes_that_fit(
     capacity_bytes: int,
     gpu: Gpu | None = None,
     gpus_per_host: int | None = None,
-    estimate: EstimateMemory = estimate_memory,
+    estimate: EstimateMemory | None = None,
 ) -> list[Change]:
     """Of every kind of change the mildest that fits on the same number of devices, the one whose step is predicted shortest
     first; without a GPU in the order of `ladders`. Where no single change is enough, one that puts several together; where none
@@ -97,9 +98,9 @@ def changes_that_fit(
     Args:
       config: resolved.
       gpu, gpus_per_host: to predict the time of a step with. None: neither times nor hosts are known.
-      estimate: bytes of a config.
+      estimate: bytes of a config; default: estimate_memory.
     """
-    trial = _Trial(config, capacity_bytes, gpu, gpus_per_host, estimate)
+    trial = _Trial(config, capacity_bytes, gpu, gpus_per_host, estimate or partial(estimate_memory, gpu=gpu))
     found = [change for ladder in ladders(config) if (change := trial.first_that_fits(ladder)) is not None]
     if not found:
         found = sorted(trial.that_fit(combinations(config)), key=_step_s)[:1] or list(trial.fastest_of_all())
@@ -108,11 +109,11 @@ def changes_that_fit(
 
 
 def smallest_cluster(
-    config: Config, capacity_bytes: int, gpu: Gpu | None = None, estimate: EstimateMemory = estimate_memory
+    config: Config, capacity_bytes: int, gpu: Gpu | None = None, estimate: EstimateMemory | None = None
 ) -> Change | None:
     """The smallest multiple of the devices there are that a step would fit on, with every saving made; None above MOST_GPUS."""
     devices = config.devices
-    trial = _Trial(config, capacity_bytes, None, None, estimate)
+    trial = _Trial(config, capacity_bytes, None, None, estimate or partial(estimate_memory, gpu=gpu))
     for factor in (2, 3, 4, 6, *(2**power for power in range(3, 15))):
         if devices * factor > MOST_GPUS:
             return None

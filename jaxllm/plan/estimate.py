@@ -253,7 +253,7 @@ def estimate(
     devices = require_devices(config, gpus)
     config = config.resolve(devices)
     per_host, because = hosts_of(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
-    verdicts = {"jaxllm": Verdict(estimate_memory(config), found and found.capacity_bytes)}
+    verdicts = {"jaxllm": Verdict(estimate_memory(config, found), found and found.capacity_bytes)}
     if convention == "megatron":
         verdicts["megatron"] = Verdict(megatron_memory(config), found and int(SAFE_SHARE * nominal_bytes(found)))
     speed = estimate_step_time(config, found, per_host, convention) if found else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,11 @@ A100 = Chip((8, 0), 108, 64, 164 * 1024, 40 * MIB, 1.41)
 H100 = Chip((9, 0), 132, 128, 228 * 1024, 50 * MIB, 1.98)
 H100_NVL = dataclasses.replace(H100, clock_ghz=1.785)
 B200 = Chip((10, 0), 148, 128, 228 * 1024, 132_644_864, 1.965)
+
+
+def available_cpus() -> int:
+    """Cores of this machine that this process may run on: a job often has fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ moment.
 
 It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is held against XLA's figures
 (benchmarks/memory_accuracy.py). State, weights, gradients, named activations and pipeline slots follow from shapes and
-shardings, to the byte. What XLA needs beside them while it computes one layer is a sum of a few tensor sizes, with multiples
-fitted to compiled steps: WORKING_SET. No JAX here.
+shardings, to the byte. What XLA holds beside them while it runs one layer backward is counted in tensors: layer_backward.py.
+Nothing is fitted. No JAX here.
 
 Buffers of transfers are where their data are: gathered weights under `weights`, `waiting_layer` and `working_set`, messages of
-a pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (plan/hardware.py).
+a pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (plan/hardware.py); nor is what cuDNN asks
+for when it runs, which XLA learns from the GPU alone.
 
 All stages of a pipeline run one program in step, so XLA gives each the same room, used or not: their terms are equal.
 
@@ -18,9 +19,11 @@ A step is fullest at one of a few moments, whose sums are compared:
 
     gather      the weights arrive in the compute dtype, and some lie in two layouts; gradients and ring are there, empty
     loss        all activations of a microbatch are there, and the logits of a chunk of tokens
-    backward    all activations, the gradients, and the working set of one layer
+    feed_forward, feed_forward_end, attention
+                all activations, the gradients, and what one layer's backward takes at its three fullest moments
     head        the head's gradient is shared out beside all activations (ZeRO 2 and 3)
     embedding   the embedding's gradient is made: of everybody's rows, in float32, before it is shared out (ZeRO 2 and 3)
+    reduce      the gradients are summed over ranks in float32, one on its way (ZeRO 0, one microbatch)
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from functools import cached_property, lru_cache
 
 from jaxllm.config import Config, ConfigError, ModelConfig, ParallelConfig
 from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.plan.hardware import Gpu
+from jaxllm.plan.layer_backward import layer_backward, runs_ahead
 from jaxllm.plan.schedule import GPIPE, make_schedule
 
 Terms = dict[str, int]
@@ -67,13 +72,16 @@ class MemoryEstimate:
         return self.peak_stage.total_bytes
 
 
-def estimate_memory(config: Config) -> MemoryEstimate:
+def estimate_memory(config: Config, gpu: Gpu | None = None) -> MemoryEstimate:
     """What the train step of a resolved config takes of a GPU.
+
+    Args:
+      gpu: which kind; for an A100 XLA starts transfers later, and holds less for them. Default: one that came after it.
 
     Raises:
       ConfigError: ZeRO finds no dim of a parameter that divides over its ranks.
     """
-    step = Step(config)
+    step = Step(config, gpu)
     moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
     terms = {name: round(size) for name, size in {**step.resident(), **held}.items() if size}
     stages = tuple(StageMemory(stage, terms) for stage in range(config.parallel.pipe))
@@ -152,57 +160,6 @@ def _elements(name: str, shape: dict[str, int], split: dict[str, int], parallel:
 # -------------------------------------------------------------------------------------------------------------- the step
 
 FLOAT32 = 4
-SCORE_BYTES = 10
-"""Of each score that plain XLA attention computes, while a layer runs: float32 before and after softmax, and the compute dtype
-(compiled steps of 4,096 and 8,192 positions: 9 and 10.6)."""
-
-WORKING_SET: dict[str, float] = {
-    "everything kept: mlp": 5.2,
-    "everything kept: whole": 3.9,
-    "everything kept: split": 4.3,
-    "everything kept: query": 9.3,
-    "kept, whole: mlp": 3.4,
-    "kept, whole: whole": 2.7,
-    "kept, whole: split": 3.8,
-    "kept, whole: query": 7.1,
-    "kept, whole documents: mlp": 5.1,
-    "kept, whole documents: whole": 4.8,
-    "kept, whole documents: split": 4.4,
-    "kept, whole documents: query": 9.6,
-    "kept, ring: mlp": 4.1,
-    "kept, ring: whole": 6.6,
-    "kept, ring: split": 3.9,
-    "kept, ring: query": 7.7,
-    "kept, ring documents: mlp": 1.2,
-    "kept, ring documents: whole": 2.9,
-    "kept, ring documents: split": 3.6,
-    "kept, ring documents: query": 6.2,
-    "recomputed, whole: mlp": 2.7,
-    "recomputed, whole: whole": 4.9,
-    "recomputed, whole: split": 3.4,
-    "recomputed, whole: query": 5.2,
-    "recomputed, whole documents: mlp": 3.4,
-    "recomputed, whole documents: whole": 5.9,
-    "recomputed, whole documents: split": 4.4,
-    "recomputed, whole documents: query": 9.4,
-    "recomputed, ring: mlp": 5.1,
-    "recomputed, ring: whole": 1.1,
-    "recomputed, ring: split": 4.3,
-    "recomputed, ring: query": 9.2,
-    "recomputed, ring documents: mlp": 5.9,
-    "recomputed, ring documents: whole": 2.6,
-    "recomputed, ring documents: split": 4.2,
-    "recomputed, ring documents: query": 8.9,
-    "zero 0 and 1: layer": 1.8,
-    "zero 0 and 1, pipeline: layer": 2.0,
-    "zero 2: layer": 4.8,
-    "zero 2, pipeline: layer": 3.5,
-    "zero 3: layer": 3.9,
-    "zero 3, pipeline: layer": 2.0,
-}
-"""How many tensors of each size (Step.units) XLA holds while it runs one layer backward, by whether the feed-forward products
-are kept, how attention runs, ZeRO level and pipeline. Fitted to compiled steps by benchmarks/memory_fit.py; rows are few for
-some kinds, and drawn towards the same middle."""
 
 
 @lru_cache(maxsize=4096)
@@ -219,8 +176,9 @@ def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> 
 class Step:
     """The sizes a train step is made of, in bytes for one device, and the moments at which they meet."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, gpu: Gpu | None = None):
         self.config, self.model, self.parallel = config, config.model, config.parallel
+        self.runs_ahead = runs_ahead(gpu)
         p, train = config.parallel, config.train
         self.policy: Policy = policy_of(p.remat)
         ranks = int(p.data) * p.context
@@ -348,7 +306,9 @@ class Step:
             return 0
         layers = self.layers.master if self.zero == 3 else self.layers.compute
         if self.pipelined:
-            return self.itemsize * (layers + self.vocabulary.compute)
+            # ZeRO 3 gathers the vocabulary once a step, and keeps it as it came and as matmuls want it.
+            layouts = 2 if self.zero == 3 else 1
+            return self.itemsize * (layers + layouts * self.vocabulary.compute)
         share = self.vocabulary.master if self.zero == 3 else self.vocabulary.compute
         whole = self.head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
         return self.itemsize * (layers + (share if self.accumulates else 0) + whole)
@@ -377,6 +337,12 @@ class Step:
             return FLOAT32 * self.head.compute
         return self.itemsize * self.tokens * self.rows
 
+    def waiting_head_gradient(self) -> float:
+        """Of it, what is there while layers run backward, with ZeRO 2 and 3: summed in float32, or one product in the compute
+        dtype; as that too with several context ranks (as compiled steps show)."""
+        summed = self.loss_chunks > 1 and self.parallel.context == 1
+        return (FLOAT32 if summed else self.itemsize) * self.head.compute
+
     def embedding_gradient(self) -> float:
         """Room for it, made before it is needed; but not with ZeRO 2 or 3, several microbatches and several context ranks (as
         compiled steps show; why is not understood)."""
@@ -390,34 +356,43 @@ class Step:
         """Terms of each moment that may be the fullest."""
         held = {"weights": self.weights(), **self.gradients(), **self.activations()}
         moments = {}
-        if self.zero in (1, 2) and self.accumulates:
+        if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
             moments["gather"] = {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits()}
-            moments["backward"] = {**held, **self.working_set()}
-            return moments
+            return moments | {name: {**held, **more} for name, more in layer_backward(self).items()}
         head, embedding = self.head_gradient(), self.embedding_gradient()
         summed = head if self.loss_chunks > 1 else 0
         at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
-        if self.zero < 2:
+        if self.zero < 2 and not self.stacks_gradients_early:
             at_loss["microbatch_gradients"] = 0
         at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, 0) * self.units["layer"]
         moments["loss"] = {**at_loss, "logits": self.logits()}
-        at_end = head if self.zero >= 2 else head + embedding
-        moments["backward"] = {**held, "vocabulary_gradients": at_end, **self.working_set()}
+        at_end = {"vocabulary_gradients": self.waiting_head_gradient() if self.zero >= 2 else head + embedding}
+        moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self).items()}
+        if self.stacks_gradients_early and self.shared_out:
+            moments["reduce"] = {"gradients": FLOAT32 * (self.all.compute + self.largest_stack)}
         if self.zero >= 2:
             shared_out = FLOAT32 * self.head.compute
             if self.accumulates:
                 shared_out += self.itemsize * self.head.compute + embedding
             moments["head"] = {**at_loss, "weights": self.weights(), "vocabulary_gradients": shared_out}
             scattered = FLOAT32 * (2 * self.embedding.compute + self.embedding.master)
-            tied = head if self.model.tie_embeddings else 0
+            if self.model.tie_embeddings:
+                scattered += (FLOAT32 if self.loss_chunks > 1 else self.itemsize) * self.head.compute
             moments["embedding"] = {
                 "weights": self.weights(),
                 **self.gradients(),
-                "vocabulary_gradients": scattered + tied,
+                "vocabulary_gradients": scattered,
+                "waiting_layer": self.units["layer"],
             }
         return moments
+
+    @property
+    def stacks_gradients_early(self) -> bool:
+        """With one microbatch and ZeRO 0 autodiff's gradients are zeros in the program's outermost part, which XLA writes
+        before they are needed."""
+        return self.zero == 0 and not self.accumulates and not self.loops_by_hand
 
     def logits(self) -> float:
         """Of a chunk of tokens: float32, and their gradient in the compute dtype."""
@@ -428,13 +403,6 @@ class Step:
         """Gathered weights on their way to the layout that matmuls want: the largest stack and a vocabulary matrix."""
         return self.itemsize * (self.largest_stack + self.embedding.compute)
 
-    def working_set(self) -> dict[str, float]:
-        """Of one layer, run backward."""
-        held = {"working_set": sum(WORKING_SET[name] * size for name, size in self.working_units().items())}
-        if self.scores:
-            held["attention_scores"] = SCORE_BYTES * self.scores
-        return held
-
     @property
     def scores(self) -> float:
         """Numbers of one layer's square of scores, where plain XLA makes it."""
@@ -443,18 +411,3 @@ class Step:
         if fused or p.context > 1:
             return 0
         return self.tokens * self.local_length * m.num_heads / p.tensor
-
-    def working_units(self) -> dict[str, float]:
-        """What WORKING_SET has multiples of."""
-        attention = "ring" if self.parallel.context > 1 else "whole"
-        documents = " documents" if self.config.data.mask_documents else ""
-        if self.policy.everything:
-            kind = "everything kept"
-        elif "mlp_gate" in self.policy.recompute:
-            kind = f"recomputed, {attention}{documents}"
-        else:
-            kind = f"kept, {attention}{documents}"
-        units = {f"{kind}: {name}": self.units[name] for name in ("mlp", "whole", "split", "query")}
-        shared = f"zero {self.zero}" if self.zero >= 2 else "zero 0 and 1"
-        pipeline = ", pipeline" if self.pipelined else ""
-        return {**units, f"{shared}{pipeline}: layer": self.units["layer"]}

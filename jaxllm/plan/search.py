@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from jaxllm.config import Config, ConfigError
@@ -266,7 +267,7 @@ def search(
       ConfigError: gpus_per_host does not divide, `keep` names what cannot be kept.
     """
     per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate, step_time = estimate or _real_memory(), step_time or _real_time()
+    estimate, step_time = estimate or _real_memory(gpu), step_time or _real_time()
     limits = Limits(FIT_SHARE * gpu.capacity_bytes if device_bytes is None else device_bytes, host_bytes_per_gpu)
     found: list[Candidate] = []
     for across in (False, True) if across_hosts is None else (across_hosts,):
@@ -320,7 +321,7 @@ def any_fits(
 ) -> bool:
     """Whether the search would find anything. It stops at the first, and looks at meshes that take least first."""
     per_host, _ = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate = estimate or _real_memory()
+    estimate = estimate or _real_memory(gpu)
     limits = Limits(FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu)
     every = list(meshes(config, gpus, keep))
     # Sharding the layers' work takes less than sharing out the batch.
@@ -403,10 +404,10 @@ def _by_microbatch(candidate: Candidate) -> tuple[float, ...]:
     return -candidate.config.microbatch_sequences, *_by_speed(candidate)
 
 
-def _real_memory() -> EstimateMemory:
+def _real_memory(gpu: Gpu) -> EstimateMemory:
     from jaxllm.plan.memory import estimate_memory
 
-    return estimate_memory
+    return partial(estimate_memory, gpu=gpu)
 
 
 def _real_time() -> EstimateTime:

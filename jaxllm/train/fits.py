@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ EstimateMemory = Callable[[Config], MemoryEstimate]
 OUT_OF_MEMORY = r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|[Oo]ut of memory"
 """In what JAX raises: XLA's own status, the driver's, and NCCL's words."""
 DOUBT = 0.1
-"""Of the capacity: an estimate above it by no more starts with a warning. Of compiled steps it was high by so much in one of
-twenty (benchmarks/memory_fit.py)."""
+"""Of the capacity: an estimate above it by no more starts with a warning. Of compiled steps one in twenty was off by more than
+7% (benchmarks/memory_accuracy.py)."""
 SAFER_SHARE = 0.9
 """Of what a run that ran out was estimated at: what advice for it may take, since the estimate alone did not see it coming."""
 MOST_ADVICE = 6
@@ -76,7 +77,7 @@ def require_fit(
     config: Config,
     device: jax.Device,
     capacity_of: Callable[[jax.Device], int | None] = capacity_of,
-    estimate: EstimateMemory = estimate_memory,
+    estimate: EstimateMemory | None = None,
 ) -> Fit | None:
     """Holds the estimate of a resolved config against the memory of its devices, of which `device` is one.
 
@@ -89,6 +90,8 @@ def require_fit(
     capacity_bytes = capacity_of(device)
     if capacity_bytes is None:
         return None
+    gpu = gpu_from_device_kind(device.device_kind)
+    estimate = estimate or partial(estimate_memory, gpu=gpu)
     fit = Fit(estimate(config), capacity_bytes)
     if fit.fits:
         return fit
@@ -102,7 +105,7 @@ def require_fit(
     if config.run.allow_overcommit:
         log.warning("%s: it starts all the same, as run.allow_overcommit=true says.", too_much)
         return fit
-    cure = _cheapest(config, capacity_bytes, gpu_from_device_kind(device.device_kind), estimate)
+    cure = _cheapest(config, capacity_bytes, gpu, estimate)
     raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start all the same.")
 
 
@@ -141,20 +144,22 @@ class Explaining:
     trainer: Any = None
     """A Trainer, once there is one."""
     capacity_of: Callable[[jax.Device], int | None] = field(default=capacity_of)
-    estimate: EstimateMemory = field(default=estimate_memory)
+    estimate: EstimateMemory | None = None
+    """Default: estimate_memory, for the kind of GPU that is here."""
 
     def advice(self, error: BaseException) -> str:
         """One sentence of what happened and what to set; then the estimate, XLA's figure, and what else would take less."""
         device = jax.local_devices()[0]
         config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
-        capacity_bytes, memory, compiled_bytes = self.capacity_of(device), self.estimate(config), self._compiled_bytes()
         gpu = gpu_from_device_kind(device.device_kind)
+        estimate = self.estimate or partial(estimate_memory, gpu=gpu)
+        capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
         target = round(SAFER_SHARE * memory.peak_bytes)
         if capacity_bytes is not None:
             # Where XLA takes more than the estimate says, so it will of a change.
             seen = max(memory.peak_bytes, compiled_bytes or 0)
             target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
-        found = changes_that_fit(config, target, gpu, _per_host(config, gpu), self.estimate)
+        found = changes_that_fit(config, target, gpu, _per_host(config, gpu), estimate)
         return "\n".join(
             [
                 f"A device ran out of memory {self._when()}: {_cure(found)}.",

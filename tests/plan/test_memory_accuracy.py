@@ -31,17 +31,18 @@ def accuracy():
 @pytest.fixture(scope="module")
 def cases(accuracy):
     """All that a run would draw, by a formula that is not to be tuned, so that these tests do not move with the one that is."""
-    return accuracy.draw(SEED, accuracy.COUNT, megatron_memory_by_stage)
+    return accuracy.draw(SEED, accuracy.COUNT, accuracy.ESTIMATES["megatron"])
 
 
 # ----------------------------------------------------------------------------------------------------------------- draws
 
 
 def test_a_draw_is_of_its_seed_and_index_alone(accuracy, cases):
-    again = [accuracy.draw_case(SEED, index, megatron_memory_by_stage) for index in (0, 1, 17, 459)]
+    megatron = accuracy.ESTIMATES["megatron"]
+    again = [accuracy.draw_case(SEED, index, megatron) for index in (0, 1, 17, 459)]
     assert again == [cases[index] for index in (0, 1, 17, 459)]
     assert [case.hash for case in again] == [cases[index].hash for index in (0, 1, 17, 459)]
-    other = accuracy.draw(SEED + 1, 40, megatron_memory_by_stage)
+    other = accuracy.draw(SEED + 1, 40, megatron)
     assert sum(a.hash == b.hash for a, b in zip(other, cases, strict=False)) == 0
 
 
@@ -50,15 +51,16 @@ def test_as_many_as_the_published_study_and_enough_near_capacity(accuracy, cases
     near = [case for case in cases if case.wanted == "near"]
     assert len(near) >= 150
     for case in cases:
-        share = megatron_memory_by_stage(case.config).peak_bytes / find_gpu(case.gpu).capacity_bytes
+        gpu = find_gpu(case.gpu)
+        share = accuracy.ESTIMATES["megatron"](case.config, gpu).peak_bytes / gpu.capacity_bytes
         assert 0.85 <= share <= 1.15 if case.wanted == "near" else 0.02 <= share <= 2.5
 
 
 def test_what_the_estimate_refuses_is_not_drawn(accuracy):
-    def refuses_zero(config):
+    def refuses_zero(config, gpu):
         if config.parallel.zero:
             raise ConfigError("No.")
-        return megatron_memory_by_stage(config)
+        return accuracy.ESTIMATES["megatron"](config, gpu)
 
     drawn = accuracy.draw(SEED, 30, refuses_zero)
     assert {case.knobs["zero"] for case in drawn} == {0}
@@ -425,16 +427,28 @@ def test_the_picture_shows_every_compiled_row(accuracy, tmp_path):
 # ------------------------------------------------------------------------------------------------------------------- bounds
 
 
-@pytest.fixture(scope="module")
-def table(accuracy):
-    rows = accuracy.read_table(accuracy.TABLE)
+TABLES = ("memory_calibration.csv", "memory_accuracy.csv")
+"""Steps that the estimate was made with (seed 456), and steps that nobody looked at before (SEED)."""
+
+
+@pytest.fixture(scope="module", params=TABLES)
+def table(accuracy, request):
+    rows = accuracy.read_table(BENCHMARKS / request.param)
     if not rows:
-        pytest.skip("memory_accuracy.csv has not been made: python benchmarks/memory_accuracy.py")
+        pytest.skip(f"{request.param} has not been made: python benchmarks/memory_accuracy.py")
     return rows
 
 
+def require_bounds(told):
+    assert told["errors"] == []
+    assert told["median_error_percent"] <= 3
+    assert told["p95_error_percent"] <= 8
+    assert told["underestimated_by_more_than_10_percent"] == 0
+    assert told["called_safe_and_above_capacity"] == 0
+
+
 def test_the_stored_estimates_are_todays(accuracy, table):
-    """Else: python benchmarks/memory_accuracy.py --rescore"""
+    """Else: python benchmarks/memory_accuracy.py --rescore [--table benchmarks/memory_calibration.csv]"""
     stale = [
         row["index"] for row in table if accuracy.estimated(accuracy.case_of(row))["estimate_bytes"] != row["estimate_bytes"]
     ]
@@ -443,32 +457,25 @@ def test_the_stored_estimates_are_todays(accuracy, table):
 
 def test_the_estimate_on_the_whole_table(accuracy, table):
     assert all(accuracy.belongs(accuracy.case_of(row)) for row in table)
-    assert {row["seed"] for row in table} == {accuracy.SEED}
+    (seed,) = {row["seed"] for row in table}
     told = accuracy.summary(table)
-    assert told["errors"] == []
-    assert told["configurations"] >= 454
-    assert told["near_capacity"] >= 150
-    assert told["median_error_percent"] <= 3
-    assert told["p95_error_percent"] <= 8
-    assert told["underestimated_by_more_than_10_percent"] == 0
+    require_bounds(told)
+    assert told["configurations"] >= (454 if seed == accuracy.SEED else 150)
+    assert told["near_capacity"] >= (150 if seed == accuracy.SEED else 60)
     assert told["verdict_agreement"] >= 0.97
     assert told["verdict_agreement_near_capacity"] >= 0.9
-    assert told["called_safe_and_above_capacity"] == 0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_estimate_against_forty_steps_compiled_now(accuracy, table, tmp_path):
+@pytest.mark.timeout(2400)
+def test_the_estimate_against_forty_steps_compiled_now(accuracy, tmp_path):
     from jaxllm.aot import can_compile_for_gpus
 
     if not can_compile_for_gpus():
         pytest.skip("compiling for GPUs needs the extra aot")
-    cases = [accuracy.case_of(row) for row in accuracy.subset(table, 40)]
+    newest = next(table for name in reversed(TABLES) if (table := accuracy.read_table(BENCHMARKS / name)))
+    cases = [accuracy.case_of(row) for row in accuracy.subset(newest, 40)]
     accuracy.run(cases, tmp_path / "subset.csv", workers=2)
     told = accuracy.summary(accuracy.read_table(tmp_path / "subset.csv"))
-    assert told["errors"] == []
     assert told["configurations"] == 40
-    assert told["median_error_percent"] <= 3
-    assert told["p95_error_percent"] <= 8
-    assert told["underestimated_by_more_than_10_percent"] == 0
-    assert told["called_safe_and_above_capacity"] == 0
+    require_bounds(told)

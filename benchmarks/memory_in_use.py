@@ -1,0 +1,162 @@
+"""What a train step really takes of one GPU, beside XLA's figure for it and the estimate; and that what cannot fit fails.
+
+python benchmarks/memory_in_use.py [--json]        on one GPU; about ten minutes
+python benchmarks/memory_in_use.py --dry-run       the same motions at tiny sizes, on what is here
+
+Each step runs in a process of its own, through the Trainer, and the GPU's allocator says the most that was in use at once. On
+top of XLA's figure come the batches read ahead and what cuBLAS asks for: ALLOWANCE_BYTES. Then one recipe with microbatches of
+1, 2, 4 ... sequences: the first whose figure is above what the GPU has must fail, the one before must run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+ALLOWANCE_BYTES = 96 * 2**20
+"""cuBLAS's workspace (32 MiB on Hopper, as XLA asks for it, on each of two streams) and batches read ahead. By the books, not
+measured."""
+TOLERANCE = 0.03
+STEPS = 3
+CHILD_LIMIT_S = 600
+OUT_OF_MEMORY = "A device ran out of memory"
+
+STEP = ("train.sequence_length=8192", "train.global_batch_sequences=2", "train.microbatch_sequences=1")
+RECIPES: dict[str, tuple[str, ...]] = {
+    "1B, selective": ("model.name=llama-3.2-1b", *STEP),
+    "1B, selective, one text": ("model.name=llama-3.2-1b", *STEP, "data.mask_documents=false"),
+    "1B, full, two sequences at once": (
+        *("model.name=llama-3.2-1b", *STEP, "parallel.remat=full"),
+        *("train.global_batch_sequences=4", "train.microbatch_sequences=2"),
+    ),
+    "1B, none": ("model.name=llama-3.2-1b", *STEP, "parallel.remat=none", "train.sequence_length=4096"),
+    "1B, offload": ("model.name=llama-3.2-1b", *STEP, "parallel.remat=offload"),
+    "1B, one microbatch": ("model.name=llama-3.2-1b", *STEP, "train.global_batch_sequences=1"),
+    "3B, selective": ("model.name=llama-3.2-3b", *STEP),
+    "3B, full, optimizer on the host": (
+        *("model.name=llama-3.2-3b", *STEP, "parallel.remat=full", "parallel.offload_state=optimizer"),
+    ),
+}
+GROWING = ("model.name=llama-3.2-1b", "train.sequence_length=8192", "parallel.remat=selective")
+TINY = (
+    *("model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=4", "model.num_kv_heads=2"),
+    *("model.head_dim=16", "model.vocab_size=256", "train.sequence_length=64"),
+)
+"""What --dry-run adds to each recipe."""
+
+
+def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
+    """Trains a few steps in this process; 0: compiles the step and no more. in_use_bytes, limit_bytes: None where the device
+    does not say."""
+    import jax
+
+    from jaxllm import Trainer, load_config
+    from jaxllm.compile_report import total_bytes
+    from jaxllm.plan.hardware import gpu_from_device_kind
+    from jaxllm.plan.memory import estimate_memory
+
+    with tempfile.TemporaryDirectory() as folder:
+        base = {"train": {"steps": max(steps, 1)}, "run": {"dir": folder}, "parallel": {"data": 1}, "model": {}}
+        trainer = Trainer(load_config(base, [*overrides, "run.allow_overcommit=true"]))
+        for _ in trainer.steps(steps):
+            pass
+        if not steps:
+            trainer.compile_step(trainer.train_batch(0))
+        device = jax.local_devices()[0]
+        stats = device.memory_stats() or {}
+        compiled = trainer.compiled.memory_analysis()
+        estimate = estimate_memory(trainer.config, gpu_from_device_kind(device.device_kind))
+        trainer.close()
+    return {
+        "device": device.device_kind,
+        "attention": trainer.parallelized.attention,
+        "estimate_bytes": estimate.peak_bytes,
+        "compiled_bytes": total_bytes(compiled),
+        "in_use_bytes": stats.get("peak_bytes_in_use"),
+        "limit_bytes": stats.get("bytes_limit"),
+    }
+
+
+def run_apart(overrides: Sequence[str], steps: int = STEPS) -> dict[str, Any]:
+    """The same in a process of its own; `error` says why it failed."""
+    command = [sys.executable, __file__, "--child", str(steps), *overrides]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"It took more than {CHILD_LIMIT_S} s."}
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        ran_out = any(word in done.stderr for word in ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
+        return {"error": OUT_OF_MEMORY if ran_out else " | ".join(said[-3:])[-500:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def excess(found: dict[str, Any]) -> float | None:
+    """(in use - XLA's figure - allowance) / XLA's figure; negative where less was in use than allowed. None: nobody says."""
+    if found["in_use_bytes"] is None:
+        return None
+    beyond = found["in_use_bytes"] - found["compiled_bytes"]
+    return (beyond - min(max(beyond, 0), ALLOWANCE_BYTES)) / found["compiled_bytes"]
+
+
+def first_that_fails(extra: Sequence[str] = (), most: int = 64) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """(what ran, what failed): microbatches of 1, 2, 4 ... sequences of GROWING; the second, None if all up to `most` ran, has
+    the figures of the compiled step too."""
+    ran, b = [], 1
+    while b <= most:
+        batch = (f"train.global_batch_sequences={b}", f"train.microbatch_sequences={b}")
+        found = {"sequences": b, **run_apart((*GROWING, *batch, *extra), steps=2)}
+        if "error" in found:
+            compiled = run_apart((*GROWING, *batch, *extra), steps=0)
+            return ran, {**compiled, **found}
+        ran.append(found)
+        b *= 2
+    return ran, None
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"{name}: {found['error']}"
+    gib = {key: found[f"{key}_bytes"] / 2**30 for key in ("estimate", "compiled")}
+    text = f"{name}: {gib['estimate']:.2f} GiB estimated, {gib['compiled']:.2f} by XLA ({found['attention']})"
+    if found["in_use_bytes"] is None:
+        return f"{text}; {found['device']} does not say what is in use"
+    return f"{text}, {found['in_use_bytes'] / 2**30:.2f} in use ({100 * excess(found):+.1f}% beyond the allowance)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on what is here")
+    parser.add_argument("--json", action="store_true", help="one JSON object, alone on standard output")
+    parser.add_argument("--child", nargs="+", metavar="STEPS OVERRIDE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(run_here(options.child[1:], int(options.child[0]))))
+        return
+    recipes, extra, most = RECIPES, (), 64
+    if options.dry_run:
+        recipes, extra, most = dict(list(RECIPES.items())[:1]), TINY, 1
+    told: dict[str, Any] = {"steps": {}}
+    for name, overrides in recipes.items():
+        told["steps"][name] = run_apart((*overrides, *extra))
+        print(line(name, told["steps"][name]), file=sys.stderr if options.json else sys.stdout, flush=True)
+    told["ran"], told["failed"] = first_that_fails(extra, most)
+    for found in [*told["ran"], *([told["failed"]] if told["failed"] else [])]:
+        text = line(f"1B, selective, one microbatch of {found['sequences']}", found)
+        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+    if options.json:
+        print(json.dumps(told))
+    if any("error" in found for found in told["steps"].values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
