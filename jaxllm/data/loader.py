@@ -5,7 +5,8 @@ Sample k is a pure function of (seed, k, sources and weights): there is no state
 
     tokens     int32 [B, S]   what the model reads; 0 where a sequence has room left
     targets    int32 [B, S]   the token after each of them
-    mask       bool  [B, S]   targets that count in the loss: not at the end of a document, nor where there is room left
+    mask       bool  [B, S]   targets that count in the loss: not at the end of a document, nor where there is room left, nor
+                              tokens that their source does not score, such as questions in conversations
     positions  int32 [B, S]   from 0 in each piece of a document
     segments   int32 [B, S]   1, 2, ... by piece of a document, 0 where there is room left
 
@@ -78,9 +79,13 @@ class PackedDocuments:
         pieces = Pieces(*map(np.concatenate, zip(*found, strict=True))) if found else nothing
         lengths = np.asarray(self._documents.lengths[pieces.documents], np.int64)
         # One token more than the row holds: the last one's target.
-        read = self._documents.read(pieces.documents, pieces.starts, np.minimum(pieces.stops + 1, lengths))
+        spans = pieces.documents, pieces.starts, np.minimum(pieces.stops + 1, lengths)
+        read = self._documents.read(*spans)
+        scored = self._documents.scored(*spans)
+        if scored is None:
+            scored = [np.ones(len(ids), bool) for ids in read]
         batch = empty_rows(len(found), self._sequence_length, segments=self._masks)
-        texts = iter(zip(read, (pieces.stops - pieces.starts).tolist(), strict=True))
+        texts = iter(zip(read, scored, (pieces.stops - pieces.starts).tolist(), strict=True))
         for row, here in enumerate(found):
             self._fill({key: array[row] for key, array in batch.items()}, [next(texts) for _ in here.documents])
         for ids in (batch["tokens"], batch["targets"]):
@@ -92,17 +97,19 @@ class PackedDocuments:
                 )
         return batch
 
-    def _fill(self, row: Batch, texts: list[tuple[np.ndarray, int]]) -> None:
-        """Writes the pieces of one row: ids with the one after them, where the document has it, and how many go in."""
-        at = 0
-        for number, (ids, size) in enumerate(texts, start=1):
+    def _fill(self, row: Batch, texts: list[tuple[np.ndarray, np.ndarray, int]]) -> None:
+        """Writes the pieces of one row: ids with the one after them, where the document has it; which of those are scored; and
+        how many go in.
+        """
+        at = with_target = 0
+        for number, (ids, scored, size) in enumerate(texts, start=1):
             stop = at + size
             row["tokens"][at:stop] = ids[:size]
-            if not self._masks and at and not row["mask"][at - 1]:
-                row["targets"][at - 1], row["mask"][at - 1] = ids[0], True
+            if not self._masks and with_target < at:
+                row["targets"][at - 1], row["mask"][at - 1] = ids[0], scored[0]
             with_target = at + len(ids) - 1
             row["targets"][at:with_target] = ids[1:]
-            row["mask"][at:with_target] = True
+            row["mask"][at:with_target] = scored[1:]
             if self._masks:
                 row["positions"][at:stop] = np.arange(size)
                 row["segments"][at:stop] = number

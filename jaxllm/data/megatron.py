@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import ConfigError
+from jaxllm.data.documents import Documents
 from jaxllm.data.tokenizer import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -23,7 +24,7 @@ _BLOCK, _BLOCKS_BETWEEN = 4096, 64
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
-class MegatronDocuments:
+class MegatronDocuments(Documents):
     """The documents of one NAME.bin and NAME.idx, memory-mapped. See Documents.
 
     The files do not say which tokenizer made them nor which texts: keys are hashes of the documents' numbers, and documents

@@ -43,6 +43,7 @@ from jaxllm.data.shards import (
     write_shard,
 )
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
+from jaxllm.plan.hardware import available_cpus
 
 MIN_SHARD_MIB, MAX_SHARD_MIB, USUAL_SHARDS = 4, 256, 64
 """Input is cut into 64 shards where that makes none smaller or larger than these: enough for as many processes."""
@@ -179,7 +180,7 @@ def prepare(
                 raise strict_error(done[task.shard]["broken_records"][0])
     if todo:
         job = _Job(folder, tokenizer, origin, strict)
-        count = min(workers or _available_cpus(), len(todo))
+        count = min(workers or available_cpus(), len(todo))
         try:
             with _Progress(todo, progress) as shows:
                 if count == 1:
@@ -323,10 +324,6 @@ def _megabytes(count: int) -> str:
 
 def _last(parts: int) -> str:
     return f"{max(parts, 1) - 1}/{max(parts, 1)}"
-
-
-def _available_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -------------------------------------------------------------------------------------------------------- doing it

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config_errors import ConfigError
+from jaxllm.data.documents import Documents
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 FORMAT, VERSION = "jaxllm-tokens", 1
@@ -52,7 +53,7 @@ def shard_name(shard: int, shards: int) -> str:
     return f"tokens-{shard:05d}-of-{shards:05d}"
 
 
-class PreparedDocuments:
+class PreparedDocuments(Documents):
     """The documents of one prepared folder, as the Documents protocol wants them. Safe to read from several threads."""
 
     def __init__(self, folder: str | Path):

@@ -103,6 +103,21 @@ def read_part(part: Part, text_key: str) -> Iterator[Record]:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}): mend it or leave it out.") from None
 
 
+def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
+    """(line, the object on it, "") of a file of JSON lines, compressed or not, in order; None and the reason where a line holds
+    none. Blank lines are left out.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    try:
+        size = os.stat(path).st_size
+        for line, number, _, damage in _lines(Part(InputFile(path, size, 0), 0, size, size)):
+            yield (number, None, damage) if line is None else (number, *_object(line))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): mend it or leave it out.") from None
+
+
 def records_before(part: Part) -> int:
     """Lines or rows of the file that come before the part's first: what turns Record.number into a number in the file."""
     if is_parquet(part.file.path):
@@ -136,6 +151,15 @@ def _read_text(part: Part) -> Record:
 
 
 def _read_lines(part: Part, text_key: str) -> Iterator[Record]:
+    for line, number, read, damage in _lines(part):
+        text, reason = (None, damage) if line is None else _field(line, text_key)
+        yield Record(text, number, reason, read)
+
+
+def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
+    """(line, its number in the part from 1, bytes read so far, "") of lines that are not blank; None and the reason where the
+    file is damaged, which ends it.
+    """
     with open(part.file.path, "rb") as raw:
         whole = not is_splittable(part.file.path)
         file = _decompressed(part.file.path, raw)
@@ -145,7 +169,7 @@ def _read_lines(part: Part, text_key: str) -> Iterator[Record]:
             try:
                 line = file.readline()
             except _Damaged as error:
-                yield Record(None, number + 1, str(error), part.size)
+                yield None, number + 1, part.size, str(error)
                 return
             if not line:
                 return
@@ -155,8 +179,7 @@ def _read_lines(part: Part, text_key: str) -> Iterator[Record]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.isspace():
                 continue
-            text, reason = _field(line, text_key)
-            yield Record(text, number, reason, (raw.tell() if whole else position) - part.start)
+            yield line, number, (raw.tell() if whole else position) - part.start, ""
 
 
 def _skip_to_line(file: BinaryIO, start: int) -> int:
@@ -169,6 +192,15 @@ def _skip_to_line(file: BinaryIO, start: int) -> int:
 
 
 def _field(line: bytes, text_key: str) -> tuple[str | None, str]:
+    value, reason = _object(line)
+    if value is None:
+        return None, reason
+    if text_key not in value:
+        return None, f"no field {text_key!r}"
+    return _checked(value[text_key], text_key)
+
+
+def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -179,9 +211,7 @@ def _field(line: bytes, text_key: str) -> tuple[str | None, str]:
         return None, f"not JSON that can be read ({' '.join(str(error).split())})"
     if not isinstance(value, dict):
         return None, "not a JSON object"
-    if text_key not in value:
-        return None, f"no field {text_key!r}"
-    return _checked(value[text_key], text_key)
+    return value, ""
 
 
 def _checked(text: Any, text_key: str) -> tuple[str | None, str]:

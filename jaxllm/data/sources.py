@@ -20,7 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
-from jaxllm.data.documents import Documents
+from jaxllm.data.chat import ChatTemplate, load_chat_template
+from jaxllm.data.conversations import read_conversations
+from jaxllm.data.documents import Documents, DocumentsInMemory
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.megatron import MegatronDocuments
 from jaxllm.data.prepared import PreparedDocuments
@@ -65,6 +67,8 @@ class Data:
     sources: tuple[Source, ...]
     tokenizer: Tokenizer | None
     """None where no source says which tokenizer it was made with."""
+    chat_template: ChatTemplate | None = None
+    """That conversations are written with; None where none are read, or where they are plain prompts and completions."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -94,7 +98,16 @@ class Data:
             f"train on, {source.held_out_tokens:,} of {len(source.held_out):,} held out"
             for source in self.sources
         ]
+        if longer := self._conversations_cut:
+            lines.append(f"{longer:,} conversations are longer than a sequence and are cut")
         return "; ".join([*lines, f"sha256 {self.fingerprint}"])
+
+    @property
+    def _conversations_cut(self) -> int:
+        """Whose later answers are learnt without what was asked."""
+        S = self.config.train.sequence_length
+        chats = [source for part, source in zip(self.config.data.sources, self.sources, strict=True) if part.source == "chat"]
+        return sum(int((source.documents.lengths > S).sum()) for source in chats)
 
     def stream(self) -> SampleStream:
         """The training samples.
@@ -139,7 +152,8 @@ def load_data(config: Config) -> Data:
     prepared = {part.name: open_prepared(part) for part in data.sources if part.source == "prepared"}
     # Texts beside prepared folders are read with their tokenizer.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
-    documents = [prepared.get(part.name) or open_documents(part, for_texts) for part in data.sources]
+    template = _chat_template(data, for_texts)
+    documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
     sources = tuple(
@@ -155,25 +169,36 @@ def load_data(config: Config) -> Data:
             f"The tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids and model.vocab_size={config.model.vocab_size}: "
             f"set model.vocab_size to at least {tokenizer.vocab_size}, or choose the model's own tokenizer."
         )
-    return Data(config, sources, tokenizer)
+    return Data(config, sources, tokenizer, template)
 
 
 def open_prepared(source: SourceConfig) -> Documents:
     return _chain([PreparedDocuments(Path(path)) for path in source.paths])
 
 
-def open_documents(source: SourceConfig, tokenizer: Tokenizer | None) -> Documents:
+def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """The template of data.source=chat: data.chat_template, or the tokenizer's own."""
+    if not any(part.source == "chat" for part in data.sources):
+        return None
+    return load_chat_template(tokenizer.folder, data.chat_template, knows_date=False)
+
+
+def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:
     """The documents of a source that is not prepared; several files are one after another. Texts need a tokenizer: bytes if
     there is none.
 
     source=python_stdlib: every module of the running Python's standard library, tests left out. Files that are not
     UTF-8 are skipped and counted in the description. Hosts of one run need the same Python, or their texts differ.
 
+    source=chat: conversations, one on each line of the files that paths match; see conversations.py.
+
     source=files: whatever paths match. Files beneath the working directory are known by their path from there,
     others by their absolute path; keep texts beneath it if the split must not depend on the machine.
     """
     if source.source == "megatron":
         return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
+    if source.source == "chat":
+        return read_conversations(source.paths, tokenizer, template)
     if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)
@@ -190,27 +215,18 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None) -> Documen
     )
 
 
-class TextDocuments:
+class TextDocuments(DocumentsInMemory):
     """Texts tokenised in memory, one document each. See Documents; keys are hashes of the names."""
 
     def __init__(self, texts: dict[str, bytes], tokenizer: Tokenizer, description: str):
-        self.tokenizer, self.description = tokenizer, description
         ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
-        self.lengths = np.array([len(these) for these in ids], np.int64)
         # A name may hold bytes that are no UTF-8, which Python reads as surrogates.
         digests = [hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest() for name in texts]
-        self.keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
-        self._ids = np.concatenate(ids)
-        self._starts = np.cumsum(self.lengths) - self.lengths
-        self.fingerprint = hashlib.sha256(self._ids.tobytes() + self.lengths.tobytes() + self.keys.tobytes()).hexdigest()
-
-    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        begins = self._starts[documents]
-        spans = zip((begins + starts).tolist(), (begins + stops).tolist(), strict=True)
-        return [self._ids[start:stop] for start, stop in spans]
+        keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
+        super().__init__(ids, keys, tokenizer, description)
 
 
-class ChainedDocuments:
+class ChainedDocuments(Documents):
     """Several folders or files of one source, one after another. See Documents."""
 
     def __init__(self, parts: Sequence[Documents]):
@@ -233,7 +249,7 @@ class ChainedDocuments:
         return texts
 
 
-class CutDocument:
+class CutDocument(Documents):
     """A lone document as two: its first tokens to train on, its last ones held out. See Documents."""
 
     def __init__(self, whole: Documents, held_out_tokens: int):
@@ -244,8 +260,14 @@ class CutDocument:
         self.tokenizer, self.description, self.fingerprint = whole.tokenizer, whole.description, whole.fingerprint
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        return self._whole.read(*self._in_whole(documents, starts, stops))
+
+    def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
+        return self._whole.scored(*self._in_whole(documents, starts, stops))
+
+    def _in_whole(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, ...]:
         begins = self._begins[documents]
-        return self._whole.read(np.zeros_like(documents), begins + starts, begins + stops)
+        return np.zeros_like(documents), begins + starts, begins + stops
 
 
 def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Documents, np.ndarray, np.ndarray]:

@@ -34,7 +34,11 @@ class Tokenizer(Protocol):
     bos_id: int | None
     """The mark of a beginning; whether documents get it is the tokenizer's rule."""
     eos_id: int | None
-    """The mark of a document's end."""
+    """The mark of a document's end; None only where load_tokenizer was told that none is needed."""
+    special_tokens: tuple[str, ...]
+    """How special tokens are spelled."""
+    folder: Path | None
+    """Where its files are; None for bytes."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of whole documents, with the marks of beginning and end: unsigned integers of one type, [tokens] each."""
@@ -42,6 +46,14 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special: bool = True) -> np.ndarray:
         """Ids of a text that may go on: no end mark, and the beginning mark with `add_special` if documents get one."""
+        ...
+
+    def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids, starts) of texts without any marks: start i is the character with which token i begins, int64 [tokens].
+
+        Args:
+          parse_special: text that spells a special token, as chat templates write it, becomes that token.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -53,12 +65,13 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(path: str | Path, name: str | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path, name: str | None = None, *, for_documents: bool = True) -> Tokenizer:
     """The tokenizer of a folder with tokenizer.json (or of that file), or `bytes`.
 
     Args:
       path: "bytes" for UTF-8 bytes with a zero byte after each document; or what `transformers` saves.
       name: what people call it; default: the folder's name.
+      for_documents: whether it must have a mark of a document's end; without one encode_documents must not be called.
 
     Raises:
       ConfigError: nothing there, not a tokenizer, or no token that ends a document.
@@ -70,7 +83,7 @@ def load_tokenizer(path: str | Path, name: str | None = None) -> Tokenizer:
         file = file / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"There is no {file}: name a folder with tokenizer.json, or bytes.")
-    return JsonTokenizer(file, name or file.resolve().parent.name)
+    return JsonTokenizer(file, name or file.resolve().parent.name, for_documents)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -88,12 +101,18 @@ class ByteTokenizer:
     vocab_size = 256
     bos_id = None
     eos_id = DOCUMENT_END[0]
+    special_tokens = ()
+    folder = None
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode() + DOCUMENT_END, np.uint8) for text in texts]
 
     def encode(self, text: str, add_special: bool = True) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
+
+    def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        sizes = [[len(character.encode()) for character in text] for text in texts]
+        return [(self.encode(text), np.repeat(np.arange(len(text)), size)) for text, size in zip(texts, sizes, strict=True)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return bytes(np.asarray(ids, np.uint8)).replace(DOCUMENT_END, b"").decode("utf-8", errors="replace")
@@ -105,25 +124,23 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json, with the marks that the files beside it name."""
 
-    def __init__(self, file: Path, name: str):
-        import tokenizers
-
-        self.name = name
+    def __init__(self, file: Path, name: str, for_documents: bool = True):
+        self.name, self.folder = name, file.parent
         self._file, self._content = file, _read(file)
+        self._bare: dict[bool, Any] = {}
         try:
             # The library raises bare Exception.
-            self._tokenizer = tokenizers.Tokenizer.from_str(self._content.decode("utf-8"))
+            self._tokenizer = _from_json(self._content.decode("utf-8"))
         except Exception as error:
-            raise ConfigError(f"{file} is no tokenizer ({_line(error)}): save it again with the tokenizers library.") from None
-        # What suited the batches of some model's users would cut documents, or fill them up.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            raise ConfigError(
+                f"{file} is no tokenizer ({line_of(error)}): save it again with the tokenizers library."
+            ) from None
 
-        self._config = _read_json(file.parent / "tokenizer_config.json")
+        self._config = read_json(file.parent / "tokenizer_config.json")
         self.bos_id, bos_name = self._mark("bos")
         self.eos_id, eos_name = self._mark("eos")
         self._adds_bos = self._config.get("add_bos_token") is True
-        if self.eos_id is None:
+        if self.eos_id is None and for_documents:
             missing = f"its eos_token {eos_name!r} is not in the vocabulary" if eos_name else "no file beside it names one"
             raise ConfigError(
                 f"{file} has no token that ends a document ({missing}): "
@@ -140,6 +157,9 @@ class JsonTokenizer:
             if not added[mark].special:
                 self._tokenizer.add_special_tokens([added[mark].content])
         self._tokenizer.encode_special_tokens = True
+        special = [token_id for token_id, token in added.items() if token.special]
+        wanted = sorted({*special, self.bos_id, self.eos_id} - {None})
+        self.special_tokens = tuple(map(self._tokenizer.id_to_token, wanted))
 
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self._dtype = token_dtype(self.vocab_size)
@@ -167,6 +187,22 @@ class JsonTokenizer:
                 ids.pop()
         return np.array(ids, self._dtype)
 
+    def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        with self._library_errors():
+            encodings = self._without_post_processor(parse_special).encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(e.ids, self._dtype), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
+
+    def _without_post_processor(self, parse_special: bool) -> Any:
+        """The same vocabulary and rules, but nothing added, and each token where it lies: GPT-2's post-processor takes white
+        space off the places it reports.
+        """
+        if parse_special not in self._bare:
+            bare = _from_json(json.dumps({**json.loads(self._content), "post_processor": None}))
+            bare.add_special_tokens(list(self.special_tokens))
+            bare.encode_special_tokens = not parse_special
+            self._bare[parse_special] = bare
+        return self._bare[parse_special]
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
@@ -191,7 +227,7 @@ class JsonTokenizer:
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ConfigError(
-                f"The tokenizer {self.name} cannot encode a text ({_line(error)}): mend its tokenizer.json or choose another."
+                f"The tokenizer {self.name} cannot encode a text ({line_of(error)}): mend its tokenizer.json or choose another."
             ) from None
 
     def _begun(self, ids: list[int]) -> list[int]:
@@ -205,20 +241,30 @@ class JsonTokenizer:
     def _mark(self, which: str) -> tuple[int | None, str | None]:
         """Id and name of the bos or eos token; the id is None where the vocabulary lacks it, both where none is named."""
         folder = self._file.parent
-        for values in (self._config, _read_json(folder / "special_tokens_map.json")):
+        for values in (self._config, read_json(folder / "special_tokens_map.json")):
             token = values.get(f"{which}_token")
             if isinstance(token, dict):
                 token = token.get("content")
             if isinstance(token, str):
                 return self._tokenizer.token_to_id(token), token
         for file in ("config.json", "generation_config.json"):
-            token_id = _read_json(folder / file).get(f"{which}_token_id")
+            token_id = read_json(folder / file).get(f"{which}_token_id")
             if isinstance(token_id, list) and token_id:
                 token_id = token_id[0]
             if isinstance(token_id, int) and token_id >= 0:
                 token = self._token(token_id)
                 return (None, f"id {token_id}") if token is None else (token_id, token)
         return None, None
+
+
+def _from_json(content: str) -> Any:
+    """The library's tokenizer. What suited the batches of some model's users would cut documents, or fill them up."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read(file: Path) -> bytes:
@@ -228,18 +274,18 @@ def _read(file: Path) -> bytes:
         raise ConfigError(f"{file} cannot be read ({error.strerror}): mend it or name another tokenizer.") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """A file's one object; nothing where there is no file."""
     if not file.is_file():
         return {}
     try:
         values = json.loads(_read(file))
     except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({_line(error)}): mend it or remove it.") from None
+        raise ConfigError(f"{file} is not JSON ({line_of(error)}): mend it or remove it.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds no JSON object: mend it or remove it.")
     return values
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")

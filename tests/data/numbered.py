@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from jaxllm.data.documents import Documents
 
-class NumberedDocuments:
+
+class NumberedDocuments(Documents):
     """Document d of the given lengths; token ids count through all of them."""
 
     tokenizer, description, fingerprint = None, "numbers", "0"

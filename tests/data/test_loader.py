@@ -109,6 +109,33 @@ def test_without_masks_a_sequence_is_one_text(lengths, sequence_length):
     assert full.sum() >= len(full) - 1
 
 
+class EveryThird(NumberedDocuments):
+    """Scores the tokens whose id is a multiple of three."""
+
+    def scored(self, documents, starts, stops):
+        return [ids % 3 == 0 for ids in self.read(documents, starts, stops)]
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
+    sequence_length=st.integers(1, 24),
+    packing=st.sampled_from(["concat", "best_fit"]),
+    masks=st.booleans(),
+)
+def test_only_scored_targets_count(lengths, sequence_length, packing, masks):
+    """Those of a source that scores all, less those that this one does not score; everything else stays."""
+    masks = masks or packing == "best_fit"
+    every, third = (
+        stream(kind(lengths, first=1), sequence_length=sequence_length, packing=packing, masks=masks)
+        for kind in (NumberedDocuments, EveryThird)
+    )
+    every, third = every.samples(epoch(every, 1)), third.samples(epoch(third, 1))
+    np.testing.assert_array_equal(third.pop("mask"), every.pop("mask") & (every["targets"] % 3 == 0))
+    for name, array in every.items():
+        np.testing.assert_array_equal(third[name], array)
+
+
 def test_sample_k_depends_on_seed_and_k_alone():
     sources, ks = ([30, 5, 70, 20], [50, 9], [200]), np.arange(300)
     whole = stream(*sources, seed=7, weights=[3, 1, 2]).samples(ks)

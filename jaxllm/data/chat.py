@@ -1,0 +1,296 @@
+"""Chat templates: how a model was taught to read a conversation, and which part of it is the model's own.
+
+A template is a Jinja program that comes with a model and turns messages, [{"role": "user", "content": "..."}, ...], into the
+text the model saw. Other people wrote it, so it runs in Jinja's sandbox.
+
+What an answer is, is found by rendering twice: the conversation up to before an assistant's message with the generation
+prompt, which is all that a model gets when it is asked, and the conversation with that message. The second goes on where the
+first ends, and what it adds is what the model has to write itself, up to the token that ends its turn.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.data.tokenizer import line_of, read_json
+
+ASSISTANT = "assistant"
+TEMPLATE_FILE = "chat_template.jinja"
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+# Two code points that Unicode keeps for a program's own use: no text may hold them.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+
+
+class ChatTemplateError(ConfigError):
+    """A template that does not suit these messages. The message is one sentence that says what to change."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    source: str
+    """The Jinja program."""
+    origin: str
+    """Where it came from, for errors."""
+    special_tokens: Mapping[str, str]
+    """bos_token, eos_token and so on, by which templates call them."""
+    knows_date: bool = True
+    """Whether it may ask for today's date. Not where text must be the same tomorrow, to train on it: templates have a fixed
+    date then, or refuse."""
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """The text of a conversation, special tokens as they are spelled.
+
+        Args:
+          messages: objects with `role` and `content`, and whatever else the template reads.
+          add_generation_prompt: end with what an assistant's answer follows.
+
+        Raises:
+          ChatTemplateError: the template refuses these messages.
+        """
+        return self._render(messages, add_generation_prompt)
+
+    def render_answers(
+        self, messages: Sequence[Message], wanted: Collection[int], special_tokens: Sequence[str]
+    ) -> tuple[str, list[Span]]:
+        """The text of a whole conversation and where in it the wanted assistant's messages are, in their order: without what
+        the generation prompt writes before them, with the token that ends them. It renders twice for each.
+
+        Where a template has no generation prompt and writes the head of a turn with the answer, the answer begins with its
+        content. Where it writes earlier turns otherwise once an answer follows (some leave out earlier reasoning), its
+        {% generation %} marks say what the answers are.
+
+        Args:
+          wanted: numbers of messages, from 0, each an assistant's.
+          special_tokens: how the tokenizer spells them; the last one in an answer that only white space follows ends the turn.
+
+        Raises:
+          ChatTemplateError: the template refuses these messages, or it cannot be said where an answer is.
+        """
+        text, finder = self.render(messages), _Finder(special_tokens)
+        try:
+            return text, [self._answer(messages, number, text, finder) for number in sorted(wanted)]
+        except ChatTemplateError:
+            if not self._has_marks:
+                raise
+        return text, self._marked(messages, wanted, text, finder)
+
+    def _answer(self, messages: Sequence[Message], number: int, text: str, finder: _Finder) -> Span:
+        before, so_far = messages[:number], messages[: number + 1]
+        prompt = self.render(before, add_generation_prompt=True)
+        whole = text if len(so_far) == len(messages) else self.render(so_far)
+        if not whole.startswith(prompt):
+            raise self._refusal(
+                f"writes what comes before message {number + 1} otherwise once that answer follows, and has no "
+                f"{{% generation %}} marks to say what the answer is"
+            )
+        start, stop = len(prompt), finder.end_of_turn(whole, len(prompt))
+        if not text.startswith(whole[:stop]):
+            raise self._refusal(
+                f"writes message {number + 1} otherwise once other messages follow, and has no {{% generation %}} marks to "
+                f"say what the answer is"
+            )
+        content = str(messages[number].get("content") or "").strip()
+        if not whole[start:].lstrip().startswith(content) and self.render(before) == prompt:
+            # No generation prompt: the head of the turn came with the answer.
+            start = whole.find(content, start, stop)
+            if start < 0:
+                raise self._refusal(f"has no generation prompt and does not write message {number + 1} as it is")
+        return start, stop
+
+    def _marked(self, messages: Sequence[Message], wanted: Collection[int], text: str, finder: _Finder) -> list[Span]:
+        """The wanted answers by the template's {% generation %} marks."""
+        if _BEGIN in text or _END in text:
+            raise self._refusal("finds a character in the conversation that no text may hold")
+        marked = self._render(messages, False, marks=(_BEGIN, _END))
+        spans, parts, at = [], re.split(f"([{_BEGIN}{_END}])", marked), 0
+        for part in parts:
+            if part == _BEGIN:
+                spans.append((at, at))
+            elif part == _END:
+                spans[-1] = (spans[-1][0], finder.closing_token(text, spans[-1][0], at))
+            else:
+                at += len(part)
+        answers = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
+        if at != len(text) or len(spans) != len(answers):
+            raise self._refusal(f"marks {len(spans)} answers in a conversation that has {len(answers)}")
+        return [span for number, span in zip(answers, spans, strict=True) if number in wanted]
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.compiled.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                generation_marks=marks,
+                # Templates that ask whether these are none expect them to be there.
+                tools=None,
+                documents=None,
+                **self.special_tokens,
+            )
+        except TemplateError as error:
+            raise self._refusal(f"refuses the conversation ({line_of(error)})") from None
+        except Exception as error:
+            # A program of somebody else's: whatever it stumbles over is a fault of these messages or of its own.
+            raise self._refusal(f"fails on the conversation ({type(error).__name__}: {line_of(error)})") from None
+
+    def _refusal(self, what: str) -> ChatTemplateError:
+        return ChatTemplateError(f"The chat template of {self.origin} {what}: change the messages or name another template.")
+
+    @cached_property
+    def _has_marks(self) -> bool:
+        return re.search(r"{%-?\+?\s*generation\b", self.source) is not None
+
+    @cached_property
+    def compiled(self) -> Any:
+        """Jinja's template. Raises ConfigError if it is none."""
+        from jinja2 import TemplateSyntaxError
+
+        environment = _environment()
+        if self.knows_date:
+            environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            return environment.from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"The chat template of {self.origin} is not Jinja (line {error.lineno}: {line_of(error)}): mend it, or name "
+                f"another template."
+            ) from None
+
+
+def load_chat_template(
+    folder: str | Path | None, file: str | Path | None = None, *, knows_date: bool = True
+) -> ChatTemplate | None:
+    """The chat template of a model or tokenizer folder: chat_template.jinja, or what tokenizer_config.json calls chat_template
+    (of several the one named default). None if it has none.
+
+    Args:
+      folder: None for a tokenizer without one, which has no special tokens either.
+      file: a Jinja file to take instead.
+      knows_date: whether the template may ask for today's date.
+
+    Raises:
+      ConfigError: the file is missing or cannot be read, or is no template.
+    """
+    if file is not None:
+        found = _read_template(Path(file))
+    else:
+        found = None if folder is None else _template_in(Path(folder))
+    if found is None:
+        return None
+    source, origin = found
+    template = ChatTemplate(source, str(origin), {} if folder is None else _spelled(Path(folder)), knows_date)
+    template.compiled  # noqa: B018  # A broken one is refused here, not at the first conversation.
+    return template
+
+
+def _template_in(folder: Path) -> tuple[str, Path] | None:
+    """The template of a folder and the file that holds it."""
+    if (folder / TEMPLATE_FILE).is_file():
+        return _read_template(folder / TEMPLATE_FILE)
+    origin = folder / "tokenizer_config.json"
+    found = read_json(origin).get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        if "default" not in named:
+            raise ConfigError(
+                f"{origin} has no chat template named default, but {', '.join(map(str, named)) or 'an empty list'}: save the "
+                f"one you mean as {TEMPLATE_FILE} beside it."
+            )
+        found = named["default"]
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise ConfigError(f"The chat_template in {origin} is no text: mend it, or save one as {TEMPLATE_FILE} beside it.")
+    return found, origin
+
+
+def _read_template(file: Path) -> tuple[str, Path]:
+    try:
+        return file.read_text(encoding="utf-8"), file
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The chat template {file} cannot be read ({line_of(error)}): name another file.") from None
+
+
+def _spelled(folder: Path) -> dict[str, str]:
+    """Every NAME_token of the folder, as text."""
+    tokens = {}
+    for values in (read_json(folder / "special_tokens_map.json"), read_json(folder / "tokenizer_config.json")):
+        for name, token in values.items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(text, str):
+                tokens[name] = text
+    return tokens
+
+
+class _Finder:
+    """Finds where answers end in a rendered conversation."""
+
+    def __init__(self, special_tokens: Sequence[str]):
+        # The longest first: one may begin with another.
+        spelled = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
+
+    def end_of_turn(self, text: str, start: int) -> int:
+        """Where an answer that begins at `start` and reaches to the end of `text` really ends: behind its last special token,
+        if nothing but white space follows that; a model that has written it is not asked for more.
+        """
+        stop = max((found.end() for found in self._special.finditer(text, start)), default=start)
+        return stop if stop > start and not text[stop:].strip() else len(text)
+
+    def closing_token(self, text: str, start: int, stop: int) -> int:
+        """The end of a marked answer [start, stop), with the special token that ends the turn, within the marks or just behind
+        them.
+        """
+        ended = self.end_of_turn(text[:stop], start)
+        if any(found.end() == ended for found in self._special.finditer(text[:ended], start)):
+            return ended
+        following = self._special.match(text, stop)
+        return following.end() if following else stop
+
+
+def _environment() -> Any:
+    """What chat templates expect to run in: transformers' documentation calls it the contract of a template."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationMarks(Extension):
+        """{% generation %} ... {% endgeneration %}: puts what the caller of render() gave as marks around what it holds."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_between_marks", [nodes.ContextReference()])
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _between_marks(self, context: Any, caller: Any) -> str:
+            begin, end = context.get("generation_marks", ("", ""))
+            return begin + caller() + end
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
+        # Jinja's own escapes what HTML would take for markup.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = tojson
+    return environment

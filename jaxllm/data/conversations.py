@@ -1,0 +1,222 @@
+"""Conversations as documents: JSON lines, a chat template, and which tokens are answers.
+
+A line holds one conversation, in one of these forms:
+
+    {"messages": [{"role": "system", "content": ...}, {"role": "user", ...}, {"role": "assistant", ...}, ...]}
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}           as ShareGPT has it
+    {"prompt": ..., "completion": ...}     two texts, or two lists of messages, of which only the completion is learnt
+
+Two texts become a user's and an assistant's message where there is a chat template, and else one text with the end mark.
+Every assistant's message is scored, with the token that ends its turn, and nothing else. The conversation is tokenised as one
+text; a token is scored if it begins inside an answer, so one that straddles the beginning is not: whoever asks the model has
+written it already.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, Message, Span
+from jaxllm.data.documents import DocumentsInMemory
+from jaxllm.data.records import is_lines, read_objects
+from jaxllm.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+BROKEN_SHOWN = 5
+"""Lines that could not be used and are named in a warning."""
+_ROLES = {"human": "user", "gpt": ASSISTANT}
+"""What ShareGPT calls them; other names stay."""
+# Conversations that are tokenised together: the tokenizer uses all cores, and its results are bulky.
+_TOGETHER = 1000
+
+
+class _Broken(Exception):
+    """Why a line cannot be used."""
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A conversation as the model reads it."""
+
+    key: int
+    text: str
+    answers: Sequence[Span]
+    rendered: bool
+    """By a template, which spells special tokens; else text is text, and the tokenizer's marks come around it."""
+
+
+def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None) -> DocumentsInMemory:
+    """The conversations of files of JSON lines (.jsonl, .ndjson, .json; .gz and .zst too), in the order of their sorted paths.
+    Lines that cannot be used are skipped: counted in the description, and the first of them named in a warning.
+
+    Keys are hashes of the messages, so whether one is held out depends on neither files nor tokenizer.
+
+    Args:
+      template: None if the tokenizer has none; then only prompts and completions that are texts can be read.
+
+    Raises:
+      ConfigError: no file matches, a file is no JSON lines or cannot be read, there are messages but no template, or no line
+        can be used.
+    """
+    files = _files(patterns)
+    broken: list[str] = []
+    conversations = _conversations(files, tokenizer, template, broken)
+    keys, ids, scored = [], [], []
+    while together := list(islice(conversations, _TOGETHER)):
+        for conversation, (tokens, answers) in zip(together, _tokenize(together, tokenizer), strict=True):
+            keys.append(conversation.key)
+            ids.append(tokens)
+            scored.append(answers)
+    if not ids:
+        reason = broken[0] if broken else "they are empty"
+        raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
+    for line in broken[:BROKEN_SHOWN]:
+        log.warning("Skipped %s", line)
+    num_scored = sum(int(these.sum()) for these in scored)
+    share = num_scored / sum(map(len, ids))
+    description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{_skipped(broken, len(ids))})"
+    return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, description, scored)
+
+
+def _skipped(broken: Sequence[str], used: int) -> str:
+    count = len(broken)
+    return f"; {count:,} of {count + used:,} lines skipped, the first {broken[0]}" if broken else ""
+
+
+def _files(patterns: Sequence[str]) -> list[str]:
+    found = sorted({path for pattern in patterns for path in glob.iglob(pattern, recursive=True) if os.path.isfile(path)})
+    if not found:
+        raise ConfigError(f"No file matches {', '.join(patterns)}: check the path (it is relative to {Path.cwd()}).")
+    for path in found:
+        if not is_lines(path):
+            raise ConfigError(f"{path} is not .jsonl: conversations are read from JSON lines, one on each line.")
+    return found
+
+
+def _conversations(
+    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: list[str]
+) -> Iterator[_Text]:
+    """What can be used of the files, in order; `broken` gets FILE:LINE: reason of the rest."""
+    for path in files:
+        for line, record, reason in read_objects(path):
+            try:
+                if record is None:
+                    raise _Broken(reason)
+                yield _read(record, tokenizer, template)
+            except (_Broken, ChatTemplateError) as error:
+                broken.append(f"{path}:{line}: {str(error).rstrip('.')}")
+
+
+def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:
+    """Raises _Broken or ChatTemplateError where the record cannot be used, ConfigError where no other could be either."""
+    given, messages = 0, []
+    if record.get("tools"):
+        raise _Broken("it offers tools, which would not be written")
+    if list_of := next((name for name in ("messages", "conversations") if name in record), None):
+        messages = _messages(record[list_of], list_of)
+    elif "prompt" in record and "completion" in record:
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if template is None:
+                return _plain(prompt, completion)
+            messages = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
+        else:
+            before = _messages(prompt, "prompt")
+            given, messages = len(before), before + _messages(completion, "completion")
+    else:
+        raise _Broken("it has neither messages nor conversations nor prompt and completion")
+    if template is None:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name} has no chat template, which messages need: set data.chat_template to a Jinja file."
+        )
+    wanted = [number for number in range(given, len(messages)) if messages[number]["role"] == ASSISTANT]
+    if not wanted:
+        raise _Broken("no message of an assistant, so nothing to learn from")
+    for number, message in enumerate(messages, start=1):
+        # Its other fields too: a template may write any of them.
+        _check_text(json.dumps(message, ensure_ascii=False), f"message {number}", tokenizer.special_tokens)
+        if number - 1 in wanted and not message["content"].strip():
+            raise _Broken(f"message {number} is an empty answer")
+    text, answers = template.render_answers(messages, wanted, tokenizer.special_tokens)
+    return _Text(_key(messages), text, answers, rendered=True)
+
+
+def _plain(prompt: str, completion: str) -> _Text:
+    for name, text in (("prompt", prompt), ("completion", completion)):
+        _check_text(text, name, ())
+    if not completion.strip():
+        raise _Broken("the completion is empty")
+    text = prompt + completion
+    return _Text(_key([prompt, completion]), text, [(len(prompt), len(text))], rendered=False)
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    """Messages with role and content, whichever names they came with."""
+    if not isinstance(value, list) or not value:
+        raise _Broken(f"{where} is no list of messages")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise _Broken(f"message {number} of {where} is no object")
+        if "from" in message and "value" in message:
+            rest = {name: content for name, content in message.items() if name not in ("from", "value")}
+            message = {"role": _ROLES.get(str(message["from"]), message["from"]), "content": message["value"], **rest}
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise _Broken(f"message {number} of {where} has no text as its {name}")
+        messages.append(message)
+    return messages
+
+
+def _check_text(text: str, where: str, special_tokens: Sequence[str]) -> None:
+    try:
+        # JSON can escape half of a surrogate pair, which no encoding of text can hold.
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _Broken(f"{where} holds half a surrogate pair") from None
+    # It would become that token: the end of a turn in the middle of one, say.
+    if spelled := next((token for token in special_tokens if token in text), None):
+        raise _Broken(f"{where} spells the special token {spelled}")
+
+
+def _key(messages: Sequence[Any]) -> int:
+    text = json.dumps(messages, sort_keys=True, ensure_ascii=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _tokenize(texts: Sequence[_Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(ids, which are scored) of each."""
+    # A file may mix both forms; each goes to the tokenizer in one batch.
+    encoded: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for rendered in (True, False):
+        here = [number for number, text in enumerate(texts) if text.rendered == rendered]
+        encoded |= zip(here, tokenizer.encode_with_starts([texts[n].text for n in here], parse_special=rendered), strict=True)
+    for number, text in enumerate(texts):
+        ids, starts = encoded[number]
+        scored = np.zeros(len(ids), bool)
+        for start, stop in text.answers:
+            scored |= (start <= starts) & (starts < stop)
+        yield (ids, scored) if text.rendered else _with_marks(text.text, ids, scored, tokenizer)
+
+
+def _with_marks(text: str, ids: np.ndarray, scored: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The same as a document, with the marks of beginning and end that its tokenizer gives: the end is scored."""
+    (document,) = tokenizer.encode_documents([text])
+    before = next(n for n in range(len(document) - len(ids) + 1) if np.array_equal(document[n : n + len(ids)], ids))
+    marked = np.ones(len(document), bool)
+    marked[:before] = False
+    marked[before : before + len(ids)] = scored
+    return document, marked

@@ -1,0 +1,533 @@
+import functools
+import gzip
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import zstandard
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from jaxllm.config import ConfigError, load_config
+from jaxllm.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
+from jaxllm.data.conversations import _key, read_conversations
+from jaxllm.data.sources import load_data
+from jaxllm.data.tokenizer import load_tokenizer
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+CHATML = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+WITHOUT_PROMPT = CHATML.partition("\n{%- if add")[0]
+LLAMA_2 = """\
+{%- set system = messages[0].content if messages[0].role == 'system' else none %}
+{%- for m in (messages if system is none else messages[1:]) %}
+  {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+  {%- if m.role == 'user' %}
+    {{- bos_token + '[INST] ' + ('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system else '') }}
+    {{- m.content.strip() + ' [/INST]' }}
+  {%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}
+{%- endfor %}"""
+LLAMA_3 = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + (m.content | trim) + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+# Earlier turns lose what comes before </think>, as in models that reason.
+FORGETS = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>') | last)")
+FORGETS_WITH_MARKS = """\
+{%- for m in messages %}
+    {%- set text = m.content if loop.last else m.content.split('</think>') | last %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{ text }}{% endgeneration %}{% else %}{{ text }}{% endif %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"""
+PUTS_THOUGHTS_IN = CHATML.replace("'\n' + m.content", "'\n' + ('<think></think>' if m.role == 'assistant' else '') + m.content")
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is  four.\n"},
+    {"role": "user", "content": "And the capital of France?\n"},
+    {"role": "assistant", "content": "Paris, été comme hiver."},
+]
+THOUGHTFUL = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "<think>Easy.</think>Four."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "<think>Hm.</think>Yes."},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small byte-level tokenizer. Its post-processor adds a mark, and takes white space off the offsets."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator([m["content"] for m in CONVERSATION + THOUGHTFUL] * 3, trainer)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]),
+        ]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    marks = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(marks))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def read(folder, tokenizer, tmp_path):
+    """read(records, template) -> Documents of a .jsonl file; a record that is a string is a line as it is."""
+
+    def do(records, template=CHATML, name="chat.jsonl", open_file=open):
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        with open_file(tmp_path / name, "wb") as file:
+            file.write("\n".join(lines).encode())
+        made = None if template is None else template_of(template)
+        return read_conversations([str(tmp_path / "*.json*")], tokenizer, made)
+
+    return do
+
+
+def template_of(source):
+    return ChatTemplate(source, "a test", {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def whole(documents, number=0):
+    """(ids, scored) of one document."""
+    span = np.array([number]), np.array([0]), documents.lengths[[number]]
+    (ids,), (scored,) = documents.read(*span), documents.scored(*span)
+    return ids, scored
+
+
+@functools.cache
+def decoder_of(folder):
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def answers(documents, folder, number=0):
+    """What the scored tokens of a document spell, run by run."""
+    ids, scored = whole(documents, number)
+    cuts = np.flatnonzero(np.diff(scored.astype(int))) + 1
+    runs = [run for run, is_answer in zip(np.split(ids, cuts), np.split(scored, cuts), strict=True) if is_answer[0]]
+    return [decoder_of(folder).decode(run.tolist(), skip_special_tokens=False) for run in runs]
+
+
+def text(documents, folder, number=0):
+    return decoder_of(folder).decode(whole(documents, number)[0].tolist(), skip_special_tokens=False)
+
+
+# ------------------------------------------------------------------------------------------------------- what is scored
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        pytest.param(CHATML, CONVERSATION, ["It is  four.\n<|im_end|>", "Paris, été comme hiver.<|im_end|>"], id="chatml"),
+        pytest.param(
+            WITHOUT_PROMPT, CONVERSATION, ["It is  four.\n<|im_end|>", "Paris, été comme hiver.<|im_end|>"], id="no prompt"
+        ),
+        pytest.param(LLAMA_2, CONVERSATION, [" It is  four. </s>", " Paris, été comme hiver. </s>"], id="llama 2"),
+        pytest.param(LLAMA_3, CONVERSATION, ["It is  four.<|eot_id|>", "Paris, été comme hiver.<|eot_id|>"], id="llama 3"),
+        pytest.param(FORGETS, CONVERSATION, ["It is  four.\n<|im_end|>", "Paris, été comme hiver.<|im_end|>"], id="keeps"),
+        pytest.param(FORGETS_WITH_MARKS, THOUGHTFUL, ["Four.<|im_end|>", "<think>Hm.</think>Yes.<|im_end|>"], id="marks"),
+        pytest.param(
+            PUTS_THOUGHTS_IN,
+            CONVERSATION,
+            ["<think></think>It is  four.\n<|im_end|>", "<think></think>Paris, été comme hiver.<|im_end|>"],
+            id="what the model writes first",
+        ),
+    ],
+)
+def test_scored_tokens_are_exactly_the_answers(read, folder, template, messages, expected):
+    documents = read([{"messages": messages}], template)
+    assert answers(documents, folder) == expected
+    assert text(documents, folder) == template_of(template).render(messages)
+
+
+def test_special_tokens_of_the_rendering_are_single_tokens(read, tokenizer):
+    ids, scored = whole(read([{"messages": CONVERSATION}]))
+    spelled = [tokenizer.special_tokens[i] for i in ids if i < len(SPECIAL)]
+    assert spelled == ["<|im_start|>", "<|im_end|>"] * 5
+    # The end of both answers and no other.
+    assert (ids[scored] == SPECIAL.index("<|im_end|>")).sum() == 2
+    assert (ids[scored] == SPECIAL.index("<|im_start|>")).sum() == 0
+
+
+def test_several_answers_in_a_row_and_other_roles(read, folder):
+    messages = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "One."},
+        {"role": "tool", "content": "Two."},
+        {"role": "assistant", "content": "Three."},
+        {"role": "assistant", "content": "Four."},
+    ]
+    assert answers(read([{"messages": messages}]), folder) == ["One.<|im_end|>", "Three.<|im_end|>", "Four.<|im_end|>"]
+
+
+def test_a_token_that_straddles_the_beginning_of_an_answer_is_not_scored(read, folder):
+    """ "four" is one token; cut in the middle, it begins in the prompt."""
+    documents = read([{"prompt": "It is  fo", "completion": "ur."}], template=None)
+    assert answers(documents, folder) == [".</s>"]
+
+
+def test_prompt_and_completion_without_a_template_are_a_document_whose_completion_and_end_are_scored(read, folder, tokenizer):
+    documents = read([{"prompt": "What is 2 + 2? ", "completion": "It is  four."}], template=None)
+    assert answers(documents, folder) == ["It is  four.</s>"]
+    (document,) = tokenizer.encode_documents(["What is 2 + 2? It is  four."])
+    np.testing.assert_array_equal(whole(documents)[0], document)
+    assert document[0] == SPECIAL.index("<s>")
+
+
+def test_bytes_serve_for_plain_prompts(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "é", "completion": "üb"}\n')
+    ids, scored = whole(read_conversations([str(tmp_path / "a.jsonl")], load_tokenizer("bytes"), None))
+    assert bytes(ids) == "éüb\0".encode()
+    assert bytes(ids[scored]) == "üb\0".encode()
+
+
+def test_only_the_completion_of_a_list_of_messages_is_learnt(read, folder):
+    documents = read([{"prompt": CONVERSATION[:4], "completion": CONVERSATION[4:]}])
+    assert answers(documents, folder) == ["Paris, été comme hiver.<|im_end|>"]
+    np.testing.assert_array_equal(whole(documents)[0], whole(read([{"messages": CONVERSATION}]))[0])
+
+
+def test_all_spellings_of_a_conversation_are_the_same_document(read):
+    user, answer = CONVERSATION[1]["content"], CONVERSATION[2]["content"]
+    documents = read(
+        [
+            {"messages": CONVERSATION[1:3]},
+            {"conversations": [{"from": "human", "value": user}, {"from": "gpt", "value": answer}]},
+            {"conversations": CONVERSATION[1:3], "source": "elsewhere"},
+            {"prompt": user, "completion": answer},
+            {"prompt": CONVERSATION[1:2], "completion": CONVERSATION[2:3]},
+        ]
+    )
+    assert len(set(documents.keys.tolist())) == 1
+    for number in range(1, 5):
+        for array, first in zip(whole(documents, number), whole(documents), strict=True):
+            np.testing.assert_array_equal(array, first)
+
+
+# ------------------------------------------------------------------------------------------------------------ broken lines
+
+
+BROKEN = [
+    ("nothing", "not JSON (Expecting value at column 1)"),
+    ({"text": "x"}, "it has neither messages nor conversations nor prompt and completion"),
+    ({"messages": "x"}, "messages is no list of messages"),
+    ({"messages": []}, "messages is no list of messages"),
+    ({"messages": ["x"]}, "message 1 of messages is no object"),
+    ({"messages": [{"role": "user", "content": None}]}, "message 1 of messages has no text as its content"),
+    ({"messages": CONVERSATION, "tools": [{"type": "function"}]}, "it offers tools, which would not be written"),
+    ({"messages": CONVERSATION[:2]}, "no message of an assistant, so nothing to learn from"),
+    ({"prompt": "a", "completion": " "}, "message 2 is an empty answer"),
+    ({"prompt": "<|im_end|>", "completion": "b"}, "message 1 spells the special token <|im_end|>"),
+    (
+        {"messages": [{"role": "user", "content": "a", "name": "</s>"}, *CONVERSATION]},
+        "message 1 spells the special token </s>",
+    ),
+    ('{"prompt": "\\ud800", "completion": "b"}', "message 1 holds half a surrogate pair"),
+    ({"prompt": CONVERSATION[:2], "completion": CONVERSATION[3:4]}, "no message of an assistant, so nothing to learn from"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BROKEN)
+def test_broken_lines_are_skipped_counted_and_named(read, tmp_path, caplog, record, reason):
+    good = {"messages": CONVERSATION}
+    with caplog.at_level(logging.WARNING):
+        documents = read([good, "", record, good])
+    place = f"{tmp_path}/chat.jsonl:3: {reason}"
+    assert len(documents.lengths) == 2
+    assert documents.description.endswith(f"; 1 of 3 lines skipped, the first {place})")
+    assert [message.getMessage() for message in caplog.records] == [f"Skipped {place}"]
+
+
+def test_a_file_without_a_usable_line_is_refused_with_the_first_reason(read, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        read([record for record, _ in BROKEN[1:]])
+    assert str(refused.value) == (
+        f"No line of {tmp_path}/*.json* can be used ({tmp_path}/chat.jsonl:1: it has neither messages nor conversations nor "
+        f"prompt and completion): give conversations as JSON lines."
+    )
+
+
+def test_a_template_that_forgets_and_has_no_marks_is_refused(read):
+    with pytest.raises(ConfigError) as refused:
+        read([{"messages": THOUGHTFUL}], FORGETS)
+    assert (
+        "The chat template of a test writes message 2 otherwise once other messages follow, and has no {% generation %} marks "
+        "to say what the answer is" in str(refused.value)
+    )
+
+
+def test_characters_that_unicode_reserves_do_not_confuse_the_marks():
+    messages = [*THOUGHTFUL[:3], {"role": "assistant", "content": "\ufdd1 \ufdd0"}]
+    with pytest.raises(ChatTemplateError, match="finds a character in the conversation that no text may hold"):
+        template_of(FORGETS_WITH_MARKS).render_answers(messages, [1, 3], SPECIAL)
+
+
+def test_a_template_whose_prompt_is_no_beginning_of_the_answer_is_refused():
+    template = template_of(CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"))
+    with pytest.raises(ChatTemplateError, match="writes what comes before message 3 otherwise once that answer follows"):
+        template.render_answers(CONVERSATION, [2], SPECIAL)
+
+
+def test_messages_without_a_template_are_refused_by_key(read, tokenizer):
+    with pytest.raises(ConfigError) as refused:
+        read([{"messages": CONVERSATION}], template=None)
+    assert str(refused.value) == (
+        f"The tokenizer {tokenizer.name} has no chat template, which messages need: set data.chat_template to a Jinja file."
+    )
+
+
+def test_files_are_read_compressed_and_in_the_order_of_their_names(read, folder):
+    def record(answer):
+        return {"prompt": "x", "completion": answer}
+
+    read([record("third")], name="c.jsonl")
+    read([record("second")], name="b.jsonl.gz", open_file=gzip.open)
+    documents = read([record("first")], name="a.jsonl.zst", open_file=zstandard.open)
+    assert [answers(documents, folder, n) for n in range(3)] == [["first<|im_end|>"], ["second<|im_end|>"], ["third<|im_end|>"]]
+
+
+def test_a_file_that_is_cut_short_gives_what_can_be_read(read, tmp_path, folder):
+    records = [{"prompt": "x" * n, "completion": f"answer {n}"} for n in range(1, 400)]
+    read(records, name="a.jsonl.gz", open_file=gzip.open)
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(file.read_bytes()[:-200])
+    documents = read([records[0]], name="b.jsonl")
+    assert answers(documents, folder) == ["answer 1<|im_end|>"]
+    assert re.search(r"; 1 of \d+ lines skipped, the first .*a\.jsonl\.gz:\d+: damaged gzip", documents.description)
+
+
+def test_other_kinds_of_file_are_refused(tmp_path, tokenizer):
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(ConfigError, match=r"a\.csv is not \.jsonl: conversations are read from JSON lines"):
+        read_conversations([str(tmp_path / "*")], tokenizer, None)
+
+
+# --------------------------------------------------------------------------------------------------------------- templates
+
+
+def test_the_template_of_a_folder(tmp_path):
+    def write(**config):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **config}))
+
+    assert load_chat_template(tmp_path) is None
+    write()
+    assert load_chat_template(tmp_path) is None
+    write(chat_template="{{ bos_token }}one")
+    assert load_chat_template(tmp_path).render([]) == "<s>one"
+    write(chat_template=[{"name": "tools", "template": "no"}, {"name": "default", "template": "two"}])
+    assert load_chat_template(tmp_path).render([]) == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert load_chat_template(tmp_path).render([]) == "three"
+    (tmp_path / "own.jinja").write_text("{{ bos_token }}four")
+    assert load_chat_template(tmp_path, tmp_path / "own.jinja").render([]) == "<s>four"
+    assert load_chat_template(None, tmp_path / "own.jinja").render([]) == "four"
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ([{"name": "tools", "template": "x"}], "has no chat template named default, but tools: save the one you mean"),
+        (7, "The chat_template in .*tokenizer_config.json is no text: mend it"),
+        ("{% if %}", r"tokenizer_config.json is not Jinja \(line 1: .*\): mend it, or name another template"),
+    ],
+)
+def test_no_template_where_there_should_be_one(tmp_path, found, sentence):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
+    with pytest.raises(ConfigError, match=sentence):
+        load_chat_template(tmp_path)
+
+
+def test_what_a_template_may_do():
+    def render(source, **kwargs):
+        return ChatTemplate(source, "a test", {}, **kwargs).render([{"role": "user", "content": "é<"}])
+
+    assert render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "é<"}'
+    assert render("{% for m in messages %}{% break %}{% endfor %}x{% generation %}y{% endgeneration %}") == "xy"
+    assert render("{{ strftime_now('%Y') | int > 2000 }}") == "True"
+    assert render("{{ strftime_now is defined }}", knows_date=False) == "False"
+    with pytest.raises(ChatTemplateError, match=r"The chat template of a test refuses the conversation \(no such role\): "):
+        render("{{ raise_exception('no such role') }}")
+    with pytest.raises(ChatTemplateError, match="'__class__' of 'str' object is unsafe"):
+        render("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(ChatTemplateError, match=r"fails on the conversation \(TypeError: "):
+        render("{{ 'a' + 1 }}")
+
+
+# ------------------------------------------------------------------------------------------------------------- in a config
+
+
+MODEL = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "vocab_size": 400}
+TRAIN = {"steps": 1, "sequence_length": 192, "global_batch_sequences": 2}
+
+
+@pytest.fixture
+def conversations(tmp_path):
+    """Sixty short ones, all different."""
+    path = tmp_path / "chat.jsonl"
+    records = [{"prompt": f"What is {n} + {n}?", "completion": f"It is {2 * n}."} for n in range(60)]
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def config_of(folder, path, **data):
+    template = folder / "chatml.jinja"
+    template.write_text(CHATML)
+    given = {
+        "source": "chat",
+        "paths": [str(path)],
+        "tokenizer": str(folder),
+        "chat_template": str(template),
+        "held_out_fraction": 0.2,
+    }
+    return load_config({"model": MODEL, "train": TRAIN, "data": {k: v for k, v in (given | data).items() if v is not None}})
+
+
+def test_packed_rows_count_the_answers_alone(folder, conversations):
+    data = load_data(config_of(folder, conversations, packing="best_fit"))
+    (source,) = data.sources
+    stream = data.stream()
+    rows = stream.samples(np.arange(stream.sources[0].packing.num_samples))
+    mask, segments = rows["mask"], rows["segments"]
+    assert segments.max() > 1
+    counted = decoder_of(folder).decode(rows["targets"][mask].tolist(), skip_special_tokens=False)
+    assert sorted(counted.split("<|im_end|>")[:-1]) == sorted(f"It is {2 * n}." for n in said_in(source, source.train))
+    # What predicts a target lies in the same conversation.
+    np.testing.assert_array_equal(rows["targets"][:, :-1][mask[:, :-1]], rows["tokens"][:, 1:][mask[:, :-1]])
+    np.testing.assert_array_equal(segments[:, :-1][mask[:, :-1]], segments[:, 1:][mask[:, :-1]])
+    assert not mask[:, -1].any()
+
+
+def said_in(source, which):
+    """The numbers that conversations of `conversations` are about."""
+    keys = {key_of(n): n for n in range(60)}
+    return [keys[int(source.documents.keys[document])] for document in which]
+
+
+def key_of(n):
+    return _key([{"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}])
+
+
+def test_a_run_says_how_many_conversations_are_cut(folder, conversations):
+    config = config_of(folder, conversations)
+    fits = load_data(config)
+    assert "cut" not in fits.description
+    longest = int(fits.sources[0].documents.lengths.max())
+    longer = int((fits.sources[0].documents.lengths == longest).sum())
+    train = config.train.model_copy(update={"sequence_length": longest - 1})
+    data = load_data(config.model_copy(update={"train": train}))
+    assert f"; {longer} conversations are longer than a sequence and are cut; " in data.description
+
+
+def test_which_conversations_are_held_out_depends_on_nothing_but_what_they_say(folder, conversations, tmp_path):
+    def held_out(path, **data):
+        (source,) = load_data(config_of(folder, path, **data)).sources
+        return {int(key) for key in source.documents.keys[source.held_out]}
+
+    first = held_out(conversations)
+    lines = conversations.read_text().splitlines()
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(lines[::-1]))
+    assert held_out(other) == first
+    template = tmp_path / "llama.jinja"
+    template.write_text(LLAMA_3)
+    assert held_out(conversations, chat_template=str(template)) == first
+
+
+def test_a_template_changes_the_fingerprint(folder, conversations, tmp_path):
+    template = tmp_path / "llama.jinja"
+    template.write_text(LLAMA_3)
+    chatml, llama = (load_data(config_of(folder, conversations, **d)) for d in ({}, {"chat_template": str(template)}))
+    assert chatml.fingerprint != llama.fingerprint
+    # Which tokens are scored is part of it, though the text is the same.
+    template.write_text(CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"))
+    assert load_data(config_of(folder, conversations, chat_template=str(template))).fingerprint == chatml.fingerprint
+
+
+def test_conversations_mix_with_texts(folder, conversations, text_file):
+    mixture = [
+        {"name": "chat", "source": "chat", "paths": [str(conversations)], "weight": 1},
+        {"name": "words", "source": "files", "paths": [str(text_file)], "weight": 1},
+    ]
+    config = config_of(folder, conversations, source=None, paths=None, mixture=mixture)
+    stream = load_data(config).stream()
+    ks = np.arange(40)
+    rows = stream.samples(ks)
+    of_chat = np.array([stream.locate(k)[0] == 0 for k in ks])
+    # All but the ends of the text.
+    assert rows["mask"][~of_chat].mean() > 0.99
+    share = rows["mask"][of_chat].mean()
+    assert 0.1 < share < 0.5
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"paths": None}, "data.source=chat needs data.paths: give files of JSON lines or glob patterns."),
+        ({"paths": ["nowhere/*.jsonl"]}, "data.paths: no file matches 'nowhere/*.jsonl'"),
+        ({"chat_template": "nowhere.jinja"}, "data.chat_template=nowhere.jinja is no file"),
+        ({"source": "files"}, "data.chat_template belongs to data.source=chat: name that source, or remove the template."),
+        ({"tokenizer": None}, "data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model."),
+    ],
+)
+def test_what_is_missing_is_named(folder, conversations, data, sentence):
+    with pytest.raises(ConfigError) as refused:
+        config_of(folder, conversations, **data)
+    assert sentence in str(refused.value)
+
+
+MARKS_WITH_END = FORGETS_WITH_MARKS.replace(
+    "{% endgeneration %}{% else %}", "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+).replace("{{ text }}{% endif %}\n    {{- '<|im_end|>\n' }}", "{{ text + '<|im_end|>\n' }}{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [(CHATML, CONVERSATION), (LLAMA_2, CONVERSATION), (LLAMA_3, CONVERSATION), (MARKS_WITH_END, THOUGHTFUL)],
+    ids=["chatml", "llama 2", "llama 3", "marks"],
+)
+def test_transformers_writes_and_marks_the_same(read, folder, template, messages):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    ids, scored = whole(read([{"messages": messages}], template))
+    for prompt in (False, True):
+        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert template_of(template).render(messages, add_generation_prompt=prompt) == text
+    found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask="endgeneration" in template)
+    assert found["input_ids"] == ids.tolist()
+    if "endgeneration" in template:
+        assert found["assistant_masks"] == scored.astype(int).tolist()
+
+
+def test_the_real_template_scores_the_real_answers(smollm2_folder, chatterbot_file):
+    tokenizer, template = load_tokenizer(smollm2_folder), load_chat_template(smollm2_folder)
+    documents = read_conversations([str(chatterbot_file)], tokenizer, template)
+    assert len(documents.lengths) == 2025
+    records = [json.loads(line)["messages"] for line in Path(chatterbot_file).read_text().splitlines()]
+    for number in range(0, 2025, 97):
+        said = [message["content"] + "<|im_end|>" for message in records[number] if message["role"] == "assistant"]
+        assert answers(documents, smollm2_folder, number) == said
