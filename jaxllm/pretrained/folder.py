@@ -1,0 +1,377 @@
+"""Folders that hold a model: Hugging Face's and jaxllm's own, read alike, in pieces, without JAX.
+
+    folder = open_folder("--model", "smollm2")
+    folder.model, folder.tokenizer                       # our `model` section; the folder with tokenizer.json
+    folder.read(("layers", "mlp", "gate"), (slice(0, 1), slice(0, 8), slice(None)))
+
+jaxllm's own, format 2:
+
+    model.json             the `model` section, where the weights came from, the files, what Hugging Face called its parts
+    weights*.safetensors   our parameters by their dotted paths, layers stacked in front, exactly vocab_size rows
+    tokenizer/             tokenizer files, generation_config.json and the original config.json
+
+Format 1, made of Orbax files, is read by train/weights.py.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.hf_config import CONFIG, MODEL, model_section, read_json
+from jaxllm.pretrained.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
+from jaxllm.pretrained.safetensors import DTYPES, Tensor, TensorFile
+
+FORMAT = 2
+TOKENIZER, GENERATION = "tokenizer", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BESIDE = (GENERATION, CONFIG, "LICENSE*", "NOTICE*", "USE_POLICY*")
+OF_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tekken.json"),
+    *("chat_template*", "additional_chat_templates"),
+)
+"""Names of what travels with weights."""
+BLOCK = 2**23
+"""Elements that are compared at once."""
+PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
+
+Index = Sequence[slice]
+"""One slice of step 1 for each dim of a parameter."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A run of a tensor's elements in a file: one layer's array, as it lies there."""
+
+    tensor: Tensor
+    first: int
+    size: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Elements [begin, end) of the run, flat."""
+        elements = self.tensor.nbytes // self.dtype.itemsize
+        return self.tensor.read([(self.first + begin, self.first + end)], (elements,))
+
+
+@dataclass
+class Folder:
+    """A model on disk. Subclasses say how its values are read."""
+
+    path: Path
+    description: str
+    """For people: where it is and, of a run, the step."""
+    model: dict[str, Any]
+    """Our `model` section; at least the keys of the shape."""
+    companions: Path | None = None
+    """The folder that holds its tokenizer files, generation_config.json and config.json, if there is one."""
+    hugging_face: dict[str, Any] = field(default_factory=dict)
+    """Of weights that came from there: how the two matrices of the vocabulary and the dtypes were stored."""
+    sequence_length: int | None = None
+    """It was trained with, where jaxllm trained it."""
+
+    def __post_init__(self):
+        self.entries: dict[tuple[str, ...], Entry] = {entry.path: entry for entry in entries(self.model)}
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder with tokenizer.json."""
+        found = self._companion("tokenizer.json")
+        return None if found is None else found.parent
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json; {} without one."""
+        return self._read_companion(GENERATION)
+
+    @property
+    def original_config(self) -> dict[str, Any]:
+        """The content of the config.json that travelled with the weights; {} without one."""
+        return self._read_companion(CONFIG)
+
+    def _companion(self, name: str) -> Path | None:
+        found = None if self.companions is None else self.companions / name
+        return found if found is not None and found.is_file() else None
+
+    def _read_companion(self, name: str) -> dict[str, Any]:
+        found = self._companion(name)
+        return {} if found is None else read_json(found)
+
+    @property
+    def common_dtype(self) -> np.dtype:
+        """Of most of its values."""
+        sizes: dict[np.dtype, int] = {}
+        for entry in self.entries.values():
+            dtype = self.dtype(entry.path)
+            sizes[dtype] = sizes.get(dtype, 0) + int(np.prod(entry.shape, dtype=np.int64))
+        return max(sizes, key=sizes.__getitem__)
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        """Of `read`'s arrays."""
+        raise NotImplementedError
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        """A part of one of our parameters (default: all of it), layers in front, reading no other bytes.
+
+        Args:
+          path: such as ("layers", "attention", "query").
+        """
+        raise NotImplementedError
+
+    def slab(self, entry: Entry, layer: int) -> Any:
+        """One layer's array (of a parameter without layers: 0) as it lies in the file: `size`, `dtype`, `read(begin, end)`."""
+        raise NotImplementedError
+
+    def box(self, path: tuple[str, ...], index: Index | None) -> list[tuple[int, int]]:
+        """[begin, end) of each dim that an index means."""
+        shape = self.entries[path].shape
+        index = (slice(None),) * len(shape) if index is None else index
+        return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+
+
+@dataclass
+class HuggingFaceFolder(Folder):
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    """Names of buffers that are no weights."""
+
+    def stored(self, entry: Entry) -> list[Tensor]:
+        names = entry.tensors
+        if entry.template == EMBEDDING and EMBEDDING not in self.tensors:
+            names = (HEAD,)
+        return [self.tensors[name] for name in names]
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        found = {tensor.dtype for tensor in self.stored(self.entries[path])}
+        # Layers may differ; float32 holds every value of the others.
+        return found.pop() if len(found) == 1 else DTYPES["F32"]
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        entry, box = self.entries[path], self.box(path, index)
+        tensors = self.stored(entry)
+        if entry.layers is None:
+            return self._layer(entry, tensors[0], box)
+        (first, last), box = box[0], box[1:]
+        out = np.empty((last - first, *(end - begin for begin, end in box)), self.dtype(path))
+        for layer, tensor in enumerate(tensors[first:last]):
+            out[layer] = self._layer(entry, tensor, box)
+        return out
+
+    def _layer(self, entry: Entry, tensor: Tensor, box: list[tuple[int, int]]) -> np.ndarray:
+        c, n = entry.columns, len(entry.dims)
+        theirs = tensor.read(box[c:] + box[:c], entry.their_dims)
+        return theirs.transpose(*range(n - c, n), *range(n - c))
+
+    def slab(self, entry: Entry, layer: int) -> Slab:
+        tensor = self.stored(entry)[layer]
+        return Slab(tensor, 0, tensor.nbytes // tensor.dtype.itemsize)
+
+
+@dataclass
+class JaxllmFolder(Folder):
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        return self.tensors[".".join(path)].dtype
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        return self.tensors[".".join(path)].read(self.box(path, index))
+
+    def slab(self, entry: Entry, layer: int) -> Slab:
+        size = int(np.prod(entry.dims, dtype=np.int64))
+        return Slab(self.tensors[entry.name], layer * size, size)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether it says of itself that it is one; whether it is whole, `open_folder` finds out."""
+    return (path / MODEL).is_file() or (path / CONFIG).is_file()
+
+
+def open_folder(key: str, text: str) -> Folder:
+    """The model in a folder, checked: every parameter is there once, with the right shape and a dtype that jaxllm takes, in
+    files as long as they say. The values are not read.
+
+    Args:
+      key: what the user set to `text`, for errors.
+
+    Raises:
+      ConfigError: it is none, is damaged, or holds another network than ours; names what is wrong.
+    """
+    path = Path(text)
+    if not path.is_dir():
+        raise ConfigError(f"{key}={text} is no folder: give one with config.json and *.safetensors, or with model.json.")
+    if (path / MODEL).is_file():
+        return _open_jaxllm(key, path)
+    if (path / CONFIG).is_file():
+        return _open_hugging_face(key, path)
+    raise ConfigError(f"{key}={text} holds no model: there is neither {CONFIG} (Hugging Face) nor {MODEL} (jaxllm) in it.")
+
+
+def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> None:
+    """What travels with weights, as it is; `target` is made if there is any.
+
+    Args:
+      home: Folder.companions.
+      tokenizer: also the tokenizer's files, and the chat template.
+    """
+    patterns = (*BESIDE, *(OF_TOKENIZER if tokenizer else ()))
+    for path in () if home is None else sorted({p for pattern in patterns for p in home.glob(pattern)}):
+        target.mkdir(exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        else:
+            shutil.copyfile(path, target / path.name)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and what jaxllm stands on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            # jaxllm itself, run from a checkout that was never installed.
+            found[package] = "not installed"
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- jaxllm's own
+
+
+def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
+    said = read_json(path / MODEL)
+    try:
+        number, section, files = said["format"], dict(said["model"]), [str(name) for name in said.get("files", ())]
+        if number > FORMAT:
+            raise ConfigError(f"{key}={path} has format {number}, this jaxllm reads up to {FORMAT}: install a newer one.")
+        if number < FORMAT:
+            raise ConfigError(f"{key}={path} has format {number}, whose weights are Orbax's: export it again.")
+        expected = {entry.name: entry for entry in entries(section)}
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{key}: {path / MODEL} is damaged ({error!r}): convert or export it again.") from None
+    tensors = _tensors(path, files, "convert or export it again")
+    for name, entry in expected.items():
+        if name not in tensors:
+            raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
+        _require(tensors[name], entry.shape)
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise ConfigError(f"{path} holds {extra[0]}, which its model has not: convert or export it again.")
+    companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
+    theirs, length = said.get("hugging_face") or {}, said.get("sequence_length")
+    return JaxllmFolder(path, str(path), section, companions, theirs, length, tensors=tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------ Hugging Face's
+
+
+def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
+    section = model_section(read_json(path / CONFIG), str(path / CONFIG))
+    tensors = _tensors(path, *_files_and_promises(key, path))
+    dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
+    for name in dropped:
+        del tensors[name]
+    expected = {name: entry for entry in entries(section) for name in entry.tensors}
+    stored = _vocabulary(section, tensors)
+    if section["tie_embeddings"]:
+        shape = expected.pop(EMBEDDING)
+        expected |= dict.fromkeys(stored, shape)
+    for name, entry in expected.items():
+        if name not in tensors:
+            hint = ", or set tie_word_embeddings to true if it is the embedding" if name == HEAD else ""
+            raise ConfigError(f"{path} has no tensor {name}, and its {CONFIG} asks for it: get the missing file{hint}.")
+        _require(tensors[name], entry.their_shape)
+    if extra := sorted(tensors.keys() - expected.keys()):
+        count = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise ConfigError(
+            f"{path} holds {extra[0]}{count}, which jaxllm's Llama has not ({CONFIG} says {section['num_layers']} layers): "
+            f"it is another network, or {CONFIG} is another model's."
+        )
+    if section["tie_embeddings"] and len(stored) == 2:
+        _require_equal(path, tensors[EMBEDDING], tensors[HEAD])
+    return HuggingFaceFolder(path, str(path), section, path, tensors=tensors, dropped=dropped)
+
+
+def _vocabulary(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Which of the two names of a tied matrix are stored: mostly the embedding alone, but both and the head alone occur."""
+    if not section["tie_embeddings"]:
+        return [EMBEDDING, HEAD]
+    return [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
+
+
+def _require(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ConfigError(
+            f"{tensor.name} in {tensor.file.path} has shape {list(tensor.shape)}, and the config asks for {list(shape)}: "
+            f"weights and config are of two models."
+        )
+    if tensor.code not in DTYPES:
+        raise ConfigError(
+            f"{tensor.name} in {tensor.file.path} has dtype {tensor.code}, and jaxllm takes {', '.join(DTYPES)}: cast it first."
+        )
+
+
+def _require_equal(path: Path, one: Tensor, other: Tensor) -> None:
+    size = int(np.prod(one.shape, dtype=np.int64))
+    for begin in range(0, size, BLOCK):
+        span = [(begin, min(size, begin + BLOCK))]
+        if one.code != other.code or one.read(span, (size,)).tobytes() != other.read(span, (size,)).tobytes():
+            raise ConfigError(
+                f"{path} holds a {HEAD} that differs from {EMBEDDING}, while its {CONFIG} says tie_word_embeddings=true: "
+                f"set it to false to take both."
+            )
+
+
+def _files_and_promises(key: str, path: Path) -> tuple[list[str], str, dict[str, str]]:
+    """Names of the weight files, what to do about a damaged one, and which tensor the index promises in which."""
+    again = "get the file again"
+    if (path / SINGLE).is_file():
+        return [SINGLE], again, {}
+    if (path / INDEX).is_file():
+        promises = read_json(path / INDEX).get("weight_map")
+        if not isinstance(promises, dict) or not promises or not all(isinstance(f, str) for f in promises.values()):
+            raise ConfigError(f"{path / INDEX} has no weight_map of tensors and files: get the file again.")
+        return sorted(set(promises.values())), again, promises
+    # Mistral's own format lies beside transformers' in some folders, with the same weights in it.
+    found = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if found and not any("-of-" in name for name in found):
+        return found, again, {}
+    if found:
+        raise ConfigError(f"{path} holds shards such as {found[0]} but no {INDEX}: get that file too.")
+    if others := sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth")):
+        raise ConfigError(
+            f"{path} holds {others[0]} but no safetensors file: load the model with transformers and save_pretrained it, which "
+            f"writes one."
+        )
+    raise ConfigError(f"{key}={path} has a {CONFIG} but no *.safetensors: get the weights too.")
+
+
+def _tensors(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """All tensors of the files of a folder, each name once."""
+    found: dict[str, Tensor] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise ConfigError(f"{path} names a file {name} outside itself: {again}.")
+        if not (path / name).is_file():
+            raise ConfigError(f"{path / name} is missing: {again}.")
+        for tensor in TensorFile(path / name).tensors.values():
+            if tensor.name in found:
+                where = found[tensor.name].file.path.name
+                raise ConfigError(f"{path} holds {tensor.name} twice, in {where} and {name}: remove one.")
+            found[tensor.name] = tensor
+    for tensor, name in (promises or {}).items():
+        if tensor not in found or found[tensor].file.path.name != name:
+            raise ConfigError(f"{path / name} does not hold {tensor}, as {INDEX} says it does: get both files again.")
+    return found

@@ -1,0 +1,109 @@
+"""A model folder into sharded arrays: every process reads the bytes that its devices hold, and no others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.pretrained.folder import Folder
+
+AT_ONCE_BYTES = 8 * 2**30
+"""Of one parameter: what a process's devices hold of it is read in one go up to here, runs of bytes being longest then; a
+larger parameter is read device by device."""
+
+Box = tuple[tuple[int, int], ...]
+"""[begin, end) of each dim."""
+
+
+def load_params(folder: Folder, like: Any) -> Any:
+    """The parameters in a folder, laid out as `like` and cast to its dtypes. Where the mesh wants more rows in embedding and
+    head, or more layers, than the model has, they are zero.
+
+    Args:
+      like: nested dict of ShapeDtypeStructs with shardings, as Parallelized.table has the parameters: stacks of layers may be
+        cut for a pipeline's virtual stages.
+
+    Raises:
+      ConfigError: a parameter is not in the folder, or has another shape; names it.
+    """
+    wanted = {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
+    if missing := sorted(wanted ^ folder.entries.keys()):
+        name, known = ".".join(missing[0]), missing[0] in folder.entries
+        raise ConfigError(f"{folder.description} has {'a' if known else 'no'} parameter {name}, unlike this config's model.")
+    return jax.tree_util.tree_map_with_path(lambda path, x: _load(folder, _names(path), x), like)
+
+
+def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+    plain = folder.entries[path].shape
+    extra = like.ndim - len(plain)
+    stacked = like.shape[: extra + 1]
+    if extra not in (0, 2) or like.shape[extra + 1 :] != plain[1:] or math.prod(stacked) < plain[0]:
+        raise ConfigError(
+            f"{'.'.join(path)} has shape {plain} in {folder.description} and {like.shape} in this config: use the same model."
+        )
+    source = _Padded(folder, path, like.shape, extra)
+    places = like.sharding.addressable_devices_indices_map(like.shape)
+    boxes = {device: _box(index, like.shape) for device, index in places.items()}
+    read = source.read
+    hull = tuple((min(a for a, _ in spans), max(b for _, b in spans)) for spans in zip(*boxes.values(), strict=True))
+    nbytes = _size(hull) * folder.dtype(path).itemsize
+    # The hull of boxes that tile it holds nothing that is not wanted.
+    if sum(map(_size, set(boxes.values()))) == _size(hull) and nbytes <= AT_ONCE_BYTES:
+        whole = source.read(hull)
+
+        def read(box: Box) -> np.ndarray:
+            return whole[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(box, hull, strict=True))]
+
+    shards, values = [], {}
+    for device, box in sorted(boxes.items(), key=lambda item: item[1]):
+        if box not in values:
+            values = {box: read(box).astype(like.dtype)}
+        spot = jax.sharding.SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind)
+        shards.append(jax.device_put(values[box], spot))
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+
+class _Padded:
+    """A parameter as a mesh stores it: its first dim filled up with zeros, and cut in three where there are virtual stages."""
+
+    def __init__(self, folder: Folder, path: tuple[str, ...], shape: tuple[int, ...], extra: int):
+        self._folder, self._path, self._shape, self._extra = folder, path, shape, extra
+        self._rows = folder.entries[path].shape[0]
+
+    def read(self, box: Box) -> np.ndarray:
+        out = np.zeros([b - a for a, b in box], self._folder.dtype(self._path))
+        inner = box[self._extra :]
+        for where, first in self._runs(box):
+            begin, end = first + inner[0][0], min(first + inner[0][1], self._rows)
+            if begin < end:
+                index = [slice(begin, end), *(slice(a, b) for a, b in inner[1:])]
+                out[where][: end - begin] = self._folder.read(self._path, index)
+        return out
+
+    def _runs(self, box: Box) -> Iterator[tuple[tuple[int, ...], int]]:
+        """(place in the box, its chunk's first layer) of each [virtual stage, stage]; one run where layers are one dim."""
+        outer = box[: self._extra]
+        for where in itertools.product(*(range(a, b) for a, b in outer)):
+            place = tuple(i - a for i, (a, _) in zip(where, outer, strict=True))
+            first = 0
+            for i, size in zip((*where, 0), self._shape[: self._extra + 1], strict=True):
+                first = first * size + i
+            yield place, first
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _size(box: Box) -> int:
+    return math.prod(b - a for a, b in box)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(str(getattr(key, "key", key)) for key in path)

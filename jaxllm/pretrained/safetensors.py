@@ -1,0 +1,211 @@
+"""safetensors files, read and written in pieces: any box of a tensor by its bytes alone, in any order, into files that are laid
+out before the first value is known.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON: name -> dtype, shape, [begin, end) behind it) and the
+values. Plain reads and writes, no memory map: the pages of a map count as the process's own. The library's reader hands out
+rows only through NumPy, which knows no bfloat16, and its writer wants all tensors in memory.
+
+Source of the format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+
+DTYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
+"""The dtypes of weights that jaxllm takes, by their names in a header."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LONGEST_HEADER = 100_000_000
+"""Bytes; what the library's reader accepts."""
+
+Box = Sequence[tuple[int, int]]
+"""[begin, end) of each dim."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file."""
+
+    name: str
+    code: str
+    """Of its dtype, as the header spells it; not always one of DTYPES."""
+    shape: tuple[int, ...]
+    file: TensorFile
+    begin: int
+    """Its first byte, from the beginning of the file."""
+    end: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.code]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    def read(self, box: Box | None = None, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """A box of a tensor of at least one dim; default: all of it. Reads the bytes of the box and no others.
+
+        Args:
+          shape: one of the same size, in which `box` is meant; default: its own.
+        """
+        shape = self.shape if shape is None else shape
+        box = [(0, size) for size in shape] if box is None else box
+        lengths = [end - begin for begin, end in box]
+        out = np.empty(lengths, self.dtype)
+        if out.size == 0:
+            return out
+        # The dims behind `last` are whole, so a run of bytes spans them and the box's part of `last`.
+        last = max((d for d, size in enumerate(shape) if lengths[d] != size), default=0)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        rows = out.reshape(math.prod(lengths[:last]), -1).view(np.uint8)
+        outer = itertools.product(*(range(begin, end) for begin, end in box[:last]))
+        for row, where in zip(rows, outer, strict=True):
+            first = sum(i * stride for i, stride in zip((*where, box[last][0]), strides, strict=False))
+            self.file.read_into(row, self.begin + first * self.dtype.itemsize)
+        return out
+
+
+class TensorFile:
+    """A safetensors file, open for reading. Its header is checked when it is opened: every tensor within the file, as many
+    bytes as shape and dtype say, no gap between them.
+
+    Raises:
+      ConfigError: it cannot be read, or is damaged; names file and reason.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): get the file again.") from None
+        self.size = os.fstat(self._descriptor).st_size
+        self.tensors = {tensor.name: tensor for tensor in self._header()}
+
+    def read_into(self, row: np.ndarray, offset: int) -> None:
+        """Fills an array of bytes from the file.
+
+        Raises:
+          ConfigError: the file ends before, or cannot be read.
+        """
+        view, done = memoryview(row), 0
+        while done < len(view):
+            try:
+                got = os.preadv(self._descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise ConfigError(f"{self.path} cannot be read ({error.strerror}): check the disk.") from None
+            if not got:
+                raise self._damaged("it ends before its last tensor does")
+            done += got
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self):
+        if getattr(self, "_descriptor", None) is not None:
+            self.close()
+
+    def _damaged(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.path} is damaged ({reason}): get the file again.")
+
+    def _header(self) -> Iterator[Tensor]:
+        if self.size < 8:
+            raise self._damaged(f"it has {self.size} bytes, too few for a header")
+        length = np.zeros(8, np.uint8)
+        self.read_into(length, 0)
+        header_bytes = int(length.view("<u8")[0])
+        if header_bytes > min(LONGEST_HEADER, self.size - 8):
+            raise self._damaged(f"its header is said to be {header_bytes:,} bytes of {self.size:,}")
+        header = np.zeros(header_bytes, np.uint8)
+        self.read_into(header, 8)
+        try:
+            found = json.loads(header.tobytes().decode("utf-8"))
+            lines = [
+                (str(name), str(line["dtype"]), tuple(map(int, line["shape"])), *map(int, line["data_offsets"]))
+                for name, line in found.items()
+                if name != "__metadata__"
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise self._damaged("its header is not the JSON of a safetensors file") from None
+        start = reached = 8 + header_bytes
+        for name, code, shape, begin, end in sorted(lines, key=lambda line: line[3:]):
+            if start + begin != reached or end < begin:
+                raise self._damaged(f"{name} does not begin where the tensor before it ends")
+            reached = start + end
+            if reached > self.size:
+                raise self._damaged(f"it has {self.size:,} bytes, and {name} ends at {reached:,}; it was cut off")
+            if code in DTYPES and end - begin != math.prod(shape) * DTYPES[code].itemsize:
+                raise self._damaged(f"{name} has {end - begin:,} bytes, which {code} of shape {list(shape)} is not")
+            yield Tensor(name, code, shape, self, start + begin, start + end)
+        if reached != self.size:
+            raise self._damaged(f"it has {self.size:,} bytes, and its tensors end at {reached:,}")
+
+
+class TensorWriter:
+    """A safetensors file that is laid out first and filled after: `write` puts values anywhere, in any order. Larger dtypes
+    come first, so that every tensor lies at a multiple of its item's size.
+
+    Args:
+      tensors: name -> (dtype, shape) of all that the file will hold.
+      metadata: strings for the header; transformers wants {"format": "pt"}.
+
+    Raises:
+      OSError: from any method, where the file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    ):
+        self.path = path
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._begin: dict[str, int] = {}
+        end = 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            self._begin[name] = begin
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            self._write_all(memoryview(len(text).to_bytes(8, "little") + text), 0)
+            os.ftruncate(self._descriptor, self._start + end)
+        except OSError:
+            self.close(sync=False)
+            raise
+
+    def write(self, name: str, values: np.ndarray, first: int = 0) -> None:
+        """Puts `values` at element `first` of a tensor, in C order."""
+        view = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        self._write_all(view, self._start + self._begin[name] + first * values.dtype.itemsize)
+
+    def close(self, sync: bool = True) -> None:
+        """Returns when all is on the disk: some file systems say only then that there is no room."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            try:
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _write_all(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._descriptor, view[done:], offset + done)

@@ -1,0 +1,216 @@
+"""Tensors from one set of files into another, one at a time, each with a checksum that the result is held against.
+
+Memory: the largest tensor that is transposed on the way (a matrix is read whole, since its columns lie all over it), plus
+blocks of BLOCK_BYTES. Straight copies take blocks alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.pretrained.folder import FORMAT, Slab, versions
+from jaxllm.pretrained.safetensors import DTYPES, TensorFile, TensorWriter
+
+BLOCK_BYTES = 32 * 2**20
+TILE = 64
+LARGEST_FILE = 5 * 10**9
+"""Bytes; a tensor that is larger has a file of its own."""
+EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80), DTYPES["F16"]: ("<u2", 0x7C00)}
+"""Bits that are all set in values that are not finite."""
+
+Advance = Callable[[int], Any]
+"""Told how many bytes more have passed."""
+
+
+class Elements(Protocol):
+    """A run of elements that can be read in pieces; folder.Slab is one."""
+
+    size: int
+    dtype: np.dtype
+
+    def read(self, begin: int, end: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Move:
+    """One tensor on its way."""
+
+    name: str
+    """Hugging Face's, or ours where only ours is known."""
+    source: Elements
+    matrix: tuple[int, int] | None
+    """Rows and columns of the source, where the target is its transpose."""
+    dtype: np.dtype
+    """What the values pass through: the narrower of both sides."""
+    target: str
+    """The tensor of the target file that receives them,"""
+    first: int = 0
+    """from this element on."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A set of files to be written: names of files, and what each holds."""
+
+    files: Mapping[str, Mapping[str, tuple[np.dtype, tuple[int, ...]]]]
+    metadata: Mapping[str, str]
+
+    @property
+    def home(self) -> dict[str, str]:
+        """The file of each tensor."""
+        return {tensor: file for file, tensors in self.files.items() for tensor in tensors}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(nbytes(*tensor) for tensors in self.files.values() for tensor in tensors.values())
+
+
+def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def in_files(
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], stem: str, largest: int, metadata: Mapping[str, str]
+) -> Layout:
+    """Tensors in their order, dealt to files of at most `largest` bytes; STEM.safetensors if one does."""
+    groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and filled + nbytes(*tensor) > largest:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = tensor
+        filled += nbytes(*tensor)
+    if len(groups) == 1:
+        return Layout({f"{stem}.safetensors": groups[0]}, metadata)
+    names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    return Layout(dict(zip(names, groups, strict=True)), metadata)
+
+
+def stream(moves: Iterable[Move], layout: Layout, folder: Path, advance: Advance = lambda count: None) -> None:
+    """Writes the files of `layout` into `folder`, reads them again and compares.
+
+    Args:
+      advance: told twice of each tensor: when it is written and when it is read again.
+
+    Raises:
+      ConfigError: a value is not finite, or does not fit into its dtype, or what was written is not what was read; names the
+        tensor.
+      OSError: the files cannot be written.
+    """
+    moves = list(moves)
+    sums = _write(moves, layout, folder, advance)
+    files = {name: TensorFile(folder / name) for name in layout.files}
+    for move, expected in zip(moves, sums, strict=True):
+        tensor = files[layout.home[move.target]].tensors[move.target]
+        found = checksum(Slab(tensor, move.first, move.source.size), move.matrix and move.matrix[::-1], move.dtype)
+        if found != expected:
+            raise ConfigError(f"{move.name} does not read back as it was written to {folder}: check the disk and the memory.")
+        advance(move.source.size * move.source.dtype.itemsize)
+
+
+def _write(moves: list[Move], layout: Layout, folder: Path, advance: Advance) -> list[int]:
+    home, sums = layout.home, []
+    with ExitStack() as stack:
+        writers = {name: TensorWriter(folder / name, tensors, layout.metadata) for name, tensors in layout.files.items()}
+        for writer in writers.values():
+            stack.callback(writer.close, sync=False)
+        for move in moves:
+            file = home[move.target]
+            sums.append(_move(move, writers[file], layout.files[file][move.target][0]))
+            advance(move.source.size * move.source.dtype.itemsize)
+        for writer in writers.values():
+            writer.close()
+    return sums
+
+
+def _move(move: Move, writer: TensorWriter, dtype: np.dtype) -> int:
+    """Writes one tensor; returns the checksum of its values in the source's order."""
+    crc, whole = 0, _whole(move.source, move.matrix)
+    for begin, values in _blocks(move.source, whole):
+        _require_finite(values, move.name, "holds values that are not finite (NaN or infinite): get whole weights")
+        passed = _cast(values, move.dtype)
+        if passed is not values:
+            _require_finite(passed, move.name, f"holds values too large for {move.dtype.name}: choose another --dtype")
+        crc = zlib.crc32(passed.view(np.uint8), crc)
+        if whole is None:
+            writer.write(move.target, _cast(passed, dtype), move.first + begin)
+    if whole is not None:
+        for begin, values in _transposed(whole):
+            writer.write(move.target, _cast(_cast(values, move.dtype), dtype), move.first + begin)
+    return crc
+
+
+def checksum(source: Elements, matrix: tuple[int, int] | None, dtype: np.dtype) -> int:
+    """CRC32 of the elements as `dtype`; of their transpose, where they are a `matrix`."""
+    crc, whole = 0, _whole(source, matrix)
+    for _, values in _blocks(source, None) if whole is None else _transposed(whole):
+        crc = zlib.crc32(_cast(values, dtype).view(np.uint8), crc)
+    return crc
+
+
+def _whole(source: Elements, matrix: tuple[int, int] | None) -> np.ndarray | None:
+    return None if matrix is None else source.read(0, source.size).reshape(matrix)
+
+
+def _blocks(source: Elements, whole: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
+    """(first element, values) of each block, in the source's order."""
+    step = BLOCK_BYTES // source.dtype.itemsize
+    flat = None if whole is None else whole.reshape(-1)
+    for begin in range(0, source.size, step):
+        end = min(source.size, begin + step)
+        yield begin, source.read(begin, end) if flat is None else flat[begin:end]
+
+
+def _transposed(whole: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """(first element, values) of each block of the transpose, in its order."""
+    rows, columns = whole.shape
+    step = max(1, BLOCK_BYTES // (rows * whole.dtype.itemsize))
+    for begin in range(0, columns, step):
+        yield begin * rows, transpose(whole[:, begin : begin + step]).reshape(-1)
+
+
+def transpose(matrix: np.ndarray) -> np.ndarray:
+    """The transpose in C order, copied tile by tile: row by row NumPy would fetch a line of cache for each element, and for
+    bfloat16 call a function for each.
+    """
+    unsigned = matrix.view(f"u{matrix.dtype.itemsize}")
+    rows, columns = matrix.shape
+    out = np.empty((columns, rows), unsigned.dtype)
+    for i in range(0, rows, TILE):
+        for j in range(0, columns, TILE):
+            out[j : j + TILE, i : i + TILE] = unsigned[i : i + TILE, j : j + TILE].T
+    return out.view(matrix.dtype)
+
+
+def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if values.dtype == dtype:
+        return values
+    # What overflows is infinite, and refused for that.
+    with np.errstate(over="ignore"):
+        return values.astype(dtype)
+
+
+def _require_finite(values: np.ndarray, name: str, what: str) -> None:
+    unsigned, mask = EXPONENT[values.dtype]
+    bits = values.view(unsigned)
+    if np.any((bits & np.array(mask, unsigned)) == mask):
+        raise ConfigError(f"{name} {what}.")
+
+
+def describe_model(
+    model: Mapping[str, Any], source: str, dtype: np.dtype, layout: Layout, more: Mapping[str, Any] | None = None
+) -> str:
+    """The text of model.json beside the files of `layout`."""
+    said = {"format": FORMAT, "model": dict(model), "source": source, "dtype": dtype.name, "files": list(layout.files)}
+    return json.dumps({**said, **(more or {}), "versions": versions()}, indent=2) + "\n"

@@ -1,0 +1,131 @@
+"""Small Hugging Face folders of random weights, written and read by hand: the format is simple, and what is under test stays
+out of its own test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from golden.weights import shapes_of_theirs
+
+from jaxllm.config import ModelConfig
+
+DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+HUB: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    **SIZES,
+    "rope_theta": 20000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""A config.json as the hub's folders have it."""
+
+
+def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as transformers 5 says it."""
+    config = dict(config)
+    rope = config.pop("rope_scaling", None) or {"rope_type": "default"}
+    config["rope_parameters"] = {**rope, "rope_theta": config.pop("rope_theta", 10000.0)}
+    config["dtype"] = config.pop("torch_dtype", "float32")
+    return config
+
+
+def model_of(config: Mapping[str, Any]) -> ModelConfig:
+    """The sizes alone, for the shapes of weights."""
+    return ModelConfig(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads"),
+        head_dim=config.get("head_dim"),
+        vocab_size=config["vocab_size"],
+        tie_embeddings=config["tie_word_embeddings"],
+    )
+
+
+def random_weights(config: Mapping[str, Any], code: str = "F32", seed: int = 0) -> dict[str, np.ndarray]:
+    """Large enough that a wrong layout shows in the logits."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in shapes_of_theirs(model_of(config)).items():
+        values = rng.standard_normal(shape) / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * rng.standard_normal(shape)
+        weights[name] = values.astype(DTYPES[code])
+    return weights
+
+
+def write_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": codes[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
+
+
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    return {
+        name: np.frombuffer(content[start:][slice(*line["data_offsets"])], DTYPES[line["dtype"]]).reshape(line["shape"])
+        for name, line in header.items()
+    }
+
+
+def write_folder(path: Path, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], shards: int = 1) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    names = list(weights)
+    if shards == 1:
+        write_file(path / "model.safetensors", weights, {"format": "pt"})
+        return path
+    weight_map = {name: f"model-{i * shards // len(names) + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        write_file(path / file, {name: weights[name] for name in names if weight_map[name] == file}, {"format": "pt"})
+    total = sum(array.nbytes for array in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def read_folder(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, those of an index where it says they are."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return read_file(path / "model.safetensors")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    files = {name: read_file(path / name) for name in set(weight_map.values())}
+    assert {(name, file) for file, tensors in files.items() for name in tensors} == set(weight_map.items())
+    return {name: files[file][name] for name, file in weight_map.items()}

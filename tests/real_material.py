@@ -1,0 +1,81 @@
+"""Real weights and conversations for tests: fetched once for each machine, by the scripts in launch/, into the user's cache."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parent.parent / "launch"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxllm" / "tests"
+FIRST_LAYERS = 2
+CANNOT_FETCH = 3
+"""The scripts' exit code."""
+_missing: dict[str, str] = {}
+"""Why a script could not fetch; without a network it is asked once, not by every test."""
+
+
+def cached(name: str, make: Callable[[Path], None]) -> Path:
+    """CACHE/name, which `make` writes if it is not there yet. Of several processes one makes it, the others wait."""
+    target = CACHE / name
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            make(target)
+    return target
+
+
+def fetched(script: str, name: str, *options: str) -> Path:
+    """What launch/`script` writes. Skips the test where the package cannot be had, and fails where anything else goes wrong."""
+
+    def make(target: Path) -> None:
+        if script not in _missing:
+            command = [sys.executable, str(LAUNCH / script), str(target), *options]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return
+            assert done.returncode == CANNOT_FETCH, done.stderr
+            _missing[script] = done.stderr.strip()
+        pytest.skip(_missing[script])
+
+    return cached(name, make)
+
+
+def smollm2() -> Path:
+    pytest.importorskip("gguf", reason="the real SmolLM2 is read with gguf: pip install 'jaxllm[smollm2]'")
+    return fetched("get_smollm2.py", "smollm2-135m-instruct-float32")
+
+
+def smollm2_first_layers() -> Path:
+    """The same with its first two layers alone: 35 million parameters, 28 of them the embedding."""
+    whole = smollm2()
+
+    def make(target: Path) -> None:
+        from safetensors import safe_open
+        from safetensors.numpy import save_file
+
+        aside = target.with_name(f".{target.name}.being-written")
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(whole, aside, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((whole / "config.json").read_text())
+        (aside / "config.json").write_text(json.dumps(config | {"num_hidden_layers": FIRST_LAYERS}))
+        with safe_open(whole / "model.safetensors", framework="numpy") as file:
+            kept = [name for name in file.keys() if layer_of(name) < FIRST_LAYERS]  # noqa: SIM118
+            weights = {name: file.get_tensor(name) for name in kept}
+        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+        aside.rename(target)
+
+    return cached(f"smollm2-135m-first-{FIRST_LAYERS}-layers-float32", make)
+
+
+def layer_of(name: str) -> int:
+    """Of one of Hugging Face's tensors; -1 outside the layers."""
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
