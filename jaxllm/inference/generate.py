@@ -1,33 +1,171 @@
-"""Sampling a continuation."""
+"""Continuing prompts, to see what a model has learned; not for serving it.
+
+    generator = Generator(model)
+    for ids_B in generator.ids(prompts, 20): ...                       one id for each prompt, as each step is done
+    complete(generator, tokenizer, prompts, new_tokens=20)             -> texts, cut where they end
+
+Programs are compiled once per bucket: prompts are filled up to the next power of two, in length and in number, and a cache has
+room for a power of two of positions. How long prompts are within a bucket, and what is asked of the sampling, compiles nothing.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.inference.cache import Cache, decode, prefill
+from jaxllm.inference.sampling import Sampling, next_ids
+from jaxllm.inference.text_stream import TextStream
+from jaxllm.mesh import DATA, TENSOR
 from jaxllm.model.llama import Llama
+
+SMALLEST = 16
+"""Positions of the smallest bucket."""
+
+
+class Generator:
+    """A model, and the programs that continue prompts with it. Parameters may lie on several devices in any way: the compiler
+    splits the work after them, rows over `data` and heads over `tensor`.
+
+    Args:
+      model: its parameters are copied in the compute dtype, unless that is what they have.
+      window: a new token sees this many positions, itself included; None: all.
+    """
+
+    def __init__(self, model: Llama, *, window: int | None = None):
+        graph, params = nnx.split(model)
+        dtype, mesh = model.config.compute_dtype, _mesh_of(params)
+        # As training does, norms too; and once, not in every step.
+        self._params = jax.tree.map(lambda p: p if p.dtype == dtype else p.astype(dtype), params)
+        self._ranks = mesh.shape[DATA] if mesh is not None else 1
+
+        def laid_out(*spec):
+            return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
+
+        split_heads = mesh is not None and model.config.num_kv_heads % mesh.shape[TENSOR] == 0
+        cached = laid_out(None, DATA, None, TENSOR if split_heads else None)
+        # Said, not left to the compiler: what one program hands out is laid out as the next was compiled for.
+        shardings = (laid_out(), Cache(cached, cached))
+
+        def start(params, ids_BS, lengths_B, numbers, *, room, kind):
+            logits_BV, cache = prefill(nnx.merge(graph, params), ids_BS, lengths_B, room)
+            return next_ids(logits_BV, kind, numbers, jnp.int32(0)), cache
+
+        def step(params, cache, ids_B, lengths_B, done, numbers, *, kind):
+            positions_B = lengths_B + done - 1
+            logits_BV, cache = decode(nnx.merge(graph, params), ids_B, positions_B, cache, window)
+            return next_ids(logits_BV, kind, numbers, done), cache
+
+        self._start = jax.jit(start, static_argnames=("room", "kind"), out_shardings=shardings)
+        self._step = jax.jit(step, static_argnames="kind", donate_argnames="cache", out_shardings=shardings)
+
+    def ids(self, prompts: Sequence[np.ndarray], new_tokens: int, sampling: Sampling = Sampling()) -> Iterator[np.ndarray]:
+        """Yields new_tokens times the next id of every prompt, int32 [prompts]; whoever has enough stops asking.
+
+        Args:
+          prompts: ids, at least one each; of any lengths, and each is continued as if it were alone.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or min(lengths) < 1 or new_tokens < 1:
+            raise ValueError("Generator.ids needs prompts of one id or more, and one new token or more.")
+        B, S = self._ranks * bucket(-(-len(prompts) // self._ranks)), bucket(max(lengths), SMALLEST)
+        ids_BS, lengths_B = np.zeros((B, S), np.int32), np.ones(B, np.int32)
+        for row, prompt in enumerate(prompts):
+            ids_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
+        options = {"kind": sampling.kind, "numbers": sampling.numbers}
+        ids_B, cache = self._start(self._params, ids_BS, lengths_B, room=bucket(S + new_tokens), **options)
+        for done in range(1, new_tokens + 1):
+            chosen_B = ids_B
+            if done < new_tokens:
+                # Started before the last one is read, so that the device need not wait for the reader.
+                ids_B, cache = self._step(self._params, cache, ids_B, lengths_B, np.int32(done), **options)
+            yield np.asarray(chosen_B)[: len(prompts)]
+
+
+def bucket(count: int, smallest: int = 1) -> int:
+    """The next power of two, at least `smallest`."""
+    return max(smallest, 1 << (count - 1).bit_length())
+
+
+def _mesh_of(params) -> jax.sharding.Mesh | None:
+    """Where the parameters lie; None for one device without a mesh."""
+    shardings = (p.sharding for p in jax.tree.leaves(params))
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and TENSOR in s.mesh.shape), None)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came after a prompt."""
+
+    text: str
+    """Without special tokens, and without the stop text and what follows it."""
+    ids: list[int]
+    """All new ids; the last is the stop token, if one ended it."""
+    ended_by: str
+    """stop_token, stop_text, or length: as many tokens as were asked for."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "tokens": len(self.ids), "ids": self.ids, "ended_by": self.ended_by}
+
+
+def complete(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    prompts: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_ids: frozenset[int] = frozenset(),
+    stop_texts: Sequence[str] = (),
+    on_text: Callable[[int, str, bool], None] = lambda row, text, ended: None,
+) -> list[Completion]:
+    """Continues each prompt until a stop token, a stop text or new_tokens.
+
+    Args:
+      prompts: ids.
+      on_text: called with (number of the prompt, the text that has come since the last call, whether that was all): whole
+        characters only, and nothing that may turn out to be the beginning of a stop text.
+    """
+    streams = [TextStream(tokenizer, prompt, stop_texts) for prompt in prompts]
+    found: list[Completion | None] = [None] * len(prompts)
+    texts, all_ids = [""] * len(prompts), [[] for _ in prompts]
+    for done, ids_B in enumerate(generator.ids(prompts, new_tokens, sampling), start=1):
+        for row, stream in enumerate(streams):
+            if found[row] is not None:
+                continue
+            token = int(ids_B[row])
+            text = "" if token in stop_ids else stream.push(token)
+            ended_by = "stop_token" if token in stop_ids else "stop_text" if stream.stopped else None
+            if ended_by is None and done == new_tokens:
+                ended_by = "length"
+            if ended_by is not None:
+                text += stream.rest()
+            texts[row] += text
+            all_ids[row].append(token)
+            if text or ended_by is not None:
+                on_text(row, text, ended_by is not None)
+            if ended_by is not None:
+                found[row] = Completion(texts[row], all_ids[row], ended_by)
+        if None not in found:
+            break
+    return [completion for completion in found if completion is not None]
 
 
 def sample(
     model: Llama, prompt: np.ndarray, new_tokens: int, *, window: int, temperature: float = 0.8, seed: int = 0
 ) -> np.ndarray:
-    """Continues `prompt` (ids [T], T >= 1) by `new_tokens` sampled ids; returns those alone.
+    """Continues `prompt` (ids [T], T >= 1) by `new_tokens` drawn ids; returns those alone, int32 [new_tokens].
 
-    Each token costs a whole forward pass over the last `window` ids: for short samples, one compilation whatever the length.
+    Args:
+      window: no token sees more positions than the model was trained with; of a longer prompt the end is read.
     """
-    graph, params = nnx.split(model)
-
-    @jax.jit
-    def next_token(params, ids_S, length, key):
-        logits_V = nnx.merge(graph, params)(ids_S[None])[0, length - 1]
-        return jax.random.categorical(key, logits_V / temperature)
-
-    ids, keys = list(map(int, prompt)), jax.random.split(jax.random.key(seed), new_tokens)
-    for key in keys:
-        recent = ids[-window:]
-        padded = np.zeros(window, np.int32)
-        padded[: len(recent)] = recent
-        ids.append(int(next_token(params, jnp.asarray(padded), len(recent), key)))
-    return np.array(ids[-new_tokens:], np.int32)
+    sampling = Sampling(temperature=temperature, seed=seed)
+    return np.concatenate(list(Generator(model, window=window).ids([prompt[-window:]], new_tokens, sampling)))

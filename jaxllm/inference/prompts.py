@@ -1,0 +1,94 @@
+"""What goes into a model before it generates, and what ends its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config_errors import ConfigError
+from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError
+from jaxllm.data.tokenizer import Tokenizer
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, vocab_size: int) -> np.ndarray:
+    """Ids of a text to go on with; a mark of the beginning comes first where the tokenizer's rule wants one.
+
+    Raises:
+      ConfigError: there are none, one is beyond the model's vocabulary, or the text is not Unicode.
+    """
+    _require_unicode(text)
+    ids = tokenizer.encode(text)
+    if not len(ids):
+        raise ConfigError("A prompt is empty, and this tokenizer marks no beginning: give at least one character.")
+    require_ids(ids, tokenizer, vocab_size)
+    return ids
+
+
+def encode_chat(
+    tokenizer: Tokenizer, template: ChatTemplate, text: str, vocab_size: int, system: str | None = None
+) -> np.ndarray:
+    """Ids of a conversation that waits for its first answer: the user's text, after a system message if one is given.
+
+    Raises:
+      ConfigError: the template refuses it, an id is beyond the model's vocabulary, or a text is not Unicode.
+    """
+    _require_unicode(text, system or "")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    rendered = template.render([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
+    # The template's special tokens are text in what it renders.
+    ((ids, _),) = tokenizer.encode_with_starts([rendered], parse_special=True)
+    require_ids(ids, tokenizer, vocab_size)
+    return ids
+
+
+def _require_unicode(*texts: str) -> None:
+    """A command line in another encoding than the terminal's becomes halves of surrogate pairs."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"A prompt is not Unicode (at character {error.start:,}): give it in UTF-8.") from None
+
+
+def require_ids(ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ConfigError if the model has no row for one of the ids."""
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name} gives the id {ids.max()}, and the model's vocabulary is {vocab_size}: use the "
+            f"tokenizer it was trained with."
+        )
+
+
+def stop_ids(
+    tokenizer: Tokenizer,
+    generation: Mapping[str, Any],
+    template: ChatTemplate | None = None,
+    stop_texts: Sequence[str] = (),
+) -> frozenset[int]:
+    """Ids that end a text: the tokenizer's mark, those of generation_config.json and, with a template, what ends a turn in it.
+
+    Args:
+      generation: the content of generation_config.json; its eos_token_id is a number or several.
+      stop_texts: those that spell a special token mean that token, which no decoded text shows.
+    """
+    named = generation.get("eos_token_id")
+    found = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
+    spelled = [text for text in stop_texts if text in tokenizer.special_tokens]
+    found |= {int(ids[0]) for ids, _ in tokenizer.encode_with_starts(spelled, parse_special=True)}
+    if template is not None:
+        found.add(_end_of_turn(tokenizer, template))
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def _end_of_turn(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
+    """The special token that closes an answer; None where the template closes it with none, or does not let one see."""
+    messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+    try:
+        text, [(start, stop)] = template.render_answers(messages, {1}, tokenizer.special_tokens)
+    except ChatTemplateError:
+        return None
+    ((ids, _),) = tokenizer.encode_with_starts([text[start:stop]], parse_special=True)
+    # Special is what decodes to nothing.
+    return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None

@@ -1,0 +1,203 @@
+"""A model from disk on the devices at hand, with the functions of a mesh: what evaluating and generating start from.
+
+loaded = open_model("smollm2", ["parallel.tensor=3", "model.compute_dtype=float32"], sequence_length=1024)
+loss, tokens = jax.jit(loaded.functions.loss_sum)(loaded.params, batch)
+
+model = load_model("smollm2", compute_dtype="float32")     # an NNX Llama
+logits_BSV = model(token_ids_BS)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllm import distributed
+from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
+from jaxllm.mesh import make_mesh
+from jaxllm.model.llama import Llama
+from jaxllm.parallel.parallelize import Parallelized, merge_model, parallelize, parameter_table
+from jaxllm.pretrained.safetensors import DTYPES
+from jaxllm.sharding import Parameter, layout, weight_rules
+from jaxllm.train.weights import SHAPE_KEYS, Source, find_weights, read_weights
+
+KEY = "--model"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, ready to compute."""
+
+    config: Config
+    """Resolved: the folder's model section, and the mesh."""
+    mesh: Mesh
+    functions: Parallelized
+    params: Any
+    """Nested dict of arrays in the layout `functions` wants, in the dtype they are stored in."""
+    tokenizer: Path | None
+    """The folder with tokenizer.json, if the model came with one."""
+    generation: dict[str, Any]
+    """The content of generation_config.json; {} without one."""
+    description: str
+    """For people: where the weights were."""
+
+    @property
+    def model(self) -> Llama:
+        return merge_model(self.config, self.params)
+
+
+def open_model(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    sequence_length: int = 1024,
+    step: int | None = None,
+    key: str = KEY,
+) -> Loaded:
+    """A Hugging Face folder, a folder of jaxllm's own, a run directory or one of its checkpoints, on the devices at hand.
+
+    Unless an override says parallel.*, the weights are shared out over as many devices as they divide over (ZeRO 3). The
+    compute dtype is what a run was trained with, or the stored dtype, float32 for float16. A microbatch is one sequence on each
+    data rank and a batch as many microbatches as the pipeline has stages, unless train.* says otherwise.
+
+    Args:
+      overrides: `section.key=value` strings.
+      sequence_length: of the sequences it will be asked about, unless train.sequence_length is overridden.
+      step: of a run directory, this checkpoint rather than the newest.
+      key: what the user set to `path`, for errors.
+
+    Raises:
+      ConfigError: there is no model, or it does not fit the mesh that the overrides ask for.
+    """
+    source = find_weights(key, str(path), step)
+    config = config_of(source, overrides, sequence_length)
+    distributed.start(config.run)
+    devices = jax.devices()
+    if not any(override.strip().startswith("parallel.") for override in overrides):
+        config, devices = _shared_out(config, devices)
+    elif jax.process_count() == 1:
+        # A mesh of fewer devices than there are: training refuses that as waste, here it does no harm.
+        devices = devices[: config.devices if config.parallel.data != AUTO else _most(config, len(devices))]
+    return _load(source, config, devices, follows=_says_no_batch(overrides))
+
+
+def load_model(
+    path: str | Path, compute_dtype: str | None = None, parallel: Mapping[str, Any] | None = None, *, step: int | None = None
+) -> Llama:
+    """The network of a folder or a run, on this process's devices: an NNX module, called on token ids [B, S].
+
+    Args:
+      compute_dtype: float32 or bfloat16; default: what a run was trained with, or the stored dtype (float32 for float16).
+      parallel: keys of the config's parallel section, such as {"tensor": 2, "data": 4}; default: weights shared out over as
+        many devices as they divide over, as ZeRO 3 would.
+      step: of a run directory, this checkpoint rather than the newest.
+
+    Raises:
+      ConfigError: there is no model, or it does not fit the mesh.
+    """
+    source = find_weights("load_model", str(path), step)
+    sizes = {"data": 1, **(parallel or {})}
+    overrides = [f"parallel.{key}={value}" for key, value in sizes.items()]
+    if compute_dtype is not None:
+        overrides.append(f"model.compute_dtype={compute_dtype}")
+    # Any length will do that the mesh can cut.
+    config = config_of(source, overrides, 2 * math.prod(size for size in sizes.values() if isinstance(size, int)))
+    distributed.start(config.run)
+    devices = jax.local_devices()
+    if parallel is None:
+        config, devices = _shared_out(config, devices)
+    elif config.parallel.data != AUTO:
+        devices = devices[: config.devices]
+    return _load(source, config, devices, follows=True).model
+
+
+def config_of(source: Source, overrides: Sequence[str], sequence_length: int) -> Config:
+    """A config for using weights: the model they are of, with the overrides applied. Touches no device."""
+    model = {name: value for name, value in source.model.items() if name != "name"}
+    if source.opened is not None:
+        stored = "bfloat16" if source.opened.common_dtype == DTYPES["BF16"] else "float32"
+        model = {"compute_dtype": stored, **model}
+    train = {"steps": 1, "sequence_length": sequence_length, "microbatch_sequences": 1}
+    # No text is read by way of this config; whoever asks brings token ids, one document to a sequence.
+    data = {"source": "prepared", "paths": ["none"], "mask_documents": False}
+    values = with_overrides({"model": model, "train": train, "data": data}, overrides)
+    _require_its_shape(source, values["model"])
+    sizes, micro = values.get("parallel") or {}, values["train"]["microbatch_sequences"]
+    factors = (micro, sizes.get("data"), sizes.get("pipe"))
+    batch = math.prod(size for size in factors if isinstance(size, int) and size > 0)
+    values["train"].setdefault("global_batch_sequences", batch)
+    return load_config(values)
+
+
+def _require_its_shape(source: Source, model: Mapping[str, Any]) -> None:
+    """Overrides may change how a model computes, not which arrays it has: rows of zeros would be counted as tokens, say."""
+    for key in ("name", *SHAPE_KEYS):
+        has = None if key == "name" else source.model.get(key)
+        if model.get(key) != has:
+            weights = "is a model already" if key == "name" else f"has model.{key}={has}"
+            raise ConfigError(f"model.{key}={model[key]} is not of use here, as {source.description} {weights}: leave it out.")
+
+
+def _load(source: Source, config: Config, devices: list[jax.Device], follows: bool) -> Loaded:
+    """Args: follows: the global batch is a microbatch on each data rank and stage, however many they turn out to be."""
+    p, train = config.parallel, config.train
+    others = _beside_data(config)
+    if follows and p.data == AUTO and len(devices) % others == 0:
+        batch = (train.microbatch_sequences or 1) * (len(devices) // others) * p.pipe
+        config = config.model_copy(update={"train": train.model_copy(update={"global_batch_sequences": batch})})
+    config = config.resolve(len(devices))
+    mesh = make_mesh(config.parallel, devices)
+    with jax.set_mesh(mesh):
+        functions = parallelize(config, mesh)
+    opened = source.opened
+
+    def described(parameter: Parameter, sharding: Any) -> jax.ShapeDtypeStruct:
+        dtype = parameter.dtype if opened is None else opened.dtype(tuple(parameter.path.split(".")))
+        return jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=sharding)
+
+    like = jax.tree.map(described, functions.table, functions.master_shardings)
+    params = read_weights(source, like, functions.table)
+    companions = opened or source.as_folder()
+    return Loaded(config, mesh, functions, params, companions.tokenizer, companions.generation, source.description)
+
+
+def _beside_data(config: Config) -> int:
+    """Devices for each data rank."""
+    p = config.parallel
+    return p.pipe * p.context * p.tensor * p.replica
+
+
+def _most(config: Config, available: int) -> int:
+    """Devices that whole data ranks take up; all, if there are too few for one, which resolving the config will say."""
+    others = _beside_data(config)
+    return available // others * others or available
+
+
+def _shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list[jax.Device]]:
+    """The config of a mesh along `data` alone, with weights cut as ZeRO 3 cuts them over as many devices as they divide over.
+    Devices of other processes cannot be left out: if they do not divide over all, each holds all.
+    """
+    _, table = parameter_table(config)
+    for ranks in range(len(devices), 0, -1):
+        parallel = config.parallel.model_copy(update={"data": AUTO, "zero": 3})
+        try:
+            of_ranks = parallel.model_copy(update={"data": ranks})
+            jax.tree.map(lambda p, cut=of_ranks: layout(p, weight_rules(config.model, cut), cut), table)
+        except ConfigError:
+            if len({device.process_index for device in devices}) > 1:
+                parallel = config.parallel.model_copy(update={"data": AUTO, "zero": 0})
+                break
+            continue
+        devices = devices[:ranks]
+        break
+    return config.model_copy(update={"parallel": parallel}), devices
+
+
+def _says_no_batch(overrides: Sequence[str]) -> bool:
+    return not any(override.strip().startswith("train.global_batch_sequences") for override in overrides)
