@@ -37,8 +37,11 @@ START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
 DEFAULT_START_TIMEOUT_S = 300
 log = logging.getLogger(__name__)
 
-FAREWELL_MS = 2000
+FAREWELL_MS = 10_000
 """How long a process that failed waits for the others to fail too, so that all can say why."""
+
+LAST_TO_LEAVE_S = 1.0
+"""How much later than the others process 0 leaves: with it goes the coordinator, and JAX aborts who is still there."""
 
 EXCHANGE_LIMIT_MS = 3_600_000
 """Process 0 may have a checkpoint of terabytes to look through while the others wait."""
@@ -254,12 +257,13 @@ def leaving_on_errors():
 
 def _leave(code: int) -> None:
     try:
-        # With process 0 the coordinator goes, and JAX aborts the others at once: let them speak first.
         _client().wait_at_barrier("jaxllm/failed", FAREWELL_MS)
     except Exception:
         pass
     sys.stdout.flush()
     sys.stderr.flush()
+    if is_main_process():
+        time.sleep(LAST_TO_LEAVE_S)
     os._exit(code)
 
 
