@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.plan.hardware import available_cpus
 
 MODEL = {
     **{"num_layers": 4, "hidden_size": 448, "intermediate_size": 1536, "num_heads": 7, "num_kv_heads": 7, "vocab_size": 256},
@@ -83,7 +83,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     quiet_step_s = [step_seconds(trainer) for _ in range(QUIET_STEPS + 1)][1:]
     report: dict[str, Any] = {
         "device": f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}",
-        "machine": f"{platform.machine()}, {usable_cpus()} CPUs",
+        "machine": f"{platform.machine()}, {available_cpus()} CPUs",
         "state_bytes": sum(x.nbytes for x in jax.tree.leaves(trainer.state)),
         "saves": saves,
         "quiet_step_s": quiet_step_s,
@@ -124,10 +124,6 @@ def step_seconds(trainer: Any) -> float:
     started = time.perf_counter()
     trainer.advance()
     return time.perf_counter() - started
-
-
-def usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def text(report: dict[str, Any]) -> str:

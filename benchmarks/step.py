@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError, ModelConfig, load_config
 from jaxllm.plan.flops import mfu, parameter_count
+from jaxllm.plan.hardware import available_cpus
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 # transformers' side sees one text in a row, so ours does.
@@ -209,7 +210,7 @@ def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str) -
     import torch
 
     if device == "cpu":
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        torch.set_num_threads(available_cpus())
     # XLA multiplies float32 in TF32 on a GPU unless told otherwise.
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(config.train.seed)

@@ -12,7 +12,11 @@ _HOMES = {
     "Config": "config",
     "ConfigError": "config",
     "Trainer": "api",
+    "load_model": "api",
+    "open_model": "api",
     "estimate": "plan.estimate",
+    "evaluate": "predict",
+    "generate": "predict",
 }
 __all__ = [*_HOMES, "plan"]
 

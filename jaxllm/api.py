@@ -2,6 +2,8 @@
 
 from jaxllm.plan.estimate import estimate
 from jaxllm.planner import plan
+from jaxllm.predict import evaluate, generate
+from jaxllm.train.opened import Loaded, load_model, open_model
 from jaxllm.train.trainer import Trainer
 
-__all__ = ["Trainer", "estimate", "plan"]
+__all__ = ["Loaded", "Trainer", "estimate", "evaluate", "generate", "load_model", "open_model", "plan"]

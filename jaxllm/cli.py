@@ -17,6 +17,14 @@ from jaxllm.config import Config, ConfigError, json_schema, load_config
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Text into tokens.")
 app.add_typer(data_app, name="data")
+convert_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Models of Hugging Face's in, and out again.")
+app.add_typer(convert_app, name="convert")
+
+Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Compare logits with transformers, in float32, before DST gets its name (extra reference)."),
+]
 
 Recipe = Annotated[
     list[str],
@@ -246,13 +254,106 @@ def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
     step: Annotated[int | None, typer.Option(help="This checkpoint of a run; default: the newest.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    force: Force = False,
 ) -> None:
     """Writes the weights alone: for train.init_from, for other machines, or to keep."""
     from jaxllm.train.weights import export as export_weights
 
-    found = export_weights(source, destination, step, dtype)
+    found = export_weights(source, destination, step, dtype, force)
     print(f"exported {found.description} to {destination} as {dtype}")
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...",
+        help="How to compute, such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on "
+        "GPUs, over the devices here.",
+    ),
+]
+ModelFolder = Annotated[
+    str, typer.Option(metavar="DIR", help="A folder of Hugging Face's or jaxllm's, a run directory or one of its checkpoints.")
+]
+OtherTokenizer = Annotated[
+    str | None, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes; default: the model's own.")
+]
+
+
+@app.command("eval")
+def evaluate(
+    model: ModelFolder,
+    text: Annotated[str, typer.Option(metavar="FILE", help="A file of UTF-8 text.")],
+    overrides: Overrides = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(metavar="S", help="Tokens of a window; default: 1024, or fewer if the model was made for those."),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens from one window to the next; default: S. If less, each token is scored with more before it."),
+    ] = None,
+    tokenizer: OtherTokenizer = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Scores a text: loss in nats per token, perplexity, bits per byte. Windows do not overlap; the rest is dropped."""
+    from jaxllm import predict
+    from jaxllm.planner import progress_bar
+
+    options = {"sequence_length": sequence_length, "stride": stride, "tokenizer": tokenizer, "say": tell}
+    with progress_bar() as progress:
+        score = predict.evaluate(model, text, overrides or [], **options, progress=progress)
+    show(json.dumps(score.to_json()) if as_json else "\n".join(score.lines()))
+
+
+@app.command()
+def generate(
+    model: ModelFolder,
+    prompt: Annotated[
+        list[str], typer.Option(metavar="TEXT", help="A text to go on with; given again: another, done beside it.")
+    ],
+    overrides: Overrides = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are what a user says: answer by the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most so many for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as the model says.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens that make up this much of the probability.")
+    ] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, besides stop tokens; may be given again.")
+    ] = None,
+    tokenizer: OtherTokenizer = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Continues prompts, to see what a model has learned: with a key-value cache, as it comes."""
+    from jaxllm import predict
+    from jaxllm.inference.text_stream import InTurn
+
+    before = [f"> {text}\n" for text in prompt] if chat else prompt
+    on_text = InTurn(before, show_at_once)
+    found = predict.generate(
+        model,
+        prompt,
+        overrides or [],
+        chat=chat,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or [],
+        tokenizer=tokenizer,
+        say=tell,
+        **({} if as_json else {"on_text": on_text}),
+    )
+    if as_json:
+        show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
 
 
 @data_app.command("prepare")
@@ -299,10 +400,72 @@ def data_prepare(
     print(json.dumps(summary.to_json()) if as_json else "\n".join(summary.lines()))
 
 
+@convert_app.command("from-hf")
+def convert_from_hf(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
+    force: Force = False,
+    verify: Verify = False,
+) -> None:
+    """A Hugging Face folder into jaxllm's own format, bit for bit, one tensor at a time; checks itself."""
+    from jaxllm.convert.hf import from_hf
+
+    print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
+
+
+@convert_app.command("to-hf")
+def convert_to_hf(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder of jaxllm's, a run directory or a checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, as transformers loads it.")],
+    step: Annotated[int | None, typer.Option(help="This checkpoint of a run; default: the newest.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="More is written as several files with an index.")] = "5GB",
+    max_position: Annotated[
+        int | None, typer.Option(help="max_position_embeddings; default: what it came with, or the length of a run if more.")
+    ] = None,
+    force: Force = False,
+    verify: Verify = False,
+) -> None:
+    """A model or a run of jaxllm's as a Hugging Face folder; checks itself."""
+    from jaxllm.convert.hf import parse_size, to_hf
+
+    done = to_hf(
+        source,
+        destination,
+        step=step,
+        dtype=dtype,
+        largest_file=parse_size(max_shard_size),
+        max_position=max_position,
+        force=force,
+        verify=verify,
+    )
+    print("\n".join(done.lines()))
+
+
 @app.command()
 def schema() -> None:
     """Prints the JSON schema of a recipe, for editors."""
     print(json.dumps(json_schema(), indent=2))
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Prints, on one process of several."""
+    from jaxllm.distributed import is_main_process
+
+    if is_main_process():
+        print(text, end=end, flush=True)
+
+
+def show_at_once(text: str) -> None:
+    show(text, end="")
+
+
+def tell(line: str) -> None:
+    """A line beside the result: on standard error, and on one process of several."""
+    from jaxllm.distributed import is_main_process
+
+    if is_main_process():
+        print(line, file=sys.stderr, flush=True)
 
 
 def load(recipe: list[str]) -> Config:

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from jaxllm import hf_config
 from jaxllm.config_errors import ConfigError, one_sentence, refuse
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
@@ -60,7 +61,9 @@ class ModelConfig(Section):
     """The network's shape. Give `name` (a file in configs/models) or every size."""
 
     name: str | None = None
-    """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it."""
+    """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it. Or a model's folder, Hugging Face's or
+    jaxllm's own: its shape, and unless set otherwise its weights (train.init_from) and, where texts are read, its tokenizer
+    (data.tokenizer)."""
     num_layers: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -193,8 +196,13 @@ class ParallelConfig(Section):
         return self
 
 
-SourceKind = Literal["python_stdlib", "files", "prepared", "megatron"]
-PATHS_MEAN = {"files": "files or glob patterns", "prepared": "folders", "megatron": "files without their .bin or .idx"}
+SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron"]
+PATHS_MEAN = {
+    "files": "files or glob patterns",
+    "chat": "files of JSON lines or glob patterns",
+    "prepared": "folders",
+    "megatron": "files without their .bin or .idx",
+}
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
@@ -205,7 +213,7 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
             )
     elif not paths:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
-    if source == "files":
+    if source in ("files", "chat"):
         for pattern in paths:
             if not any(Path(p).is_file() for p in glob.iglob(pattern, recursive=True)):
                 raise refuse(f"{where}.paths: no file matches {pattern!r}; check the path (it is relative to {Path.cwd()}).")
@@ -233,15 +241,20 @@ class DataConfig(Section):
     """What is read, and how documents become samples. Which documents are held out does not depend on the machine."""
 
     source: SourceKind = "python_stdlib"
-    """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; prepared: folders
-    that `jaxllm data prepare` wrote; megatron: Megatron-LM's .bin and .idx."""
+    """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
+    conversations, of which only the answers are learnt; prepared: folders that `jaxllm data prepare` wrote; megatron:
+    Megatron-LM's .bin and .idx."""
     paths: Paths = ()
-    """files: files or glob patterns (** for folders); prepared: folders; megatron: files without their .bin or .idx."""
+    """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
+    prepared: folders; megatron: files without their .bin or .idx. With packing=best_fit conversations that fit into a sequence
+    are not cut."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several sources by weight, instead of source and paths."""
     tokenizer: str | None = None
     """A folder with tokenizer.json, or bytes. Default: bytes for texts, for prepared folders the tokenizer they were made
     with."""
+    chat_template: str | None = None
+    """A Jinja file by which conversations are written. Default: the tokenizer folder's own."""
     packing: Literal["concat", "best_fit"] = "concat"
     """concat: documents one after another, cut where a sequence is full; best_fit: documents are put together so that none
     that fits into a sequence is cut."""
@@ -259,6 +272,11 @@ class DataConfig(Section):
             _check_paths(f"data.mixture[{number}]", part.source, part.paths)
             if part.name in [other.name for other in self.mixture[:number]]:
                 raise refuse(f"data.mixture holds two sources named {part.name}: give each a name of its own.")
+        if self.chat_template is not None:
+            if not any(part.source == "chat" for part in self.sources):
+                raise refuse("data.chat_template belongs to data.source=chat: name that source, or remove the template.")
+            if not Path(self.chat_template).is_file():
+                raise refuse(f"data.chat_template={self.chat_template} is no file (it is relative to {Path.cwd()}): check it.")
         if self.packing == "best_fit" and not self.mask_documents:
             raise refuse("data.packing=best_fit keeps documents apart: set data.mask_documents=true, or packing=concat.")
         return self
@@ -298,7 +316,8 @@ class TrainConfig(Section):
     """Sequences one data rank computes at once; default: its whole share, one microbatch a step."""
     seed: Seed = 0
     init_from: str | None = None
-    """Start from the weights alone of a run directory, one of its checkpoints, or a folder `jaxllm export` wrote."""
+    """Start from the weights alone of a model's folder (Hugging Face's or jaxllm's own), a run directory, or one of its
+    checkpoints. Default: the folder that model.name names, if it names one; null: fresh weights."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4); the reported loss leaves it out."""
     loss_chunk_tokens: PositiveInt = 4096
@@ -372,6 +391,8 @@ class Config(Section):
         for part in self.data.sources if reads_bytes and model.vocab_size < 256 else ():
             if part.source in ("python_stdlib", "files"):
                 raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={part.source} needs 256.")
+        if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
+            raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
         if model.num_heads % parallel.tensor:
             usable = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
             raise refuse(
@@ -390,7 +411,7 @@ class Config(Section):
             )
         # Each context rank holds two chunks of a sequence (parallel/zigzag.py), and each tensor rank a part of those.
         S, c = train.sequence_length, parallel.context
-        unit = c * math.lcm(2, parallel.tensor) if c > 1 else parallel.tensor
+        unit = sequence_unit(c, parallel.tensor)
         if S % unit:
             nearest = f"{S // unit * unit} or {math.ceil(S / unit) * unit}" if unit < S else str(unit)
             parts = f"in two chunks over parallel.context={c} and each part " if c > 1 else ""
@@ -498,6 +519,11 @@ class Config(Section):
         return config
 
 
+def sequence_unit(context: int, tensor: int) -> int:
+    """Of what a sequence's length must be a multiple, to be cut over these axes."""
+    return context * math.lcm(2, tensor) if context > 1 else tensor
+
+
 def _all_have_layers(layers: int, chunks: int) -> bool:
     """Whether every chunk has a layer, where all but the last are full."""
     return layers > (chunks - 1) * math.ceil(layers / chunks)
@@ -566,16 +592,26 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     """
     values = _read_yaml(Path(path)) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
     # A section whose keys are all commented out is None in YAML.
-    values = {section: dict(keys) if isinstance(keys, Mapping) else keys or {} for section, keys in values.items()}
-    for override in overrides:
-        _apply(override, values)
+    values = with_overrides(values, overrides)
     model = values.get("model")
     if isinstance(model, dict) and model.get("name") is not None:
-        values["model"] = {**_published_shape(model["name"]), **model}
+        _take_named(values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(one_sentence(error, Config)) from None
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The sections of a config, not checked yet, with `section.key=value` strings applied; a copy.
+
+    Raises:
+      ConfigError: a string is none.
+    """
+    values = {section: dict(keys) if isinstance(keys, Mapping) else keys or {} for section, keys in values.items()}
+    for override in overrides:
+        _apply(override, values)
+    return values
 
 
 def json_schema() -> dict[str, Any]:
@@ -631,10 +667,63 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     node[keys[-1]] = value
 
 
+def _take_named(values: dict[str, Any]) -> None:
+    """What model.name stands for, wherever `values` says nothing else: the shape, and of a folder its weights and tokenizer."""
+    model, name = values["model"], values["model"]["name"]
+    if set(hf_config.SHAPE_KEYS) <= model.keys():
+        # A config as it ran: what the name stood for is written out, and a folder may be gone by now.
+        return
+    if isinstance(name, str) and name not in published_models():
+        if Path(name).is_dir():
+            return _take(values, *_of_folder(Path(name)))
+        if ran := _as_it_ran(values, name):
+            return _take(values, *ran)
+    values["model"] = {**_published_shape(name), **model}
+
+
+def _of_folder(path: Path) -> tuple[Mapping[str, Any], list[Path]]:
+    """The shape of a folder's model, and where its tokenizer may be."""
+    # Of a checkpoint, the run it is one of says it.
+    home = path.parent.parent if path.parent.name == "checkpoints" else path
+    if (shape := hf_config.folder_shape(path)) is None and (home / "config.yaml").is_file():
+        shape = _read_yaml(home / "config.yaml").get("model")
+    if not isinstance(shape, Mapping):
+        raise ConfigError(
+            f"model.name={path} holds no model: give a folder with config.json (Hugging Face) or model.json (jaxllm), a run "
+            f"directory or one of its checkpoints, or one of {', '.join(published_models())}."
+        )
+    return shape, [home, home / "tokenizer"]
+
+
+def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[Path]] | None:
+    """The same from what run.dir keeps, if that is a run with the model of this name: the folder has gone since."""
+    run = values.get("run")
+    folder = Path(str((run if isinstance(run, Mapping) else {}).get("dir", RunConfig.model_fields["dir"].default)))
+    model = _read_yaml(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
+    return (model, [folder / "tokenizer"]) if isinstance(model, Mapping) and model.get("name") == name else None
+
+
+def _take(values: dict[str, Any], shape: Mapping[str, Any], tokenizers: Sequence[Path]) -> None:
+    train, data = values.get("train"), values.setdefault("data", {})
+    if isinstance(train, dict):
+        train.setdefault("init_from", values["model"]["name"])
+    values["model"] = {**{key: shape[key] for key in hf_config.SHAPE_KEYS if key in shape}, **values["model"]}
+    found = [home for home in tokenizers if (home / "tokenizer.json").is_file()]
+    if isinstance(data, dict) and found and _reads_texts(data):
+        data.setdefault("tokenizer", str(found[0]))
+
+
+def _reads_texts(data: Mapping[str, Any]) -> bool:
+    """Whether a data section, not checked yet, reads texts and nothing that was tokenized before."""
+    parts = data.get("mixture") or [data]
+    kinds = [part.get("source", "python_stdlib") for part in parts if isinstance(part, Mapping)]
+    return bool(kinds) and all(kind in ("python_stdlib", "files", "chat") for kind in kinds)
+
+
 def _published_shape(name: Any) -> dict[str, Any]:
     path = config_folder() / "models" / f"{name}.yaml"
     if not isinstance(name, str) or "/" in name or not path.is_file():
         nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
-        raise ConfigError(f"model.name={name} is no published shape: {hint}")
+        raise ConfigError(f"model.name={name} is no published shape, and no folder: {hint}")
     return _read_yaml(path)

@@ -42,8 +42,11 @@ check() {
   show_versions
   if $dry_run; then
     run_check "gpu tests, collected" collect_tests
+    run_check "memory in use" "$python" benchmarks/memory_in_use.py --dry-run
   else
-    run_check "gpu tests" "$python" -m pytest -m gpu
+    # Its steps run in processes of their own, which must find the GPU free.
+    run_check "memory in use" "$python" -m pytest -s -m gpu tests/gpu/test_memory_in_use.py
+    run_check "gpu tests" "$python" -m pytest -m gpu --ignore tests/gpu/test_memory_in_use.py
   fi
   for benchmark in "${benchmarks[@]}"; do
     if $dry_run; then

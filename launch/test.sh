@@ -30,7 +30,7 @@ install_reference() {
 run_tests() {
   local limit="" processes=""
   if command -v timeout >/dev/null; then limit="timeout --kill-after=60 75m"; fi
-  if has_module xdist; then processes="--numprocesses 2 --dist loadfile"; fi
+  if has_module xdist; then processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"; fi
   # shellcheck disable=SC2086  # words, on purpose
   $limit "$python" -m pytest $processes -m "$markers" "$@"
 }

@@ -1,11 +1,13 @@
 """The test room is stricter than production: eight CPU devices, warnings are errors, no silent promotion of ranks."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+import real_material
 from tiny import TINY
 
 from jaxllm import xla_flags
@@ -19,6 +21,28 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     xla_flags.apply(RunConfig(cpu_devices=NUM_DEVICES))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+LONGEST = [
+    *("test_pipeline_parity", "test_mesh_parity", "test_multiprocess", "test_memory_accuracy", "test_pipeline_memory"),
+    *("test_smollm2_inference", "test_context_parity", "test_checkpoint", "test_compile", "test_offload", "test_kill"),
+    *("test_pipeline_compiled", "test_context_compiled", "test_trainer", "test_quickstart", "test_collectives"),
+]
+"""Files that take minutes, longest first."""
+
+
+def pytest_collection_modifyitems(items):
+    """Two processes take a file at a time (launch/test.sh): a long one begun last would leave the other idle."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_one_file():
+    """What was traced and compiled for one file is of no use to the next: kept, it grew to 5 GB, and Python's garbage collector
+    looks through all of it again and again."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +65,21 @@ def tiny_config(text_file):
         return load_config(TINY, [f"data.paths=[{text_file}]", *overrides])
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder():
+    """A Hugging Face folder of the real SmolLM2-135M-Instruct in float32. Not to be written to. Skips without a network."""
+    return real_material.smollm2()
+
+
+@pytest.fixture(scope="session")
+def smollm2_first_layers():
+    """The same model cut off behind its first two layers, for tests that want real weights and little time."""
+    return real_material.smollm2_first_layers()
+
+
+@pytest.fixture(scope="session")
+def chatterbot_file():
+    """2,025 real conversations, as JSON lines."""
+    return real_material.fetched("get_chatterbot.py", "chatterbot.jsonl")

@@ -17,7 +17,7 @@ REFUSALS = {
     ("train.stpes=3",): "Unknown key train.stpes: did you mean train.steps?",
     ("model.sequence_length=3",): "Unknown key model.sequence_length: did you mean train.sequence_length?",
     ("trian.steps=3",): "Unknown key trian: did you mean train?",
-    ("model.name=llama-3-8",): "model.name=llama-3-8 is no published shape: did you mean llama-3-8b?",
+    ("model.name=llama-3-8",): "model.name=llama-3-8 is no published shape, and no folder: did you mean llama-3-8b?",
     ("model.num_kv_heads=5",): "model.num_heads=32 is not a multiple of model.num_kv_heads=5: use one of [1, 2, 4, 8, 16, 32]",
     ("model.head_dim=33",): "model.head_dim=33 is odd, and rotary embeddings turn pairs: make it 34.",
     ("parallel.zero=4",): "parallel.zero=4 is not one of the choices: use 0, 1, 2, 3.",
@@ -84,7 +84,7 @@ PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
     [
         (
             PART | {"source": "fils"},
-            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, prepared, megatron.",
+            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, chat, prepared, megatron.",
         ),
         (PART | {"path": "x"}, "Unknown key data.mixture[0].path: did you mean data.mixture[0].paths?"),
         (PART | {"steps": 3}, "Unknown key data.mixture[0].steps: did you mean train.steps?"),
@@ -149,9 +149,17 @@ def test_a_recipe_may_be_cut_short():
     assert config.total_tokens < config.optimizer.warmup_tokens
 
 
-def test_every_recipe_loads():
-    recipes = sorted(config_folder().glob("*.yaml"))
+def test_every_recipe_loads(tmp_path, monkeypatch):
+    """Where what their first lines say to fetch is there."""
+    recipes = sorted(path.absolute() for path in config_folder().glob("*.yaml"))
     assert recipes
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "data" / "smollm2"
+    model.mkdir(parents=True)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 256}
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}))
+    (model / "tokenizer.json").touch()
+    (tmp_path / "data" / "chatterbot.jsonl").touch()
     for path in recipes:
         assert load_config(path).train.steps > 0
 

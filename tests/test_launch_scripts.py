@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import outside
 import pytest
 
 CHECKOUT = Path(__file__).parents[1]
@@ -190,12 +191,11 @@ def test_none_uses_the_current_python(tmp_path):
 
 @pytest.mark.slow
 def test_gpu_check_goes_through_its_motions_on_a_cpu(tmp_path):
-    environment = {**os.environ, "JAXLLM_VENV": "none", "PYTHON": sys.executable, "OUT": str(tmp_path)}
-    environment.pop("XLA_FLAGS", None)
+    environment = outside.environment(JAXLLM_VENV="none", PYTHON=sys.executable, OUT=str(tmp_path))
     command = ["bash", str(CHECKOUT / "launch" / "gpu_check.sh"), "--dry-run"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     log = (tmp_path / "gpu_check.log").read_text()
     assert "tests/gpu/test_cudnn_attention.py" in log
-    for part in ("gpu tests, collected", "benchmarks/step.py"):
+    for part in ("gpu tests, collected", "memory in use", "benchmarks/step.py"):
         assert re.search(rf"{re.escape(part)}\s+\d+ s  ok", log)

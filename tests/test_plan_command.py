@@ -189,11 +189,11 @@ def test_the_table_shows_candidates_and_reasons(recipe):
 def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
     real, calls = memory.estimate_memory, []
 
-    def stopped(config):
+    def stopped(config, gpu=None):
         calls.append(config)
         if len(calls) == 300:
             raise KeyboardInterrupt
-        return real(config)
+        return real(config, gpu)
 
     monkeypatch.setattr(memory, "estimate_memory", stopped)
     out = tmp_path / "best.yaml"
@@ -212,10 +212,10 @@ KEEP = ["--keep", "schedule", "--keep", "zero", "--keep", "remat"]
 def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
     real = memory.estimate_memory
 
-    def stopped(config):
+    def stopped(config, gpu=None):
         if config.devices == 4:
             raise KeyboardInterrupt
-        return real(config)
+        return real(config, gpu)
 
     monkeypatch.setattr(memory, "estimate_memory", stopped)
     arguments = [recipe, "--gpus", "16", "--compile", "0", "--sweep", "gpus", *KEEP]
@@ -271,7 +271,7 @@ def test_the_objective_is_told(recipe, objective, line):
 
 
 def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
-    def stopped(config):
+    def stopped(config, gpu=None):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(memory, "estimate_memory", stopped)

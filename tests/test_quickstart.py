@@ -1,10 +1,10 @@
 """The README's first command, with the figures it promises."""
 
-import os
 import re
 import subprocess
 import sys
 
+import outside
 import pytest
 
 from jaxllm.config import config_folder
@@ -13,8 +13,7 @@ from jaxllm.config import config_folder
 @pytest.mark.slow
 def test_quickstart_learns_python(tmp_path):
     command = [sys.executable, "-m", "jaxllm.cli", "train", "configs/quickstart.yaml", f"run.dir={tmp_path / 'run'}"]
-    # Not the flags of the test room, which make programs quick to compile and slow to run.
-    place = {"cwd": config_folder().parent, "env": {**os.environ, "XLA_FLAGS": ""}}
+    place = {"cwd": config_folder().parent, "env": outside.environment()}
     result = subprocess.run(command, capture_output=True, text=True, timeout=550, **place)
     assert result.returncode == 0, result.stderr
     figures = {

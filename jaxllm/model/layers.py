@@ -74,14 +74,21 @@ def rotary_frequencies(model: ModelConfig) -> np.ndarray:
 
     Stretching divides the slow frequencies by `factor`, keeps the fast ones and blends between, by how many turns a pair makes
     within the original context.
+
+    Every operation rounds as in transformers, with whose angles published weights were trained: at position p the last bit of
+    a frequency counts p times.
     """
-    frequencies = model.rope_theta ** (-np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim)
+    exponents = np.arange(0, model.head_dim, 2, dtype=np.float32) / np.float32(model.head_dim)
+    # torch's float32 power is right to the last bit, NumPy's is not.
+    frequencies = 1 / (model.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     if (scaling := model.rope_scaling) is not None:
-        turns = scaling.original_max_position * frequencies / (2 * math.pi)
+        # torch divides a number by an array as it multiplies by the reciprocal.
+        wavelengths = (1 / frequencies) * np.float32(2 * math.pi)
+        turns = scaling.original_max_position * (1 / wavelengths)
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         keep = np.clip(keep, 0.0, 1.0)
-        frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
-    return frequencies.astype(np.float32)
+        frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
+    return frequencies
 
 
 Rotary = tuple[Float[Array, "B S H/2"], Float[Array, "B S H/2"]]

@@ -13,13 +13,11 @@ adds them, and cuts the stack of layers anew for other virtual stages. A checkpo
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import itertools
 import json
 import logging
 import math
 import os
-import platform
 import shutil
 import sys
 import time
@@ -36,6 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import distributed
 from jaxllm.config import CheckpointConfig, Config, ConfigError
+from jaxllm.pretrained.folder import versions
 from jaxllm.sharding import stack_dims
 from jaxllm.train.state import HOST, TrainState
 
@@ -46,7 +45,6 @@ CHECKSUMMED_WHOLE = 64 * 2**20
 and what is torn is torn at an end, or is of another size."""
 SHARED_LIMIT_S = 20
 """How long a process looks for a file that process 0 wrote: NFS shows it after up to some seconds."""
-PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
 
 Meta = dict[str, Any]
 
@@ -287,17 +285,6 @@ def describe_run(config: Config, step: int, fingerprint: str) -> Meta:
         "config": config.model_dump(mode="json"),
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            # jaxllm itself, run from a checkout that was never installed.
-            found[package] = "not installed"
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------ what is on the disk

@@ -21,13 +21,16 @@ import yaml
 from jaxllm import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
+from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.inference.generate import sample
+from jaxllm.inference.text_stream import printable
 from jaxllm.parallel.stacking import stacking_of
 from jaxllm.plan.activations import is_blockwise
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.plan.pipeline_report import USUAL_IDLE
 from jaxllm.plan.schedule import idle_share, microbatches_for
+from jaxllm.pretrained.folder import TOKENIZER, copy_companions
 from jaxllm.train.checkpoint import Checkpoints, Meta, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
 from jaxllm.train.fits import explaining_out_of_memory
@@ -70,7 +73,7 @@ def fit(config: Config) -> Trainer:
             stack.callback(sink.close)
         if distributed.is_main_process():
             write_config(folder, config)
-            keep_tokenizer(folder, trainer)
+            keep_companions(folder, trainer)
         minutes = config.checkpoint.every_minutes
         with Interrupt(minutes * 60 if minutes else None) as interrupt:
             stopped_by = train(trainer, checkpoints, interrupt, console, sinks)
@@ -122,16 +125,29 @@ def alone_in(folder: Path):
             lock.close()
 
 
-def keep_tokenizer(folder: Path, trainer: Trainer) -> None:
-    """run.dir/tokenizer: the run's own, for exports; none for bytes. An earlier start may have left another's."""
-    tokenizer, home = trainer.data.tokenizer, folder / "tokenizer"
-    aside = folder / ".tokenizer"
+def keep_companions(folder: Path, trainer: Trainer) -> None:
+    """run.dir/tokenizer, for exports and for whoever resumes elsewhere: the run's own tokenizer, none for bytes, and what came
+    beside the weights that it started from, whose folder may be gone one day.
+    """
+    home, aside, before = folder / TOKENIZER, folder / ".tokenizer", folder / ".tokenizer-before"
+    beside = None if trainer.weights is None else trainer.weights.outline().companions
+    if trainer.step:
+        # Killed between the two renames below, an earlier start left it there.
+        beside = home if home.exists() else before
     shutil.rmtree(aside, ignore_errors=True)
-    if tokenizer is not None:
-        tokenizer.save(aside)
-    shutil.rmtree(home, ignore_errors=True)
+    # Where data is token ids alone, the weights' tokenizer is theirs.
+    copy_companions(beside, aside, tokenizer=trainer.data.tokenizer is None)
+    if trainer.data.tokenizer is not None:
+        trainer.data.tokenizer.save(aside)
+        if (template := trainer.data.chat_template) is not None and aside.exists():
+            # What the model has learnt to answer to, wherever it came from.
+            (aside / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+    if home.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        home.rename(before)
     if aside.exists():
         aside.rename(home)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str) -> None:
@@ -147,7 +163,7 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
     before, now = meta["config"], config.model_dump(mode="json")
     # What the text is, its fingerprint says, wherever it lies now.
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype")}
-    free |= {("data", key) for key in ("paths", "tokenizer")}
+    free |= {("data", key) for key in ("paths", "tokenizer", "chat_template")}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
     keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
     for section, key in keys:
@@ -329,10 +345,7 @@ def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: li
     if (length := log_config.sample_tokens) and data.tokenizer is not None:
         prompt = data.tokenizer.encode(log_config.sample_prompt)
         new = sample(trainer.model, prompt, length, window=trainer.config.train.sequence_length)
-        text = data.tokenizer.decode(new)
-        # A young model samples control characters too, and a terminal would obey them.
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-        console.say("sample:\n" + log_config.sample_prompt + text)
+        console.say("sample:\n" + log_config.sample_prompt + printable(data.tokenizer.decode(new)))
     return None
 
 

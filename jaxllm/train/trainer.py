@@ -24,11 +24,11 @@ from jaxllm import distributed, xla_flags
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
-from jaxllm.mesh import batch_sharding, make_mesh, replicated
+from jaxllm.mesh import make_mesh, replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
+from jaxllm.parallel.batches import place
 from jaxllm.parallel.parallelize import merge_model
-from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.fits import require_fit
@@ -213,30 +213,7 @@ class Trainer:
         config = self.config
         G, M = config.train.global_batch_sequences, config.num_microbatches
         samples = (step * G + np.arange(G)).reshape(M, G // M)
-        return self._place(self.stream.samples, samples)
-
-    def _place(self, read, samples: np.ndarray) -> dict[str, jax.Array]:
-        """Samples by number, [microbatch, sequence], on the mesh: read(numbers) -> arrays [len(numbers), S] is asked for those
-        alone that this process's devices hold.
-        """
-        (M, R), S = samples.shape, self.config.train.sequence_length
-        sharding = batch_sharding(self.mesh)
-        indices = sharding.addressable_devices_indices_map((M, R, S)).values()
-        mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
-        # Context ranks hold an early and a late chunk of each sequence; nobody after this notices.
-        dealt = order(S, self.config.parallel.context)
-        local = {
-            name: array.reshape(M, len(mine), S)[:, :, dealt] for name, array in read(samples[:, mine].reshape(-1)).items()
-        }
-
-        def shard(name):
-            def callback(index):
-                rows = np.searchsorted(mine, np.arange(R)[index[1]])
-                return local[name][index[0]][:, rows][:, :, index[2]]
-
-            return callback
-
-        return {name: jax.make_array_from_callback((M, R, S), sharding, shard(name)) for name in local}
+        return place(self.mesh, self.stream.samples, samples, config.train.sequence_length)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
@@ -249,12 +226,13 @@ class Trainer:
         """
         # A pipeline takes as many microbatches as it has stages, or it would stand still most of the time.
         M, R = self.config.parallel.pipe, self.config.microbatch_sequences * int(self.config.parallel.data)
+        length = self.config.train.sequence_length
         sums: dict[str, tuple[float, int]] = {}
         with jax.set_mesh(self.mesh):
             for source in self.data.held_out():
                 total, count = 0.0, 0
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    batch = self._place(source.in_order, (first + np.arange(M * R)).reshape(M, R))
+                    batch = place(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
                     part, tokens = self._loss_sum(self.state.params, batch)
                     # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
                     total, count = total + float(part), count + int(tokens)

@@ -20,6 +20,7 @@ from tiny import TINY
 import jaxllm
 from jaxllm import cli
 from jaxllm.config import ConfigError
+from jaxllm.pretrained.folder import PACKAGES, open_folder
 from jaxllm.train import checkpoint
 from jaxllm.train.checkpoint import Checkpoints, describe_run, read_meta, saved_steps
 from jaxllm.train.loop import fit
@@ -83,7 +84,7 @@ def test_metadata_says_where_the_run_is_and_what_made_it(whole, trainer):
     assert meta["fingerprint"] == trainer.data.fingerprint
     assert jaxllm.Config.model_validate(meta["config"]).model == trainer.config.model
     assert meta["versions"]["jax"] == jax.__version__
-    assert set(meta["versions"]) == {"python", *checkpoint.PACKAGES}
+    assert set(meta["versions"]) == {"python", *PACKAGES}
 
 
 def test_the_newest_are_kept_and_the_multiples_for_good(trainer, whole, tiny_config, tmp_path):
@@ -365,17 +366,38 @@ def exported(whole, tmp_path_factory):
 
 def test_an_export_holds_the_weights_the_model_and_the_tokenizer(exported, whole):
     for dtype, folder in exported.items():
-        assert sorted(path.name for path in folder.iterdir()) == ["model.json", "tokenizer", "weights"]
+        assert sorted(path.name for path in folder.iterdir()) == ["model.json", "tokenizer", "weights.safetensors"]
         described = json.loads((folder / "model.json").read_text())
         assert (described["model"]["vocab_size"], described["dtype"]) == (258, dtype)
-        params = ocp.StandardCheckpointer().restore(folder / "weights")["params"]
-        assert_equal(params, jax.tree.map(lambda x, dtype=dtype: np.asarray(x).astype(dtype), whole[1].params))
+        opened = open_folder("an export", str(folder))
+        theirs = jax.tree.map(lambda x, dtype=dtype: np.asarray(x).astype(dtype), whole[1].params)
+        for path, x in jax.tree_util.tree_leaves_with_path(theirs):
+            ours = opened.read(tuple(key.key for key in path))
+            assert ours.dtype == dtype
+            np.testing.assert_array_equal(ours, x)
 
 
-@pytest.mark.parametrize("kind", ["run", "checkpoint", "export", "bfloat16"])
-def test_a_run_starts_from_weights_alone_on_any_mesh(kind, tiny_config, whole, exported):
-    path = {"run": whole[0], "checkpoint": whole[0] / "checkpoints" / "2", "export": exported["float32"]}.get(kind)
-    started = jaxllm.Trainer(tiny_config(*TENSOR_4, f"train.init_from={path or exported['bfloat16']}"))
+@pytest.fixture(scope="module")
+def of_format_1(whole, tmp_path_factory):
+    """The folder that an export was before it was made of safetensors."""
+    folder = tmp_path_factory.mktemp("format-1") / "weights"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "weights", {"params": jax.tree.map(np.asarray, whole[1].params)})
+    meta = read_meta(whole[0] / "checkpoints" / "4")
+    (folder / "model.json").write_text(json.dumps({"format": 1, "model": meta["config"]["model"], "dtype": "float32"}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "export", "bfloat16", "format 1"])
+def test_a_run_starts_from_weights_alone_on_any_mesh(kind, tiny_config, whole, exported, of_format_1):
+    path = {
+        "run": whole[0],
+        "checkpoint": whole[0] / "checkpoints" / "2",
+        "export": exported["float32"],
+        "bfloat16": exported["bfloat16"],
+        "format 1": of_format_1,
+    }[kind]
+    started = jaxllm.Trainer(tiny_config(*TENSOR_4, f"train.init_from={path}"))
     assert (started.step, int(started.state.step)) == (0, 0)
     assert all(not np.any(moment) for moment in jax.tree.leaves(started.state.opt_state))
     if kind == "checkpoint":
@@ -434,7 +456,7 @@ def test_a_run_with_a_checkpoint_ignores_init_from(tiny_config, run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["{run}", "{run}"], "exists already, and an export overwrites nothing"),
+        (["{run}", "{run}"], "exists already, and nothing is overwritten"),
         (["{run}", "{new}", "--step", "3"], "has no checkpoint of step 3: there are 2, 4"),
         (["{run}/checkpoints/4", "{new}", "--step", "2"], "--step=2 chooses among the checkpoints of a run directory, and"),
         (["{run}", "{new}", "--dtype", "int8"], "--dtype=int8 is not one of the choices"),

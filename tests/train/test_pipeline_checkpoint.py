@@ -1,12 +1,12 @@
 """A checkpoint of one pipeline is read by any other: layers cut into other chunks, identity layers added and taken away."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import outside
 import pytest
 
 from jaxllm.config import CheckpointConfig, ConfigError
@@ -90,7 +90,7 @@ def test_weights_are_exported_from_virtual_stages_and_taken_up_by_others(state_o
     checkpoints.close()
     # On one device, so in a process of its own.
     command = [sys.executable, "-m", "jaxllm.cli", "export", str(tmp_path / "run"), str(tmp_path / "weights")]
-    subprocess.run(command, check=True, env={**os.environ, "XLA_FLAGS": ""}, timeout=100)
+    subprocess.run(command, check=True, env=outside.environment(), timeout=100)
     other, training, like = state_of("thirds")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like.params)
     found = read_weights(find_weights("train.init_from", str(tmp_path / "weights")), shapes, training.functions.table)
