@@ -55,10 +55,14 @@ QUERIES_WITH_DOCUMENTS = 6
 """At least: a block on the diagonal is cut, and its parts are put together again."""
 RECOMPUTED_QUERIES, RECOMPUTED_QUERIES_WITH_DOCUMENTS = 3, 6
 """That lie there, made anew, while the feed-forward runs backward."""
-REARRANGED_QUERIES = 3
-"""Copies of queries, outputs and their gradients, by chunks of the zigzag: with one sequence they are the same bytes."""
+REARRANGED_QUERIES, REARRANGED_IN_A_RING = 3, 6
+"""Copies of queries, outputs and their gradients, by chunks of the zigzag: with one sequence they are the same bytes. More in a
+ring that comes behind a layer made anew, where transfers start early."""
 SMALLEST_HALF = 128
 """Rows where the halving of a block with documents ends (attention_blocks.documents_by_halves)."""
+SMALLEST_SCORES = 6
+"""The smallest blocks' scores, forward and backward, two in float32 and two in the compute dtype: queries, where heads are as
+wide as these blocks are long. Seen with one sequence a microbatch and a layer made anew."""
 HALVINGS = 2
 """Queries and outputs, half of each for every halving; while it is computed again, one of them."""
 SCORE_BYTES = 10
@@ -76,6 +80,9 @@ def layer_backward(step: Step) -> Moments:
         moments["turn"] = {"relayout": step.config.chunk_layers * stacks}
     for moment, held in counts.items():
         size = sum(count * units[name] for name, count in held._asdict().items())
+        size -= fewer_products(step) * units["mlp"]
+        if moment == "attention" and is_made_anew(step) and step.parallel.context > 1 and step.parallel.tensor > 1:
+            size += units["whole"]
         size += layers_of_weights(step) * units["layer"]
         if transposes(step):
             size += units["whole"]
@@ -89,6 +96,26 @@ def keeps_products(step: Step) -> bool:
     return not step.policy.everything and "mlp_gate" not in step.policy.recompute
 
 
+def is_made_anew(step: Step) -> bool:
+    """Whether most of a layer is computed again before its backward pass, with transfers that start early: more of it waits."""
+    return step.runs_ahead and not keeps_products(step) and not step.policy.everything
+
+
+def fewer_products(step: Step) -> int:
+    """How many of SwiGLU's products that are made anew do not wait in a pipeline, whose layer loop is written by hand: as
+    compiled steps show."""
+    if not step.pipelined or not {"mlp_gate", "mlp_up"} <= set(step.policy.recompute):
+        return 0
+    if (step.microbatches == 1 and not step.config.data.mask_documents) or (is_single(step) and not step.runs_ahead):
+        return 2
+    return 1 if step.runs_ahead and not is_single(step) and step.parallel.tensor == 1 else 0
+
+
+def is_single(step: Step) -> bool:
+    """Whether a pipeline's chunk is one layer: XLA makes no loop of it."""
+    return step.pipelined and step.config.chunk_layers == 1
+
+
 def transposes(step: Step) -> bool:
     """Sequences split over tensor are gathered along their second dim, which puts it first: several are transposed back."""
     return step.config.microbatch_sequences > 1 and step.parallel.tensor > 1
@@ -99,12 +126,15 @@ def attention(step: Step, moment: str) -> float:
     units, documents = step.units, step.config.data.mask_documents
     ranks = step.parallel.context
     method = "whole" if ranks == 1 else context_method(step.config)
-    rearranged = REARRANGED_QUERIES if ranks > 1 and step.config.microbatch_sequences > 1 else 0
+    copied = REARRANGED_IN_A_RING if method == "ring" and is_made_anew(step) else REARRANGED_QUERIES
+    rearranged = copied if ranks > 1 and step.config.microbatch_sequences > 1 else 0
     halves = halvings(step) / 2 if documents and not step.scores else 0
     if moment == "attention":
         blocks = ATTENTION[method]
         queries = max(blocks.query, QUERIES_WITH_DOCUMENTS if documents and not step.scores else 0)
         keys = blocks.key * (ranks if method == "all_gather" else 1)
+        if halves and ranks > 1 and is_made_anew(step) and step.config.microbatch_sequences == 1:
+            queries += SMALLEST_SCORES * SMALLEST_HALF / step.model.head_dim
         return (queries + rearranged + HALVINGS * halves) * units["query"] + keys * units["key"]
     if step.policy.everything or "attention_out" not in step.policy.recompute:
         return units["query"] / 2
@@ -127,7 +157,7 @@ def copies(step: Step, moment: str) -> float:
         return step.config.chunk_layers * step.units["whole"] if transposes(step) and not step.pipelined else 0
 
     def one_layer(held: Mapping[str, float]) -> float:
-        done = ("mlp_gate", "mlp_up") if moment == "attention" else ()
+        done = ("mlp_gate", "mlp_up") if moment == "attention" or is_single(step) else ()
         return sum(size for name, size in held.items() if name not in done)
 
     size = 0.0
@@ -152,7 +182,7 @@ def layers_of_weights(step: Step) -> float:
         return 0.5
     if step.zero >= 2:
         return 2.5 if step.runs_ahead else 1.5
-    return 2 if step.pipelined else 1
+    return 2 if step.pipelined and step.runs_ahead else 1
 
 
 def runs_ahead(gpu: Gpu | None) -> bool:

@@ -17,7 +17,7 @@ All stages of a pipeline run one program in step, so XLA gives each the same roo
 
 A step is fullest at one of a few moments, whose sums are compared:
 
-    gather      the weights arrive in the compute dtype, and some lie in two layouts; gradients and ring are there, empty
+    gather      the weights arrive in the compute dtype, and some lie in two layouts
     loss        all activations of a microbatch are there, and the logits of a chunk of tokens
     feed_forward, feed_forward_end, attention
                 all activations, the gradients, and what one layer's backward takes at its three fullest moments
@@ -160,6 +160,8 @@ def _elements(name: str, shape: dict[str, int], split: dict[str, int], parallel:
 # -------------------------------------------------------------------------------------------------------------- the step
 
 FLOAT32 = 4
+MANY_RANKS = 128
+"""That share ZeRO's parts: 32 and 64 are few, 128, 256 and 512 many (steps of Llama 3 8B and 70B on H100s)."""
 
 
 @lru_cache(maxsize=4096)
@@ -181,8 +183,8 @@ class Step:
         self.runs_ahead = runs_ahead(gpu)
         p, train = config.parallel, config.train
         self.policy: Policy = policy_of(p.remat)
-        ranks = int(p.data) * p.context
-        self.shared_out = ranks > 1
+        self.ranks = int(p.data) * p.context
+        self.shared_out = self.ranks > 1
         # On one rank there is nothing to share out.
         self.zero = p.zero if self.shared_out else 0
         self.itemsize = {"bfloat16": 2, "float32": 4}[self.model.compute_dtype]
@@ -339,33 +341,71 @@ class Step:
 
     def waiting_head_gradient(self) -> float:
         """Of it, what is there while layers run backward, with ZeRO 2 and 3: summed in float32, or one product in the compute
-        dtype; as that too with several context ranks (as compiled steps show)."""
-        summed = self.loss_chunks > 1 and self.parallel.context == 1
+        dtype; as that too with several context ranks (as compiled steps show). Of few tokens the logits' gradient waits, which
+        is smaller."""
+        if self.loss_chunks == 1:
+            return self.itemsize * self.rows * min(self.tokens, self.model.hidden_size)
+        summed = self.parallel.context == 1 or self.model.tie_embeddings
         return (FLOAT32 if summed else self.itemsize) * self.head.compute
 
     def embedding_gradient(self) -> float:
-        """Room for it, made before it is needed; but not with ZeRO 2 or 3, several microbatches and several context ranks (as
-        compiled steps show; why is not understood)."""
-        if self.zero >= 2 and self.accumulates and self.parallel.context > 1:
-            return 0
-        return FLOAT32 * self.embedding.compute if self.shared_out or self.parallel.tensor > 1 else 0
+        """Room for it, made before it is needed; with ZeRO 2 and 3 only where XLA starts early (not for an A100), and where the
+        embedding is the head too or the ranks are many (as compiled steps show; why is not understood)."""
+        if self.zero >= 2:
+            early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks)
+        else:
+            early = (self.shared_out or self.parallel.tensor > 1) and (self.runs_ahead or self.accumulates)
+        return FLOAT32 * self.embedding.compute if early else 0
+
+    def scattered(self) -> float:
+        """The embedding's gradient as it is made, of everybody's rows, and a rank's share; beside it the head's on its way."""
+        size = FLOAT32 * (self.embedding.compute + self.embedding.master)
+        if self.loss_chunks > 1:
+            # Its sum over chunks, and that in another layout.
+            return size + 2 * FLOAT32 * self.head.compute
+        product = self.itemsize * self.head.compute
+        if self.model.tie_embeddings:
+            return size + FLOAT32 * self.embedding.compute + product
+        return size + (FLOAT32 * self.head.compute if self.runs_ahead or self.many_ranks else product)
+
+    def head_shared_out(self) -> dict[str, float]:
+        """While the head's gradient is on its way to the ranks: in float32, beside the product it comes from."""
+        size, alone = FLOAT32 * self.head.compute, self.loss_chunks == 1
+        if alone and not self.many_ranks:
+            product_and_logits = self.itemsize * (self.head.compute + self.tokens * self.rows)
+            return {"weights": self.weights(loss=True), "vocabulary_gradients": size + product_and_logits}
+        if alone or self.accumulates:
+            size += self.itemsize * self.head.compute + self.embedding_gradient()
+        return {"weights": self.weights(), "vocabulary_gradients": size}
+
+    @property
+    def many_ranks(self) -> bool:
+        return self.ranks >= MANY_RANKS
+
+    @property
+    def multiplies_early(self) -> bool:
+        """Whether the head's gradient of a single chunk of tokens is multiplied out before the layers run backward: XLA keeps
+        the smaller of the product and the logits' gradient."""
+        tokens, width = self.tokens, self.model.hidden_size
+        return tokens > width or (tokens == width and not self.runs_ahead) or self.many_ranks
 
     # --------------------------------------------------------------------------------------------------- moments
 
     def moments(self) -> dict[str, dict[str, float]]:
         """Terms of each moment that may be the fullest."""
         held = {"weights": self.weights(), **self.gradients(), **self.activations()}
-        moments = {}
-        if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
-            moments["gather"] = {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
+        gather = self.gather(held)
+        moments = {"gather": gather} if gather else {}
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits()}
             return moments | {name: {**held, **more} for name, more in layer_backward(self).items()}
         head, embedding = self.head_gradient(), self.embedding_gradient()
         summed = head if self.loss_chunks > 1 else 0
         at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
-        if self.zero < 2 and not self.stacks_gradients_early:
+        if not (self.stacks_gradients_early if self.zero < 2 else self.runs_ahead or self.policy.offload):
             at_loss["microbatch_gradients"] = 0
+        if not self.runs_ahead:
+            at_loss["activations.fetched"] = 0
         at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, 0) * self.units["layer"]
         moments["loss"] = {**at_loss, "logits": self.logits()}
         at_end = {"vocabulary_gradients": self.waiting_head_gradient() if self.zero >= 2 else head + embedding}
@@ -373,20 +413,29 @@ class Step:
         if self.stacks_gradients_early and self.shared_out:
             moments["reduce"] = {"gradients": FLOAT32 * (self.all.compute + self.largest_stack)}
         if self.zero >= 2:
-            shared_out = FLOAT32 * self.head.compute
+            if self.loss_chunks > 1 or self.multiplies_early:
+                moments["head"] = {**at_loss, **self.head_shared_out()}
+            moments["embedding"] = {**self.gradients(), "vocabulary_gradients": self.scattered()}
             if self.accumulates:
-                shared_out += self.itemsize * self.head.compute + embedding
-            moments["head"] = {**at_loss, "weights": self.weights(), "vocabulary_gradients": shared_out}
-            scattered = FLOAT32 * (2 * self.embedding.compute + self.embedding.master)
-            if self.model.tie_embeddings:
-                scattered += (FLOAT32 if self.loss_chunks > 1 else self.itemsize) * self.head.compute
-            moments["embedding"] = {
-                "weights": self.weights(),
-                **self.gradients(),
-                "vocabulary_gradients": scattered,
-                "waiting_layer": self.units["layer"],
-            }
+                moments["embedding"] |= {"weights": self.weights(), "waiting_layer": self.units["layer"]}
         return moments
+
+    def gather(self, held: dict[str, float]) -> dict[str, float]:
+        """While the weights arrive; nothing where that is never the fullest moment."""
+        if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
+            if self.pipelined:
+                return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
+            stack = {"relayout": self.itemsize * self.largest_stack}
+            return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
+        if self.zero == 2 and not (self.accumulates or self.many_ranks or self.policy.offload):
+            # Of the layers alone: one microbatch's vocabulary arrives when it is needed.
+            weights = {"weights": self.itemsize * self.layers.compute, "relayout": self.itemsize * self.largest_stack}
+            return {**self.activations(), **weights}
+        if self.zero == 3 and not self.runs_ahead and not self.pipelined:
+            gathered = self.embedding.compute + (0 if self.model.tie_embeddings else self.head.compute)
+            arriving = {"vocabulary_weights": self.itemsize * gathered, "waiting_layer": 2 * self.units["layer"]}
+            return {"weights": self.weights(), **self.gradients(), **arriving}
+        return {}
 
     @property
     def stacks_gradients_early(self) -> bool:

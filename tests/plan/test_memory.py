@@ -244,14 +244,13 @@ def test_transfers_that_start_late_hold_less():
 
 
 def test_documents_and_context_ranks_take_blocks():
-    def queries(length=2048, documents=True, microbatch=1, **parallel):
-        step = Step(
-            config(
-                parallel={"data": 2, "remat": "full", **parallel},
-                train={"sequence_length": length, "microbatch_sequences": microbatch},
-                data={"mask_documents": documents},
-            )
+    def queries(length=2048, documents=True, microbatch=1, gpu=None, **parallel):
+        cfg = config(
+            parallel={"data": 2, "remat": "full", **parallel},
+            train={"sequence_length": length, "microbatch_sequences": microbatch},
+            data={"mask_documents": documents},
         )
+        step = Step(cfg, gpu)
         return attention(step, "attention") / step.units["query"]
 
     # Half as many key-value heads as query heads.
@@ -260,10 +259,121 @@ def test_documents_and_context_ranks_take_blocks():
     assert queries() == 6 + 4 + 4 / 2
     assert queries(length=4096) - queries() == 1
     assert queries(documents=False, context=2, context_method="ring") == 6 + 12 / 2
-    assert queries(documents=False, context=2, context_method="ring", microbatch=2) == 6 + 3 + 12 / 2
+    assert queries(documents=False, context=2, context_method="ring", microbatch=2, gpu=A100) == 6 + 3 + 12 / 2
+    assert queries(documents=False, context=2, context_method="ring", microbatch=2) == 6 + 6 + 12 / 2
     assert queries(documents=False, context=2, context_method="all_gather") == 6 + 6 * 2 / 2
     # A chunk of the zigzag has a fourth of 2,048 rows: two halvings.
-    assert queries(context=2, context_method="ring") == 6 + 2 + 12 / 2
+    assert queries(context=2, context_method="ring", gpu=A100) == 6 + 2 + 12 / 2
+    # Scores of blocks of 128, for heads of 32.
+    assert queries(context=2, context_method="ring") == 6 + 6 * 128 / 32 + 2 + 12 / 2
+
+
+def test_a_pipelines_products_wait_less():
+    def products(gpu=None, documents=False, batch=64, **parallel):
+        cfg = config(
+            parallel={"data": 1, "remat": "full", **parallel},
+            train={"global_batch_sequences": batch},
+            data={"mask_documents": documents},
+        )
+        step = Step(cfg, gpu)
+        held = layer_backward(step)["feed_forward"]["working_set"] - layers_of_weights(step) * step.units["layer"]
+        return (held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step, "feed_forward")) / step.units["mlp"]
+
+    assert products() == 5
+    assert products(pipe=4) == 4
+    assert products(pipe=4, gpu=A100) == products(pipe=4, tensor=2) == 5
+    assert products(pipe=4, batch=1) == products(pipe=4, batch=1, gpu=A100) == 3
+    assert products(pipe=4, batch=1, documents=True) == 4
+    # Of one layer.
+    assert products(pipe=8, gpu=A100) == 3
+    assert products(pipe=8) == 5
+
+
+def test_one_layer_reads_its_products_in_place():
+    one, several = (backward(parallel={"data": 1, "pipe": pipe}) for pipe in (8, 4))
+    mlp = Step(config(parallel={"data": 1})).units["mlp"]
+    for moment, fewer in {"feed_forward": 2, "feed_forward_end": 2, "attention": 0}.items():
+        assert several[moment]["layer_copies"] - one[moment]["layer_copies"] == fewer * mlp
+
+
+# -------------------------------------------------------------------------------------------------------------- vocabulary
+
+
+def vocabulary(gpu=None, model=MODEL, length=2048, batch=64, **parallel):
+    cfg = config(
+        model=model,
+        parallel={"zero": 3, "data": 8, **parallel},
+        train={"sequence_length": length, "global_batch_sequences": batch},
+    )
+    return Step(cfg, gpu)
+
+
+TIED = {**MODEL, "tie_embeddings": True}
+
+
+def test_room_for_the_embeddings_gradient_is_made_early_by_some():
+    room = FLOAT32 * vocabulary().embedding.compute
+    assert vocabulary().embedding_gradient() == 0
+    assert vocabulary(model=TIED).embedding_gradient() == vocabulary(data=128, batch=128).embedding_gradient() == room
+    assert vocabulary(A100, model=TIED).embedding_gradient() == vocabulary(A100, data=128, batch=128).embedding_gradient() == 0
+    assert vocabulary(zero=1).embedding_gradient() == vocabulary(A100, zero=1).embedding_gradient() == room
+    assert vocabulary(A100, zero=1, batch=8).embedding_gradient() == 0
+
+
+def test_of_few_tokens_the_logits_gradient_waits_for_its_product():
+    few = vocabulary(length=128)
+    assert few.waiting_head_gradient() == 2 * 128 * few.rows
+    assert vocabulary(length=512).waiting_head_gradient() == 2 * few.head.compute
+    assert "head" not in few.moments()
+    assert {"head", "embedding"} <= vocabulary(length=512).moments().keys()
+    assert "head" in vocabulary(length=128, data=128, batch=128).moments()
+    # As many as the model is wide: only where transfers start late.
+    assert "head" not in vocabulary(length=256).moments()
+    assert "head" in vocabulary(A100, length=256).moments()
+
+
+def test_several_chunks_sum_the_heads_gradient_in_float32():
+    many = {"length": 8192}
+    assert vocabulary(**many).loss_chunks > 1
+    head = vocabulary().head.compute
+    assert vocabulary(**many).waiting_head_gradient() == FLOAT32 * head
+    longer = {"length": 16384, "data": 4, "context": 2}
+    assert vocabulary(**longer).waiting_head_gradient() == 2 * head
+    assert vocabulary(**longer, model=TIED).waiting_head_gradient() == FLOAT32 * head
+
+
+def test_the_head_on_its_way_lies_beside_its_product():
+    alone = vocabulary(length=512)
+    head, logits = alone.head.compute, 2 * 512 * alone.rows
+    assert alone.head_shared_out()["vocabulary_gradients"] == (FLOAT32 + 2) * head + logits
+    many = vocabulary(length=512, data=128, batch=128)
+    assert many.head_shared_out()["vocabulary_gradients"] == (FLOAT32 + 2) * head + many.embedding_gradient()
+
+
+def test_the_embeddings_gradient_lies_beside_the_heads():
+    step = vocabulary(length=512)
+    table, share, head = step.embedding.compute, step.embedding.master, step.head.compute
+    assert step.scattered() == FLOAT32 * (table + share + head)
+    assert vocabulary(A100, length=512).scattered() == FLOAT32 * (table + share) + 2 * head
+    assert vocabulary(length=8192).scattered() == FLOAT32 * (table + share + 2 * head)
+    assert vocabulary(length=512, model=TIED).scattered() == FLOAT32 * (2 * table + share) + 2 * head
+
+
+def test_weights_arrive_in_one_stack_more():
+    def gather(*args, **options):
+        return vocabulary(*args, **options).moments().get("gather")
+
+    step = vocabulary(zero=2)
+    stack = {"relayout": 2 * step.largest_stack}
+    assert gather(zero=2) == {"weights": step.weights(), **step.gradients(), "microbatch_gradients": 0, **stack}
+    one = vocabulary(zero=2, batch=8)
+    assert gather(zero=2, batch=8) == {**one.activations(), "weights": 2 * one.layers.compute, **stack}
+    assert gather(zero=2, data=128, batch=128) is None
+    assert gather(zero=2, batch=8, remat="offload") is None
+    late = gather(A100)
+    assert late["vocabulary_weights"] == 2 * (step.embedding.compute + step.head.compute)
+    assert gather(A100, model=TIED)["vocabulary_weights"] == 2 * step.embedding.compute
+    assert gather() is None
 
 
 def test_float32_weights_are_read_where_they_lie():
