@@ -102,13 +102,18 @@ def is_made_anew(step: Step) -> bool:
 
 
 def fewer_products(step: Step) -> int:
-    """How many of SwiGLU's products that are made anew do not wait in a pipeline, whose layer loop is written by hand: as
-    compiled steps show."""
-    if not step.pipelined or not {"mlp_gate", "mlp_up"} <= set(step.policy.recompute):
+    """How many of SwiGLU's products that are made anew do not wait, as compiled steps show: fewer of them wait in a pipeline,
+    whose layer loop is written by hand, and where XLA starts nothing early."""
+    if not {"mlp_gate", "mlp_up"} <= set(step.policy.recompute):
         return 0
-    if (step.microbatches == 1 and not step.config.data.mask_documents) or (is_single(step) and not step.runs_ahead):
+    documents = step.config.data.mask_documents
+    if not step.pipelined:
+        return 0 if step.runs_ahead or documents or step.parallel.context > 1 else 2
+    if is_single(step):
+        return 0 if step.runs_ahead and (documents or step.microbatches > 1) else 2
+    if step.microbatches == 1 and not documents:
         return 2
-    return 1 if step.runs_ahead and not is_single(step) and step.parallel.tensor == 1 else 0
+    return 1 if step.runs_ahead and step.parallel.tensor == 1 else 0
 
 
 def is_single(step: Step) -> bool:
@@ -153,8 +158,12 @@ def copies(step: Step, moment: str) -> float:
     comes a layer ahead, so that two lie here (one is part of the activations)."""
     policy, several = step.policy, step.config.chunk_layers > 1
     if policy.everything:
-        # A second stack of the normed input, transposed.
-        return step.config.chunk_layers * step.units["whole"] if transposes(step) and not step.pipelined else 0
+        interleaved = step.parallel.virtual_stages > 1 and several
+        if not transposes(step) or (step.pipelined and not interleaved):
+            return 0
+        # A second stack of the normed input, transposed; interleaved of both, attention's and the feed-forward's, in all slots.
+        stacks = 2 * step.slots if interleaved else 1
+        return stacks * step.config.chunk_layers * step.units["whole"]
 
     def one_layer(held: Mapping[str, float]) -> float:
         done = ("mlp_gate", "mlp_up") if moment == "attention" or is_single(step) else ()
@@ -182,7 +191,7 @@ def layers_of_weights(step: Step) -> float:
         return 0.5
     if step.zero >= 2:
         return 2.5 if step.runs_ahead else 1.5
-    return 2 if step.pipelined and step.runs_ahead else 1
+    return 2 if step.pipelined else 1
 
 
 def runs_ahead(gpu: Gpu | None) -> bool:

@@ -427,7 +427,7 @@ class Step:
                 return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
             stack = {"relayout": self.itemsize * self.largest_stack}
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
-        if self.zero == 2 and not (self.accumulates or self.many_ranks or self.policy.offload):
+        if self.zero == 2 and not (self.accumulates or self.policy.offload):
             # Of the layers alone: one microbatch's vocabulary arrives when it is needed.
             weights = {"weights": self.itemsize * self.layers.compute, "relayout": self.itemsize * self.largest_stack}
             return {**self.activations(), **weights}

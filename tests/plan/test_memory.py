@@ -268,7 +268,7 @@ def test_documents_and_context_ranks_take_blocks():
     assert queries(context=2, context_method="ring") == 6 + 6 * 128 / 32 + 2 + 12 / 2
 
 
-def test_a_pipelines_products_wait_less():
+def test_products_wait_less_in_a_pipeline_and_on_an_a100():
     def products(gpu=None, documents=False, batch=64, **parallel):
         cfg = config(
             parallel={"data": 1, "remat": "full", **parallel},
@@ -279,7 +279,8 @@ def test_a_pipelines_products_wait_less():
         held = layer_backward(step)["feed_forward"]["working_set"] - layers_of_weights(step) * step.units["layer"]
         return (held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step, "feed_forward")) / step.units["mlp"]
 
-    assert products() == 5
+    assert products() == products(gpu=A100, documents=True) == products(gpu=A100, context=2) == 5
+    assert products(gpu=A100) == 3
     assert products(pipe=4) == 4
     assert products(pipe=4, gpu=A100) == products(pipe=4, tensor=2) == 5
     assert products(pipe=4, batch=1) == products(pipe=4, batch=1, gpu=A100) == 3
@@ -287,6 +288,21 @@ def test_a_pipelines_products_wait_less():
     # Of one layer.
     assert products(pipe=8, gpu=A100) == 3
     assert products(pipe=8) == 5
+
+
+def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
+    def copied(**parallel):
+        cfg = config(
+            parallel={"data": 1, "tensor": 2, "pipe": 2, "remat": "none", **parallel}, train={"microbatch_sequences": 2}
+        )
+        step = Step(cfg)
+        return layer_backward(step)["feed_forward"]["layer_copies"] / step.units["whole"], step
+
+    assert copied()[0] == 0
+    found, step = copied(schedule="interleaved", virtual_stages=2)
+    assert found == 2 * step.slots * 2
+    # Of one layer each.
+    assert copied(schedule="interleaved", virtual_stages=4)[0] == 0
 
 
 def test_one_layer_reads_its_products_in_place():
@@ -368,7 +384,6 @@ def test_weights_arrive_in_one_stack_more():
     assert gather(zero=2) == {"weights": step.weights(), **step.gradients(), "microbatch_gradients": 0, **stack}
     one = vocabulary(zero=2, batch=8)
     assert gather(zero=2, batch=8) == {**one.activations(), "weights": 2 * one.layers.compute, **stack}
-    assert gather(zero=2, data=128, batch=128) is None
     assert gather(zero=2, batch=8, remat="offload") is None
     late = gather(A100)
     assert late["vocabulary_weights"] == 2 * (step.embedding.compute + step.head.compute)
