@@ -174,7 +174,7 @@ def copies(step: Step, moment: str) -> float:
         size += one_layer(step.kept)
     elif moment == "attention":
         size += sum(step.kept.get(name, 0) for name in ("query", "attention_output"))
-    if several and step.runs_ahead:
+    if several and fetches_ahead(step):
         size += one_layer(step.offloaded)
     elif moment == "attention":
         size += one_layer(step.offloaded) - sum(step.offloaded.values())
@@ -182,6 +182,13 @@ def copies(step: Step, moment: str) -> float:
         # Of the two products that COUNTS has computed again, one is among the kept.
         size -= step.units["mlp"]
     return size
+
+
+def fetches_ahead(step: Step) -> bool:
+    """Whether what is offloaded comes a layer ahead; in a pipeline's steps for A100s only behind attention with documents that
+    gathers its keys."""
+    gathers = step.parallel.context > 1 and context_method(step.config) == "all_gather"
+    return step.runs_ahead or (step.pipelined and gathers and step.config.data.mask_documents)
 
 
 def layers_of_weights(step: Step) -> float:

@@ -234,6 +234,18 @@ def test_what_is_offloaded_lies_twice_in_a_loop_that_runs_ahead():
     assert backward(**alone)["feed_forward"]["layer_copies"] == 0
 
 
+def test_on_an_a100_a_pipeline_fetches_ahead_behind_gathered_keys_with_documents():
+    def ahead(documents, method):
+        sections = {
+            "parallel": {"pipe": 4, "data": 1, "context": 2, "remat": "offload", "context_method": method},
+            "data": {"mask_documents": documents},
+        }
+        away = sum(Step(config(**sections)).offloaded.values())
+        return backward(A100, **sections)["feed_forward"]["layer_copies"] / away
+
+    assert [ahead(*case) for case in ((True, "all_gather"), (True, "ring"), (False, "all_gather"))] == [1, 0, 0]
+
+
 def test_transfers_that_start_late_hold_less():
     for zero in (2, 3):
         sections = {"parallel": {"data": 4, "zero": zero}}
