@@ -85,7 +85,7 @@ def layer_backward(step: Step) -> Moments:
             size += units["whole"]
         size += layers_of_weights(step) * units["layer"]
         if transposes(step):
-            size += units["whole"]
+            size += (1 + late_sequences(step, moment)) * units["whole"]
         moments[moment] = {"layer_copies": copies(step, moment), "working_set": size + attention(step, moment)}
         if moment == "attention" and step.scores:
             moments[moment]["attention_scores"] = SCORE_BYTES * step.scores
@@ -108,7 +108,7 @@ def fewer_products(step: Step) -> int:
         return 0
     documents = step.config.data.mask_documents
     if not step.pipelined:
-        return 0 if step.runs_ahead or documents or step.parallel.context > 1 else 2
+        return 0 if step.runs_ahead or documents or step.parallel.context * step.parallel.tensor > 1 else 2
     if is_single(step):
         return 0 if step.runs_ahead and (documents or step.microbatches > 1) else 2
     if step.microbatches == 1 and not documents:
@@ -124,6 +124,14 @@ def is_single(step: Step) -> bool:
 def transposes(step: Step) -> bool:
     """Sequences split over tensor are gathered along their second dim, which puts it first: several are transposed back."""
     return step.config.microbatch_sequences > 1 and step.parallel.tensor > 1
+
+
+def late_sequences(step: Step, moment: str) -> int:
+    """The gradients by way of queries, keys and values, that wait for each other where transfers start late and a sequence is
+    wider than a rank's part of the feed-forward."""
+    narrow = step.units["mlp"] < step.units["whole"]
+    anew = not keeps_products(step) and not step.policy.everything
+    return 3 if moment == "feed_forward_end" and anew and narrow and not (step.runs_ahead or step.pipelined) else 0
 
 
 def attention(step: Step, moment: str) -> float:
@@ -166,7 +174,9 @@ def copies(step: Step, moment: str) -> float:
         return stacks * step.config.chunk_layers * step.units["whole"]
 
     def one_layer(held: Mapping[str, float]) -> float:
-        done = ("mlp_gate", "mlp_up") if moment == "attention" or is_single(step) else ()
+        # One layer's, or one microbatch's, are read in place.
+        alone = is_single(step) or (step.pipelined and step.microbatches == 1 and not step.config.data.mask_documents)
+        done = ("mlp_gate", "mlp_up") if moment == "attention" or alone else ()
         return sum(size for name, size in held.items() if name not in done)
 
     size = 0.0

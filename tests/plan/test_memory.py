@@ -317,11 +317,28 @@ def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
     assert copied(schedule="interleaved", virtual_stages=4)[0] == 0
 
 
-def test_one_layer_reads_its_products_in_place():
-    one, several = (backward(parallel={"data": 1, "pipe": pipe}) for pipe in (8, 4))
+def test_products_of_one_layer_or_one_microbatch_are_read_in_place():
+    several, layer, microbatch = (
+        backward(parallel={"data": 1, "pipe": pipe}, train={"global_batch_sequences": batch}, data={"mask_documents": False})
+        for pipe, batch in ((4, 64), (8, 64), (4, 1))
+    )
     mlp = Step(config(parallel={"data": 1})).units["mlp"]
     for moment, fewer in {"feed_forward": 2, "feed_forward_end": 2, "attention": 0}.items():
-        assert several[moment]["layer_copies"] - one[moment]["layer_copies"] == fewer * mlp
+        for one in (layer, microbatch):
+            assert several[moment]["layer_copies"] - one[moment]["layer_copies"] == fewer * mlp
+
+
+def test_where_transfers_start_late_wide_sequences_wait_for_each_other():
+    def whole(gpu, width):
+        model = {**MODEL, "intermediate_size": width}
+        sections = {"parallel": {"data": 1, "tensor": 2, "remat": "full"}, "train": {"microbatch_sequences": 2}}
+        step = Step(config(model, **sections), gpu)
+        end = layer_backward(step)["feed_forward_end"]["working_set"] - attention(step, "feed_forward_end")
+        rest = 4 * step.units["mlp"] + 3 * step.units["split"] + layers_of_weights(step) * step.units["layer"]
+        return (end - rest) / step.units["whole"]
+
+    assert whole(A100, 768) == whole(None, 256) == 5 + 1
+    assert whole(A100, 256) == 5 + 1 + 3
 
 
 # -------------------------------------------------------------------------------------------------------------- vocabulary
