@@ -81,6 +81,9 @@ def layer_backward(step: Step) -> Moments:
     for moment, held in counts.items():
         size = sum(count * units[name] for name, count in held._asdict().items())
         size -= fewer_products(step) * units["mlp"]
+        if moment == "attention" and is_single(step) and keeps_products(step) and step.config.data.mask_documents:
+            # All three products wait for the gradients of their weights.
+            size += units["mlp"]
         if moment == "attention" and is_made_anew(step) and step.parallel.context > 1 and step.parallel.tensor > 1:
             size += units["whole"]
         size += layers_of_weights(step) * units["layer"]

@@ -328,6 +328,17 @@ def test_products_of_one_layer_or_one_microbatch_are_read_in_place():
             assert several[moment]["layer_copies"] - one[moment]["layer_copies"] == fewer * mlp
 
 
+def test_behind_documents_one_layers_products_wait_for_attention():
+    def products(documents, pipe):
+        sections = {"parallel": {"data": 1, "pipe": pipe}, "data": {"mask_documents": documents}}
+        step = Step(config(**sections))
+        held = backward(**sections)["attention"]["working_set"] - attention(step, "attention")
+        rest = 2 * step.units["whole"] + 2 * step.units["split"] + layers_of_weights(step) * step.units["layer"]
+        return (held - rest) / step.units["mlp"]
+
+    assert [products(*case) for case in ((True, 8), (False, 8), (True, 4))] == [3, 2, 2]
+
+
 def test_where_transfers_start_late_wide_sequences_wait_for_each_other():
     def whole(gpu, width):
         model = {**MODEL, "intermediate_size": width}
