@@ -1,0 +1,14 @@
+"""Exit codes of a run that say to who started it whether to start it again.
+
+Every other code that is not 0 (1 for a Python error; 134, 137 and 139 for JAX's aborts and for kills) may be restarted within
+the limit of whoever restarts. 0 and BAD_INPUT never are.
+"""
+
+BAD_INPUT = 2
+"""Nothing to restart: change something."""
+
+RESTART = 75
+"""Stopped by a signal and saved: start it again and it goes on. EX_TEMPFAIL of sysexits.h; SLURM's RequeueExit can name it."""
+
+LOST = 76
+"""A peer was lost, or a step is stuck: start again from the last checkpoint."""

@@ -1,0 +1,317 @@
+"""The line between processes: who is lost, by what, and what the others say and leave with."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+
+from jaxllm import exits, peers, progress
+from jaxllm.config import ConfigError
+from jaxllm.peers import Line
+
+LIMIT_S = 20
+
+
+def until(condition, what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}"
+        time.sleep(0.01)
+
+
+class End:
+    """One process's line within this process: what it said, and what it would have ended with."""
+
+    def __init__(self, rank, members, to, silence_s):
+        self.said, self.codes = [], []
+        self.line = Line(rank, members, to, silence_s, end=self.codes.append, say=self.said.append)
+
+    def ended(self) -> tuple[str, int]:
+        until(lambda: self.codes, f"process {self.line.rank} ends")
+        (sentence,), (code,) = self.said, self.codes
+        return sentence, code
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """run(count, missing=()) -> the ends by rank, on hosts h0, h1 ...; those missing are left to the test to play."""
+    monkeypatch.setattr(peers, "LEAVE_S", 0.3)
+    monkeypatch.setattr(peers, "GRACE_S", 0.5)
+    monkeypatch.setattr(peers, "BEAT_S", 0.1)
+    made, spare = [], []
+
+    def make(count: int, missing: tuple[int, ...] = (), silence_s: float = 30) -> dict[int, End]:
+        members = [SimpleNamespace(rank=rank, host=f"h{rank}", pid=100 + rank) for rank in range(count)]
+        door = socket.create_server(("127.0.0.1", 0))
+        ends = {}
+        for rank in range(count):
+            if rank not in missing:
+                ends[rank] = End(rank, members, door if rank == 0 else door.getsockname(), silence_s)
+        made.extend(ends.values())
+        hub = ends[0].line
+        until(lambda: hub._called == set(range(1, count)) - set(missing), "all call")
+        make.address = door.getsockname()
+        return ends
+
+    def play(rank: int, **message) -> socket.socket:
+        """A process whose words are the test's."""
+        connection = socket.create_connection(make.address)
+        spare.append(connection)
+        say(connection, hello=rank, host=f"h{rank}", pid=100 + rank)
+        if message:
+            say(connection, **message)
+        return connection
+
+    make.play = play
+    yield make
+    for end in made:
+        end.line.close()
+    for connection in spare:
+        connection.close()
+
+
+def say(connection: socket.socket, **message) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+@pytest.fixture
+def at_step_12():
+    with progress.phase("step"):
+        progress.at_step(12)
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------------------- loss
+
+
+def test_a_lost_process_is_named_by_all_others(run):
+    ends = run(3, missing=(2,))
+    lost = run.play(2, phase="step", step=12, seconds=0.1)
+    until(lambda: 2 in ends[0].line._seen, "process 2 says where it is")
+    lost.close()
+    sentence = (
+        "process 2 on h2 is lost (its connection closed) during step 12: it was killed or crashed; "
+        "start again from the last checkpoint"
+    )
+    assert ends[1].ended() == ends[0].ended() == (sentence, exits.LOST)
+
+
+def test_a_host_that_takes_several_along_is_one_sentence(run, monkeypatch):
+    # The second may close a moment later where the machine is busy.
+    monkeypatch.setattr(peers, "TOGETHER_S", 1.0)
+    ends = run(4, missing=(1, 2))
+    pair = [run.play(rank) for rank in (1, 2)]
+    until(lambda: ends[0].line._called == {1, 2, 3}, "both call")
+    for connection in pair:
+        connection.close()
+    sentence, code = ends[3].ended()
+    assert sentence.startswith("processes 1, 2 on h1, h2 are lost (its connection closed): it was killed or crashed;")
+    assert code == exits.LOST
+
+
+def test_each_misses_process_0_by_itself(run, at_step_12):
+    ends = run(3)
+    ends[0].line.close()
+    for rank in (1, 2):
+        sentence, code = ends[rank].ended()
+        assert sentence.startswith("process 0 on h0 is lost (its connection closed) during step 12: it was killed or crashed")
+        assert code == exits.LOST
+    assert not ends[0].codes
+
+
+def test_silence_is_loss_and_what_process_0_tells_is_not_silence(run):
+    ends = run(3, missing=(2,), silence_s=3)
+    run.play(2)
+    sentence, code = ends[1].ended()
+    assert re.match(
+        r"process 2 on h2 is lost \(nothing heard for \d s\): it is frozen, or its host or network failed;", sentence
+    )
+    assert (code, ends[0].ended()[0]) == (exits.LOST, sentence)
+
+
+def test_a_process_that_never_calls_is_named(run, monkeypatch):
+    monkeypatch.setattr(peers, "CALL_S", 0.1)
+    ends = run(3, missing=(1,), silence_s=2)
+    sentence, code = ends[2].ended()
+    assert sentence.startswith("process 1 on h1 is lost (it never called): it ended at once, or its host or network failed;")
+    assert code == exits.LOST
+
+
+def test_a_farewell_makes_closing_no_loss(run):
+    ends = run(3)
+    ends[1].line.farewell()
+    until(lambda: any(link.excused for link in ends[0].line._links), "process 0 hears it")
+    ends[1].line.close()
+    until(lambda: len(ends[0].line._links) == 1, "the connection closes")
+    ends[0].line.farewell()
+    until(lambda: ends[2].line._links[0].excused, "process 2 hears it")
+    ends[0].line.close()
+    until(lambda: not ends[2].line._links, "the last connection closes")
+    time.sleep(2 * peers.TOGETHER_S)
+    assert not any(end.said or end.codes for end in ends.values())
+
+
+def test_strangers_are_not_listened_to(run):
+    ends = run(2)
+    words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'{"hello": 1, "host": "h1", "pid": 7}\n', b'{"hello": 9}\n', b"x" * 70_000)
+    for word in words:
+        with socket.create_connection(run.address) as stranger:
+            # Hung up on; otherwise this runs into the time limit.
+            stranger.settimeout(LIMIT_S)
+            with suppress(ConnectionError):
+                stranger.sendall(word)
+                while stranger.recv(4096):
+                    pass
+    until(lambda: len(ends[0].line._links) == 1, "all strangers are gone")
+    assert not any(end.said or end.codes for end in ends.values())
+
+
+def test_process_0_out_of_reach_is_refused(monkeypatch):
+    monkeypatch.setattr(peers, "CALL_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        address = door.getsockname()
+    with pytest.raises(
+        ConfigError, match=rf"^Process 1 cannot reach process 0 at 127.0.0.1:{address[1]} \(Connection refused\): see what it"
+    ) as error:
+        Line(1, [], address, 30)
+    # It listened when they met.
+    assert error.value.exit_code == exits.LOST
+
+
+def test_last_words_that_nobody_reads_do_not_keep_a_process(monkeypatch):
+    def refuse(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(peers.os, "write", refuse)
+    peers.print_sentence("told to nobody")
+
+
+# ---------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(("code", "others"), [(exits.BAD_INPUT, exits.BAD_INPUT), (1, exits.LOST)])
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_of_one_is_said_by_the_others(run, who, code, others):
+    ends = run(3)
+    ends[who].line.failed("ValueError: no", code)
+    for rank in {0, 1, 2} - {who}:
+        assert ends[rank].ended() == (f"process {who} on h{who} failed: ValueError: no", others)
+    assert not ends[who].said + ends[who].codes
+
+
+def test_who_finds_the_same_error_says_it_alone(run):
+    ends = run(3)
+    for rank in (1, 2, 0):
+        ends[rank].line.failed("The config is wrong.", exits.BAD_INPUT)
+    time.sleep(2 * peers.GRACE_S)
+    assert not any(end.said or end.codes for end in ends.values())
+
+
+def test_a_loss_is_told_rather_than_the_error_that_came_of_it(run):
+    ends = run(3, missing=(2,))
+    run.play(2).close()
+    ends[1].line.failed("JaxRuntimeError: Connection closed by peer", 1, perhaps_a_peer=True)
+    for rank in (0, 1):
+        assert ends[rank].ended()[0].startswith("process 2 on h2 is lost (its connection closed)")
+
+
+def test_an_error_that_no_loss_explains_is_the_process_s_own(run):
+    ends = run(2)
+    ends[1].line.failed("JaxRuntimeError: INTERNAL", 1, perhaps_a_peer=True)
+    assert ends[0].ended() == ("process 1 on h1 failed: JaxRuntimeError: INTERNAL", exits.LOST)
+    assert not ends[1].said
+
+
+def test_process_0_leaves_last(run, monkeypatch):
+    monkeypatch.setattr(peers, "LEAVE_S", LIMIT_S)
+    ends = run(2, missing=(1,))
+    other = run.play(1)
+    until(lambda: ends[0].line._called == {1}, "process 1 calls")
+    say(other, news={"sentence": "process 1 on h1 failed: x", "code": exits.LOST, "own_error": True, "stuck": False})
+    until(lambda: ends[0].said, "process 0 says it")
+    time.sleep(0.3)
+    assert not ends[0].codes
+    other.close()
+    assert ends[0].ended() == ("process 1 on h1 failed: x", exits.LOST)
+
+
+# --------------------------------------------------------------------------------------------------------------- progress
+
+
+def test_all_know_who_is_behind_and_process_0_where_everybody_is(run, at_step_12):
+    ends = run(4, missing=(2, 3))
+    for rank, seconds in ((2, 5.0), (3, 40.0)):
+        run.play(rank, phase="save", step=11, seconds=seconds)
+    for rank in (0, 1):
+        until(lambda line=ends[rank].line: (behind := line.behind()) and behind.rank == 3, "the word goes round")
+        assert ends[rank].line.behind() == (3, "h3", progress.Snapshot("save", 11, 40.0))
+    assert ends[0].line.standing() == "step 12: processes 0, 1 on h0, h1; save after step 11: processes 2, 3 on h2, h3"
+    assert ends[1].line.standing() == ""
+
+
+def test_a_stuck_process_makes_the_others_show_their_stacks(run, at_step_12, capfd):
+    ends = run(3)
+    until(lambda: set(ends[0].line._seen) == {1, 2}, "both say where they are")
+    ends[1].line.stuck("process 1 on h1 is stuck: step 12 has taken 300 s")
+    for rank in (0, 2):
+        until(lambda end=ends[rank]: end.codes, "it ends")
+        assert (ends[rank].said[0], ends[rank].codes) == ("process 1 on h1 is stuck: step 12 has taken 300 s", [exits.LOST])
+    assert ends[0].said[1] == "step 12: processes 0, 1, 2 on h0, h1, h2"
+    assert capfd.readouterr().err.count("in test_a_stuck_process_makes_the_others_show_their_stacks") == 2
+
+
+# -------------------------------------------------------------------------------------------------------------- processes
+
+PROGRAM = """
+import os, socket, sys, time
+from types import SimpleNamespace
+from jaxllm.peers import Line
+rank, count, *rest = map(int, sys.argv[1:])
+members = [SimpleNamespace(rank=r, host=f"h{r}", pid=0) for r in range(count)]
+if rank == 0:
+    door = socket.create_server(("127.0.0.1", 0))
+    print(door.getsockname()[1], flush=True)
+line = Line(rank, members, door if rank == 0 else ("127.0.0.1", rest[0]), 4)
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.launcher
+def test_a_stopped_process_is_given_up_and_knows_it_when_it_goes_on():
+    started = []
+
+    def start(*arguments) -> subprocess.Popen:
+        command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, start_new_session=True, **pipes))
+        return started[-1]
+
+    try:
+        hub = start(0, 3)
+        port = int(hub.stdout.readline())
+        stopped, other = start(1, 3, port), start(2, 3, port)
+        for process in started:
+            assert process.stdout.readline() == "here\n"
+        time.sleep(0.5)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        for process in (hub, other):
+            _, error = process.communicate(timeout=LIMIT_S)
+            assert re.search(r"jaxllm: process 1 on h1 is lost \(nothing heard for \d s\) during start: it is frozen", error)
+            assert process.returncode == exits.LOST
+        os.kill(stopped.pid, signal.SIGCONT)
+        _, error = stopped.communicate(timeout=LIMIT_S)
+        assert "jaxllm: process 1 on h1 stood still for" in error
+        assert stopped.returncode == exits.LOST
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
