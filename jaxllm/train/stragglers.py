@@ -1,0 +1,158 @@
+"""Which host the others wait for.
+
+In a step all processes wait for each other, so they all take the same time, and the log of one does not tell who is slow. Two
+measures do: the seconds of each step that a process spends by itself, reading data or in Python, rather than waiting for its
+devices; and, on GPUs, a fixed piece of work that needs no other process, done where a run stands still anyway, before a save.
+Each process puts its medians up once a minute; process 0 looks at them, and says it when one is far from the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm import distributed, progress
+
+LOOK_EVERY_S = 60.0
+AGAIN_S = 600.0
+"""Between two lines about the same process."""
+FAR = 0.1
+"""Over the median of the others: of a step for time by itself, of the work for a device's speed."""
+FEWEST_STEPS = 5
+PROBE_SIZE, PROBE_PRODUCTS = 2048, 64
+"""24 MB, and 1.1 TFLOP: about 2 ms on an H100. Shorter would measure the launch, larger might not fit."""
+
+log = logging.getLogger(__name__)
+
+
+class Times(NamedTuple):
+    """Medians over the last steps of a process, in seconds a step."""
+
+    host: str
+    step_s: float
+    """All of it."""
+    own_s: float
+    """Not waiting for devices: what the others, if they have less of it, wait for."""
+    data_s: float
+    """Of own_s, waiting for data."""
+    probe_s: float | None = None
+    """The work that needs no other process, on the slowest device of this one. None: not measured."""
+
+
+class Stragglers:
+    """Every process makes one at the same place, and calls `look` after each step.
+
+    Args:
+      say: takes process 0's lines.
+    """
+
+    def __init__(self, say: Callable[[str], None], every_s: float = LOOK_EVERY_S):
+        self._say, self._every_s = say, every_s
+        self._board = distributed.Board()
+        self._alone = jax.process_count() == 1
+        self._next_s = time.monotonic() + every_s
+        self._probe_s: float | None = None
+        self._said: dict[int, float] = {}
+
+    def look(self) -> None:
+        now_s = time.monotonic()
+        if self._alone or now_s < self._next_s:
+            return
+        self._next_s = now_s + self._every_s
+        if (mine := usual_times(self._probe_s)) is not None:
+            self._board.put(str(jax.process_index()), json.dumps(mine))
+        if not distributed.is_main_process():
+            return
+        found = {int(rank): Times(*json.loads(text)) for rank, text in self._board.read().items()}
+        for rank, sentence in verdicts(found).items():
+            if now_s - self._said.get(rank, -AGAIN_S) >= AGAIN_S:
+                self._said[rank] = now_s
+                self._say(sentence)
+
+    def measure(self) -> None:
+        """To be called by all while no step is under way. A few milliseconds; on the first call a second to compile."""
+        if not self._alone:
+            self._probe_s = probe()
+
+
+def usual_times(probe_s: float | None = None) -> Times | None:
+    """Of this process; None before it has done FEWEST_STEPS."""
+    steps = progress.last_steps()
+    if len(steps) < FEWEST_STEPS:
+        return None
+    whole = statistics.median(one.step_s + one.data_s for one in steps)
+    own = statistics.median(one.step_s + one.data_s - one.wait_s for one in steps)
+    return Times(socket.gethostname(), whole, own, statistics.median(one.data_s for one in steps), probe_s)
+
+
+def verdicts(found: Mapping[int, Times]) -> dict[int, str]:
+    """By rank, a sentence about the process that takes longest by itself, and one about that whose device is slowest, where it
+    is far from the rest; where it is one process, one about both.
+    """
+    said: dict[int, list[str]] = {}
+    if len(found) < 2:
+        return {}
+    slow = max(found, key=lambda rank: found[rank].own_s)
+    mine, others_s = found[slow], statistics.median(times.own_s for rank, times in found.items() if rank != slow)
+    if mine.own_s - others_s > FAR * mine.step_s:
+        said.setdefault(slow, []).append(
+            f"is busy by itself for {_s(mine.own_s)} of each step ({_s(mine.data_s)} of it waiting for data), the others for "
+            f"{_s(others_s)}"
+        )
+    probed = {rank: times.probe_s for rank, times in found.items() if times.probe_s is not None}
+    if len(probed) > 1:
+        slow = max(probed, key=probed.__getitem__)
+        others_s = statistics.median(seconds for rank, seconds in probed.items() if rank != slow)
+        if probed[slow] > (1 + FAR) * others_s:
+            percent = 100 * (probed[slow] / others_s - 1)
+            said.setdefault(slow, []).append(f"computes {percent:.0f}% slower than the others (hot, throttled, or shared?)")
+    return {
+        rank: f"slowest host: {found[rank].host} (process {rank}) {' and '.join(parts)}; steps take {_s(found[rank].step_s)}"
+        for rank, parts in said.items()
+    }
+
+
+def probe() -> float | None:
+    """Seconds that a chain of matrix products takes on all local devices at once, the best of three; None on CPUs, whose cores
+    are shared."""
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return None
+    try:
+        work, matrix = _work(tuple(devices))
+        best_s = np.inf
+        for _ in range(4):
+            began_s = time.perf_counter()
+            work(matrix).block_until_ready()
+            best_s = min(best_s, time.perf_counter() - began_s)
+        return best_s
+    except jax.errors.JaxRuntimeError as error:
+        log.debug("the devices' speed was not measured: %s", error)
+        return None
+
+
+@functools.cache
+def _work(devices: tuple[jax.Device, ...]):
+    mesh = Mesh(np.array(devices), ("device",))
+    place = NamedSharding(mesh, PartitionSpec("device"))
+    matrix = jax.device_put(np.full((len(devices), PROBE_SIZE, PROBE_SIZE), 1 / PROBE_SIZE, jnp.bfloat16), place)
+
+    def products(x):
+        return jax.lax.fori_loop(0, PROBE_PRODUCTS, lambda _, y: x @ y, x)
+
+    return jax.jit(products, in_shardings=place, out_shardings=place), matrix
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
