@@ -1,20 +1,25 @@
 """The device mesh. Axis names are spelled here and nowhere else.
 
-Slow network to fast: pipe and data may cross hosts, context and tensor should not. Devices are laid out by process and then
-by id, with `tensor` varying fastest, so that neighbours on the fast axes share a host.
+Slow network to fast: pipe and data may cross hosts, context and tensor should not. Devices are laid out by host, process and
+id, with `tensor` varying fastest, so that neighbours on the fast axes share a host. Which processes share one is what they said
+of themselves when they met (distributed.members), whatever order the launcher numbered them in.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxllm import distributed
 from jaxllm.config import ConfigError, ParallelConfig
+from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
+from jaxllm.plan.network import Group, links_of, slowest_link
 
 PIPE, DATA, CONTEXT, TENSOR = AXES = ("pipe", "data", "context", "tensor")
 
@@ -23,6 +28,10 @@ MANUAL = (PIPE, DATA, CONTEXT)
 ZERO_AXES = (DATA, CONTEXT)
 """Ranks along these hold the same weights, so ZeRO shards over both."""
 
+LOCAL = (TENSOR, CONTEXT)
+"""Axes that should stay inside a host: their collectives run several times a layer. The one that matters most first."""
+
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -37,31 +46,101 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     shape = tuple(sizes.values())
     if math.prod(shape) != len(devices):
         raise ConfigError(f"The mesh {sizes} is {math.prod(shape)} devices, but there are {len(devices)}: change parallel.*.")
-    devices.sort(key=lambda device: (device.process_index, device.id))
-    grid = np.array(devices, dtype=object).reshape(shape)
-    warn_if_fast_axes_cross_hosts(grid)
+    host_of = hosts_of(devices)
+    grid = laid_out(devices, host_of, shape)
+    for line in crossings(grid, host_of):
+        log.warning("%s", line)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def laid_out(devices: Sequence[jax.Device], host_of: Mapping[int, Hashable], shape: tuple[int, ...]) -> np.ndarray:
+    """[pipe, data, context, tensor] of devices: as many groups of context x tensor as can be inside one host, and of those of
+    tensor that are left; hosts in the order of their first process.
+    """
+    hosts: dict[Hashable, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
+        hosts.setdefault(host_of[device.process_index], []).append(device)
+    *_, context, tensor = shape
+    return np.array(in_hosts(list(hosts.values()), context * tensor, tensor), dtype=object).reshape(shape)
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
     return {PIPE: parallel.pipe, DATA: int(parallel.data), CONTEXT: parallel.context, TENSOR: parallel.tensor}
 
 
-def warn_if_fast_axes_cross_hosts(grid: np.ndarray) -> None:
-    """Tensor and context collectives run several times a layer; across hosts they run at the speed of the network."""
-    context_x_tensor = math.prod(grid.shape[2:])
-    for group in grid.reshape(-1, context_x_tensor):
-        hosts = {device.process_index for device in group}
-        if len(hosts) > 1:
-            log.warning(
-                "context x tensor = %d devices lie on %d processes (%s): every layer waits for the network. "
-                "Make the product at most %d, the devices of one process, if these are different hosts.",
-                context_x_tensor,
-                len(hosts),
-                ", ".join(map(str, sorted(hosts))),
-                grid.size // len({device.process_index for device in grid.flat}),
-            )
-            return
+def hosts_of(devices: Sequence[jax.Device]) -> dict[int, Hashable]:
+    """The host of each process that has some of the devices: its name, where all processes told theirs when they met, else the
+    number of the process, as if each were a host. For devices that are only compiled for a process is a host too.
+    """
+    processes = {device.process_index for device in devices}
+    # Devices of a topology to compile for have numbers of processes too, and they mean others.
+    if len(processes) > 1 and set(devices) <= set(jax.devices()):
+        named = {member.rank: member.host for member in distributed.members()}
+        if processes <= named.keys():
+            return {process: named[process] for process in processes}
+    return {process: process for process in processes}
+
+
+def in_hosts(hosts: Sequence[Sequence[T]], *sizes: int) -> list[T]:
+    """All that the hosts have, in an order that can be cut into groups of any of the sizes, as many of them as can be inside
+    one host. Sizes fall, and each divides the one before it. Hosts whose devices divide evenly stay in their order.
+    """
+    ordered: list[T] = []
+    left = [list(host) for host in hosts]
+    for size in (*sizes, 1):
+        for host in left:
+            whole = len(host) // size * size
+            ordered += host[:whole]
+            del host[:whole]
+    return ordered
+
+
+def groups_along(grid: np.ndarray, axis: str) -> np.ndarray:
+    """[group, rank along the axis]: who talks to whom in the collectives of this axis."""
+    number = AXES.index(axis)
+    return np.moveaxis(grid, number, -1).reshape(-1, grid.shape[number])
+
+
+def widest_group(grid: np.ndarray, host_of: Mapping[int, Hashable], axis: str) -> Group:
+    """How the group of this axis that has the fewest ranks to a host lies: all wait for it. Where its hosts have different
+    numbers of its ranks, the smallest counts."""
+    shapes = []
+    for group in groups_along(grid, axis):
+        hosts = [host_of[device.process_index] for device in group]
+        shapes.append(Group(min(hosts.count(host) for host in hosts), len(set(hosts))))
+    return min(shapes, key=lambda group: (group.inside, -group.hosts))
+
+
+def crossings(grid: np.ndarray, host_of: Mapping[int, Hashable]) -> list[str]:
+    """A sentence for each of tensor and context that leaves its host, with figures, and what to change."""
+    lines = []
+    everyone = [host_of[device.process_index] for device in grid.flat]
+    per_host = min(everyone.count(host) for host in set(everyone))
+    for axis in LOCAL:
+        reached = [{host_of[device.process_index] for device in group} for group in groups_along(grid, axis)]
+        across = [hosts for hosts in reached if len(hosts) > 1]
+        if not across:
+            continue
+        size = grid.shape[AXES.index(axis)]
+        names = sorted(map(str, max(across, key=len)))
+        told = ", ".join(names if len(names) <= 4 else [*names[:3], f"... {names[-1]}"])
+        product = "parallel.tensor" if axis == TENSOR else "parallel.context x parallel.tensor"
+        lines.append(
+            f"{axis}={size} leaves its host in {len(across)} of {len(reached)} groups, which lie on up to {len(names)} hosts "
+            f"({told}){_slower(grid, host_of, axis)}: every layer waits for the network. Make {product} a divisor of the "
+            f"{per_host} device{'s' if per_host > 1 else ''} of a host, or ask for larger hosts."
+        )
+    return lines
+
+
+def _slower(grid: np.ndarray, host_of: Mapping[int, Hashable], axis: str) -> str:
+    """What the network takes from the axis, by the data sheets; '' for devices that have none."""
+    gpu: Gpu | None = gpu_from_device_kind(grid.flat[0].device_kind)
+    if gpu is None:
+        return ""
+    links, within = links_of(gpu), Group(grid.shape[AXES.index(axis)], 1)
+    inside, across = (slowest_link(group, links) / 1e9 for group in (within, widest_group(grid, host_of, axis)))
+    return f"; a ring there carries {across:.0f} GB/s instead of the {inside:.0f} GB/s inside a host of {gpu.name}"
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,4 +1,11 @@
-"""XLA's flags, set before JAX starts. With distributed.py the only reader of the environment."""
+"""XLA's flags and the variables of CUDA and NCCL, set before JAX starts: presets by what they are for and by kind of GPU. With
+distributed.py the only reader of the environment.
+
+What the user sets wins, and a flag that the installed jaxlib does not know is left out. A preset is here because it was
+measured, or because its maker documents it; a comment says which. Left out is what would change the order of the step, and with
+it the memory that `jaxllm estimate` and `jaxllm compile` answer for, until it is measured with both: the latency hiding
+scheduler, collectives pipelined or combined further by XLA, JAX_OPTIMIZATION_LEVEL.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,14 @@ import functools
 import mmap
 import os
 import re
+import shlex
 from pathlib import Path
 
 import jaxlib
 
 from jaxllm.config import Config, RunConfig
 from jaxllm.plan.activations import policy_of
-from jaxllm.plan.hardware import XLA_MEMORY_FRACTION
+from jaxllm.plan.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
 
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 MEMORY_VARIABLES = (
@@ -22,6 +30,9 @@ MEMORY_VARIABLES = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )
+
+STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
+"""How names of variables begin that change what a run does."""
 
 CPU_FLAGS = {
     # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out
@@ -46,6 +57,26 @@ SEVERAL_CPU_DEVICES_FLAGS = {
     "xla_cpu_multi_thread_eigen": "false",
 }
 DETERMINISTIC_GPU_FLAGS = {"xla_gpu_deterministic_ops": "true"}
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""By compute capability."""
+GPU_ENVIRONMENT = {
+    # NVIDIA's NCCL user guide, Troubleshooting, Logging: WARN prints warnings and errors, and is the "production minimum".
+    "NCCL_DEBUG": "WARN",
+}
+GPU_ENVIRONMENT_OF = {
+    # NVIDIA's JAX-Toolbox, docs/GPU_performance.md: Hopper needs all streams in one hardware queue to run collectives beside
+    # compute; Blackwell does not, and is slower with it. NVIDIA's pull request 1249 there sets it for compute capability
+    # 9.0 alone. Not measured here.
+    HOPPER: {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+}
+GPU_FLAGS_OF = {
+    # The same document, "Additional XLA Flags" of its tips for B200: CUDA graphs for these two kinds of command alone were
+    # faster "in all the models tested". Speed not measured here; the step's memory is the same to the byte (ZeRO 3 x tensor,
+    # and a pipeline, compiled for B200s with JAX 0.10.2).
+    BLACKWELL: {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL"},
+}
+DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 PIPELINE_GPU_OPTIONS = {
     # A loop with collectives inside may by default not run beside another collective: no message between stages would travel
@@ -82,6 +113,10 @@ def apply(run: RunConfig) -> list[str]:
     what was not there. What the user set there wins. Once JAX has started a device they have no effect.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
+    variables = {}
+    if run.cpu_devices is None and (kinds := gpu_kinds()):
+        for_kind, variables = gpu_presets(kinds)
+        flags |= for_kind
     given = given_flags()
     cpu_devices = run.cpu_devices or _forced_cpu_devices(given)
     if cpu_devices is not None:
@@ -92,7 +127,49 @@ def apply(run: RunConfig) -> list[str]:
     if not any(os.environ.get(name) for name in MEMORY_VARIABLES):
         os.environ[MEMORY_FRACTION] = str(XLA_MEMORY_FRACTION)
         added.append(f"{MEMORY_FRACTION}={XLA_MEMORY_FRACTION}")
+    for name, value in variables.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            added.append(f"{name}={value}")
     return added
+
+
+def gpu_presets(kinds: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    """(XLA flags, environment variables) for a machine with GPUs of these kinds. Where kinds differ, or one is not in
+    plan/hardware.py, it has what any GPU has.
+    """
+    found = {gpu and gpu.chip.compute_capability for gpu in map(gpu_from_device_kind, kinds)}
+    (capability,) = found if len(found) == 1 else (None,)
+    return GPU_FLAGS_OF.get(capability, {}), GPU_ENVIRONMENT | GPU_ENVIRONMENT_OF.get(capability, {})
+
+
+def gpu_kinds() -> tuple[str, ...]:
+    """What the driver calls the GPUs of this machine, as jax.Device.device_kind does, without starting JAX: one for each, also
+    for those that are hidden from this process.
+    """
+    kinds = []
+    for file in sorted(DRIVER_FILES.glob("*/information")):
+        try:
+            kinds += re.findall(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
+        except OSError:
+            continue
+    return tuple(kinds)
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process that jaxllm, JAX, XLA, CUDA and NCCL are steered by."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
+
+
+def unknown_flags() -> list[str]:
+    """Names in XLA_FLAGS that the installed jaxlib does not have: the first use of a device would end the process."""
+    # Without dashes it is the name of a file that holds flags.
+    try:
+        words = shlex.split(given_flags())
+    except ValueError:
+        words = given_flags().split()
+    names = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    return [name for name in dict.fromkeys(names) if not is_known(name)]
 
 
 def _forced_cpu_devices(flags: str) -> int | None:
