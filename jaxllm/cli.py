@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -44,9 +45,13 @@ def callback() -> None:
 def train(recipe: Recipe) -> None:
     """Trains; resumes by itself from the run directory."""
     loaded = load(recipe)
+    from jaxllm import distributed, exits
     from jaxllm.train.loop import fit
 
-    fit(loaded)
+    if fit(loaded).stopped_by and distributed.place().restarts:
+        # Some launchers end the other processes as soon as one is gone.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise typer.Exit(exits.RESTART)
 
 
 @app.command()
@@ -356,6 +361,35 @@ def generate(
         show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
 
 
+@app.command()
+def doctor(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As `jaxllm train` takes them; none: all devices here."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="What to expect of the devices; default: by their kind.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Checks devices, network, clocks and run directory, here or on all processes of a launch; exit code 1 if one fails."""
+    from jaxllm.doctor import examine, read, render
+    from jaxllm.plan.hardware import find_gpu
+
+    found = None if gpu is None else find_gpu(gpu)
+    given = recipe or []
+    loaded, parallel, run = read([one for one in given if "=" not in one], [one for one in given if "=" in one])
+    report = examine(run, parallel, loaded, found)
+    if report.speaks and as_json:
+        print(json.dumps(report.to_json()), flush=True)
+    elif report.speaks:
+        from rich.console import Console
+
+        Console(highlight=False, markup=False).print(render(report))
+    if report.failed:
+        raise typer.Exit(1)
+
+
 @data_app.command("prepare")
 def data_prepare(
     inputs: Annotated[
@@ -485,7 +519,7 @@ def main() -> None:
         app()
     except ConfigError as error:
         print(f"jaxllm: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -369,6 +369,16 @@ class RunConfig(Section):
     """Bit-equal reruns on GPU, at some cost in speed."""
     allow_overcommit: Switch = False
     """Start even where the estimate says that a step does not fit into the GPU's memory."""
+    peer_timeout_s: PositiveFloat = 60
+    """Of several processes, one silent for so many seconds is given up, and all leave. JAX's own limit is twice that."""
+    stuck_factor: Annotated[float, Field(gt=1)] = 20
+    """A step that takes so many times the median of the last 50, and at least run.stuck_min_s, is stuck: the process shows
+    where it stands and leaves, to be started again."""
+    stuck_min_s: PositiveFloat = 300
+    """Seconds that a step may always take, the first of a start above all."""
+    phase_timeout_s: PositiveFloat = 3600
+    """Seconds that any other work may take before the process counts as stuck: start, compilation, one batch of data or of an
+    evaluation, one save."""
 
 
 class Config(Section):

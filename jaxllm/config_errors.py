@@ -14,6 +14,9 @@ from pydantic_core import PydanticCustomError
 class ConfigError(ValueError):
     """A config that cannot be run. The message is one sentence that says what to change."""
 
+    exit_code = 2
+    """Of the command (exits.py). Another where nothing has to change and a new start may go better."""
+
 
 def refuse(sentence: str) -> PydanticCustomError:
     """An error for validators: pydantic carries the sentence out as it is."""

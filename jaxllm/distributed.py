@@ -1,19 +1,12 @@
 """Process start-up: which devices this process drives, alone or as one of many.
 
-A run on several hosts is one process per host, each started with
-
-    JAXLLM_COORDINATOR      host:port of process 0, the same everywhere
-    JAXLLM_NUM_PROCESSES    how many there are
-    JAXLLM_PROCESS_ID       which this is, from 0
-    JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
-
-or with none of them, for a run on one host.
+Which of several it is says its launcher (launchers.py): srun, mpirun, an indexed Kubernetes Job, or variables of jaxllm's own.
+All meet (roll_call.py) before JAX starts, and stay in touch (peers.py) until the run ends.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import itertools
 import json
 import logging
@@ -26,15 +19,17 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 
-from jaxllm import xla_flags
+from jaxllm import launchers, peers, xla_flags
 from jaxllm.config import Config, ConfigError, RunConfig
+from jaxllm.cuda_driver import visible_gpus
+from jaxllm.joining import Joined, join
+from jaxllm.launchers import Place
+from jaxllm.roll_verdicts import too_few
 
-COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
-START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
-DEFAULT_START_TIMEOUT_S = 300
 log = logging.getLogger(__name__)
 
 FAREWELL_MS = 10_000
@@ -47,21 +42,8 @@ EXCHANGE_LIMIT_MS = 3_600_000
 """Process 0 may have a checkpoint of terabytes to look through while the others wait."""
 
 _exchanges, _boards = itertools.count(), itertools.count()
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The place of this process among several."""
-
-    host: str
-    port: int
-    num_processes: int
-    process_id: int
-    start_timeout_s: int = DEFAULT_START_TIMEOUT_S
-
-    @property
-    def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+_joined: Joined | None = None
+_line: peers.Line | None = None
 
 
 def start(run: RunConfig) -> None:
@@ -69,19 +51,21 @@ def start(run: RunConfig) -> None:
     With several processes it returns once all have met.
 
     Raises:
-      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; the JAXLLM_* variables make no sense;
-        the coordinator's port is taken, or it cannot be reached in time.
+      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; what the launcher or the JAXLLM_*
+        variables say makes no sense; the processes do not fit together, or not all of them come in time.
     """
+    global _joined
     late_flags = xla_flags.apply(run)
-    cluster = cluster_from_environment()
+    launch = launchers.find(os.environ)
     if _already_started():
         if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
             raise ConfigError(
                 f"run.cpu_devices={run.cpu_devices}, but JAX already runs on {jax.local_device_count()} "
                 f"{jax.default_backend()} devices in this process: start a new one (in a notebook, restart the kernel)."
             )
-        if cluster and not jax.distributed.is_initialized():
-            raise ConfigError(f"{COORDINATOR} is set, but JAX already runs alone in this process: start a new one.")
+        if launch and not jax.distributed.is_initialized():
+            who = f"{launchers.COORDINATOR} is set" if launch.launcher == "variables" else f"{launch.by} started several"
+            raise ConfigError(f"{who}, but JAX already runs alone in this process: start a new one.")
         if late_flags and run.deterministic:
             raise ConfigError(
                 "run.deterministic=true comes too late, JAX already runs: start a new process (restart the kernel)."
@@ -89,13 +73,18 @@ def start(run: RunConfig) -> None:
         if late_flags:
             log.warning("JAX ran before jaxllm could set %s: make the first Trainer in a fresh process.", " ".join(late_flags))
         return
+    told_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
+    if launch is None:
+        _look_round(told_cpu)
     # Where the CUDA plugin is installed to compile for GPUs elsewhere, trying it here would fail with a page of errors.
     if run.cpu_devices is not None or (not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()):
         jax.config.update("jax_platforms", "cpu")
     if run.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
-    if cluster and not jax.distributed.is_initialized():
-        _join(cluster)
+    if launch and not jax.distributed.is_initialized():
+        flags, limit_s = xla_flags.given_flags(), run.peer_timeout_s
+        _joined = join(launch, place(), os.environ, cpu=told_cpu, flags=flags, peer_timeout_s=limit_s)
+        _open_line(_joined, launch.process_id, limit_s)
 
 
 def start_without_devices() -> None:
@@ -119,35 +108,30 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-def cluster_from_environment() -> Cluster | None:
-    """What the JAXLLM_* variables say; None for a run of one process.
+@dataclass(frozen=True)
+class Member:
+    """One process of a run."""
 
-    Raises:
-      ConfigError: some but not all are set, or their values cannot be.
-    """
-    values = {name: os.environ.get(name, "") for name in REQUIRED}
-    missing = [name for name, value in values.items() if not value]
-    if len(missing) == len(REQUIRED):
-        return None
-    if missing:
-        given = [name for name in REQUIRED if name not in missing]
-        raise ConfigError(
-            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, but not {' and '.join(missing)}: "
-            f"set all of {', '.join(REQUIRED)} for each process, or none."
-        )
-    host, _, port = values[COORDINATOR].rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(
-            f"{COORDINATOR}={values[COORDINATOR]} has no port: write host:port, such as host-0:29500, "
-            f"with the host of process 0."
-        )
-    count, rank = _whole_number(NUM_PROCESSES, at_least=1), _whole_number(PROCESS_ID, at_least=0)
-    if rank >= count:
-        raise ConfigError(
-            f"{PROCESS_ID}={rank} is not below {NUM_PROCESSES}={count}: processes are numbered from 0 to {count - 1}."
-        )
-    timeout_s = _whole_number(START_TIMEOUT_S, at_least=1) if os.environ.get(START_TIMEOUT_S) else DEFAULT_START_TIMEOUT_S
-    return Cluster(host.strip("[]"), int(port), count, rank, timeout_s) if count > 1 else None
+    rank: int
+    host: str
+    pid: int
+
+
+def place() -> Place:
+    """What launch this process belongs to; before `start` too, and without a device."""
+    return launchers.place(os.environ)
+
+
+def members() -> list[Member]:
+    """All processes of this run by rank, as `start` met them; this process alone where there is one."""
+    if _joined is not None:
+        return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_joined.answer.members)]
+    return [Member(0, socket.gethostname(), os.getpid())]
+
+
+def line() -> peers.Line | None:
+    """To the other processes; None where there are none."""
+    return _line
 
 
 def require_same_config(config: Config) -> None:
@@ -247,21 +231,74 @@ def leaving_on_errors():
         yield
     except BaseException as error:
         if jax.distributed.is_initialized():
+            code = error.exit_code if isinstance(error, ConfigError) else 1
+            if _line is not None:
+                _line.failed(_in_a_sentence(error), code, perhaps_a_peer=_comes_of_jax(error))
             # Runs before JAX's own farewell (last registered, first called), after the error was printed.
-            code = 2 if isinstance(error, ConfigError) else 1
             atexit.register(_leave, code)
             # Python first waits for threads, and one of Orbax's may wait for a process that never comes.
             threading.Thread(target=_leave_after_main, args=[code], daemon=True).start()
         raise
 
 
+def leave_at_once(told: str, code: int) -> NoReturn:
+    """Ends this process and with it all others of the run, with `code`, whatever their main threads do.
+
+    Args:
+      told: such as "told to stop by SIGTERM".
+    """
+    if _line is not None:
+        _line.told_to_stop(told, code)
+    peers.print_sentence(told)
+    if _line is not None:
+        _line.leave(code)
+    peers.flush()
+    os._exit(code)
+
+
+def _comes_of_jax(error: BaseException | None) -> bool:
+    """A collective or a barrier whose peer went raises JaxRuntimeError, and says nothing of the peer; a save turns that into an
+    error of its own."""
+    seen: list[BaseException] = []
+    # An error may be raised from itself; `from None` says that what came before explains nothing.
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return any(isinstance(one, jax.errors.JaxRuntimeError) for one in seen)
+
+
+def _in_a_sentence(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
+
+
+def _open_line(joined: Joined, rank: int, silence_s: float) -> None:
+    """To the other processes (peers.py), from now until this one ends."""
+    global _line
+    # `rank` is given: JAX would start its devices to say it, and that waits for all others, who are to be watched by then.
+    _line = peers.Line(rank, members(), joined.line or (joined.answer.address, joined.answer.line_port), silence_s)
+    atexit.register(_part)
+
+
+def _part() -> None:
+    """At the end of this process, before JAX waits for the others."""
+    # Printed by Python, so nobody caught it: the others would wait for this process in vain.
+    if (error := getattr(sys, "last_value", None)) is not None and not hasattr(sys, "ps1"):
+        _line.failed(_in_a_sentence(error), 1)
+        _leave(1)
+    _line.farewell()
+
+
 def _leave(code: int) -> None:
+    if _line is not None:
+        _line.leave(code)
     try:
         _client().wait_at_barrier("jaxllm/failed", FAREWELL_MS)
     except Exception:
         pass
-    sys.stdout.flush()
-    sys.stderr.flush()
+    peers.flush()
     if is_main_process():
         time.sleep(LAST_TO_LEAVE_S)
     os._exit(code)
@@ -273,76 +310,15 @@ def _leave_after_main(code: int) -> None:
     _leave(code)
 
 
-def _join(cluster: Cluster) -> None:
-    deadline = time.monotonic() + cluster.start_timeout_s
-    if cluster.process_id == 0:
-        _require_free_port(cluster)
-    else:
-        _wait_for_coordinator(cluster, deadline)
-        # What all processes would say, process 0 says.
-        logging.getLogger("jaxllm").setLevel(logging.ERROR)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Its handler would swallow SIGTERM: nothing here asks JAX whether one came.
-    jax.config.update("jax_enable_preemption_service", False)
-    # Past its own limit JAX aborts the process from C++ with a stack trace: speak before it does.
-    remaining_s = max(deadline - time.monotonic(), 1)
-    timer = threading.Timer(remaining_s, _give_up, [cluster])
-    timer.daemon = True
-    timer.start()
-    jax.distributed.initialize(
-        cluster.address,
-        cluster.num_processes,
-        cluster.process_id,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(remaining_s) + 60,
-    )
-    timer.cancel()
-
-
-def _give_up(cluster: Cluster) -> None:
-    print(
-        f"jaxllm: Not all of the {cluster.num_processes} processes met at {cluster.address} within "
-        f"{cluster.start_timeout_s} s: start the missing ones, or set {START_TIMEOUT_S} to wait longer.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(2)
-
-
-def _require_free_port(cluster: Cluster) -> None:
-    """JAX crashes where the port is taken, or shares it with another run's coordinator."""
-    family, address = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
-    with socket.socket(family) as probe:
-        # Closed connections of an earlier run may linger there; whoever listens is found all the same.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        try:
-            probe.bind((address, cluster.port))
-        except OSError as error:
-            why = "is taken on this host" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-            raise ConfigError(f"Port {cluster.port} of {COORDINATOR} {why}: choose another for all processes.") from None
-
-
-def _wait_for_coordinator(cluster: Cluster, deadline: float) -> None:
-    while True:
-        try:
-            socket.create_connection((cluster.host, cluster.port), timeout=max(deadline - time.monotonic(), 1)).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"Process {cluster.process_id} cannot reach process 0 at {cluster.address} after "
-                    f"{cluster.start_timeout_s} s ({error.strerror or error}): start it there, or correct {COORDINATOR}."
-                ) from None
-        time.sleep(0.1)
-
-
-def _whole_number(name: str, at_least: int) -> int:
-    text = os.environ[name]
-    if not text.isdecimal() or int(text) < at_least:
-        raise ConfigError(f"{name}={text} is not valid: it should be a whole number of at least {at_least}.")
-    return int(text)
+def _look_round(told_cpu: bool) -> None:
+    """What a run of one process should know of the launcher that it was, or was not, started by."""
+    if idle := launchers.idle_hosts(os.environ):
+        log.warning("This run is one process; %d more hosts of this SLURM job do nothing for it: start it by srun.", idle)
+    asked = None if told_cpu else launchers.gpus_asked(os.environ)
+    # Most runs are asked nothing, and the driver neither.
+    seen = visible_gpus() if asked else None
+    if seen is not None and (sentence := too_few(socket.gethostname(), seen, asked)):
+        raise ConfigError(sentence)
 
 
 def _client():

@@ -23,7 +23,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxllm import distributed
+from jaxllm import distributed, exits
 from jaxllm.config import CheckpointConfig, Config, ConfigError
 from jaxllm.pretrained.folder import versions
 from jaxllm.sharding import stack_dims
+from jaxllm.train.fence import unfenced
 from jaxllm.train.state import HOST, TrainState
 
 FORMAT = 1
@@ -56,6 +57,9 @@ class SaveError(ConfigError):
 class Checkpoints:
     """The checkpoints of one run directory, by step. With several processes all make it, and call it in the same order.
 
+    Args:
+      require: called before anything here changes; Fence.require where the run holds the directory.
+
     Attributes:
       latest: the newest whole checkpoint, as a step; None if there is none.
       damaged: sentences on the checkpoints newer than that which are not whole.
@@ -64,9 +68,9 @@ class Checkpoints:
       ConfigError: there are checkpoints and none is whole.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig):
+    def __init__(self, run_dir: Path, config: CheckpointConfig, require: Callable[[], None] = unfenced):
         self.folder = run_dir.absolute() / "checkpoints"
-        self._config = config
+        self._config, self._require = config, require
         self._manager: ocp.CheckpointManager | None = None
         self._errors: list[Exception] = []
         self._saving: int | None = None
@@ -110,6 +114,7 @@ class Checkpoints:
             del state
             self._choose()
         if self._refused and distributed.is_main_process():
+            self._require()
             for step in self._refused:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
@@ -124,6 +129,7 @@ class Checkpoints:
           SaveError: this save, or the one before it, failed.
         """
         try:
+            self._require()
             self._manager = self._manager or self._open()
             self._settle()
             if step in self._manager.all_steps():
@@ -186,6 +192,8 @@ class Checkpoints:
     def _list_files(self) -> None:
         for folder in self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"):
             (folder / FILES).write_text(json.dumps(describe_files(folder)))
+        # What comes next is the folder's name, and the end of older ones.
+        self._require()
 
     def _choose(self) -> None:
         """Process 0 looks for the newest whole checkpoint that was not refused yet, and tells the others."""
@@ -206,10 +214,14 @@ class Checkpoints:
             return error
         steps = saved_steps(self.folder)
         safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
-        return SaveError(
+        found = SaveError(
             f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
             f"the same command goes on from there."
         )
+        if isinstance(causes(error)[-1], jax.errors.JaxRuntimeError):
+            # Not of the disk: a device, or a peer that is gone.
+            found.exit_code = exits.LOST
+        return found
 
 
 class WatchedHandler(ocp.PyTreeCheckpointHandler):

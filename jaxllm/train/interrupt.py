@@ -2,7 +2,13 @@
 
 The first SIGTERM or SIGINT lets the step under way finish; a second leaves at once, also while the main thread sits in C++ (a
 compilation, a collective that nobody joins): Python would run a handler only afterwards, but the signal's number is written to
-a pipe at once, and a thread reads it.
+a pipe at once, and a thread reads it. Where somebody restarts the run, a second SIGTERM changes nothing: launchers pass on what
+they were sent themselves, schedulers send it again at the end of the time, and both mean SIGKILL when they want no save.
+
+Until the first step there is nothing to save. Where somebody restarts the run, a process that is told to stop by then leaves at
+once and takes the others along (`leave_early`): a compilation may take longer than a scheduler waits. `begin` ends that: all
+processes meet there, and none of them goes on if one was told to stop before. Whoever has come to it no longer leaves at once,
+for the others may be past it a moment later, and would wait for it in their first step.
 
 Several processes agree through a board at the coordinator. Process 0 alone makes plans, "stop after step s + 4", and every
 process looks for them after starting a step. Why 4: losses are read one step behind, so `advance` returns for step n + 1 once
@@ -18,11 +24,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 
 from jaxllm import distributed
+from jaxllm.peers import print_sentence
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STEPS_AHEAD = 4
@@ -46,15 +54,17 @@ class Interrupt:
 
     Args:
       save_every_s: seconds between saves by the clock of process 0; None: never.
+      leave_early: ends this process, and the others, given the signal's name; called in a thread when a signal comes before
+        `begin`. None: nobody restarts this run, and such a signal waits for `begin`.
     """
 
-    def __init__(self, save_every_s: float | None = None):
-        self._save_every_s = save_every_s
+    def __init__(self, save_every_s: float | None = None, leave_early: Callable[[str], None] | None = None):
+        self._save_every_s, self._leave_early = save_every_s, leave_early
         self._last_save_s = time.monotonic()
         self._signal: str | None = None
+        self._begun, self._lock = False, threading.Lock()
         self._previous: dict[int, object] = {}
         self._board = distributed.Board()
-        self._alone = jax.process_count() == 1
         self._told = False
         self._plans: dict[str, tuple[int, str]] = {}
 
@@ -75,10 +85,19 @@ class Interrupt:
         self._watcher.join()
         self._reader.close()
 
+    def begin(self) -> str | None:
+        """To be called by every process once, when it is ready for its first step. Returns the signal that any of them was told
+        to stop by, or None: then all train.
+        """
+        with self._lock:
+            self._begun = True
+        self.saved()
+        return self.asked()
+
     def due(self, step: int) -> Due:
         """To be called by every process after each step it starts, with the number of steps started."""
         timed = self._save_every_s is not None and time.monotonic() - self._last_save_s >= self._save_every_s
-        if self._alone:
+        if jax.process_count() == 1:
             return Due(timed or self._signal is not None, self._signal)
         self._exchange(step, timed)
         stop, save = self._plans.get("stop"), self._plans.get("save")
@@ -134,8 +153,11 @@ class Interrupt:
                     continue
                 now = time.monotonic()
                 if first_s is None:
-                    first_s, self._signal = now, signal.Signals(number).name
-                elif now - first_s > SAME_SIGNAL_S:
-                    line = f"jaxllm: left at once by a second signal, {signal.Signals(number).name}; nothing more was saved\n"
-                    os.write(2, line.encode())
+                    first_s = now
+                    with self._lock:
+                        early, self._signal = not self._begun, signal.Signals(number).name
+                    if early and self._leave_early is not None:
+                        self._leave_early(self._signal)
+                elif now - first_s > SAME_SIGNAL_S and not (self._leave_early is not None and number == signal.SIGTERM):
+                    print_sentence(f"left at once by a second signal, {signal.Signals(number).name}; nothing more was saved")
                     os._exit(128 + number)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
-import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ from pathlib import Path
 import jax
 import yaml
 
-from jaxllm import distributed
+from jaxllm import distributed, exits, progress, watchdog
 from jaxllm.config import ATTENTION_RESULTS, Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.data.chat import TEMPLATE_FILE
@@ -33,9 +30,11 @@ from jaxllm.plan.schedule import idle_share, microbatches_for
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
 from jaxllm.train.checkpoint import Checkpoints, Meta, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
+from jaxllm.train.fence import alone_in
 from jaxllm.train.fits import explaining_out_of_memory
 from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.metrics import Record, Sink, open_sinks
+from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Evaluation, Trainer
 
 log = logging.getLogger(__name__)
@@ -47,16 +46,26 @@ FINAL_EVAL_TOKENS = 2**24
 
 
 def fit(config: Config) -> Trainer:
-    """Trains `config` to its last step, from its newest checkpoint if the run directory has one."""
-    folder = make_run_dir(config)
-    with distributed.leaving_on_errors(), explaining_out_of_memory(config) as explaining, ExitStack() as stack:
+    """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it before:
+    then Trainer.stopped_by names it. Where somebody restarts the run and the signal comes before the first step, the process
+    ends instead, with exits.RESTART.
+    """
+    place, minutes = distributed.place(), config.checkpoint.every_minutes
+    watchdog.beat(place.beat_fd)
+    interrupt = Interrupt(minutes * 60 if minutes else None, leave_early if place.restarts else None)
+    # The others hear of an error before anything is closed here: that may wait for them.
+    with ExitStack() as stack, distributed.leaving_on_errors(), explaining_out_of_memory(config) as explaining:
+        stack.enter_context(watchdog.Watchdog(config.run, distributed.line))
+        folder = make_run_dir(config)
+        if place.restarts:
+            stack.enter_context(interrupt)
         trainer = explaining.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
-        stack.enter_context(alone_in(folder))
+        require = stack.enter_context(alone_in(folder))
         config = trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
-        checkpoints = Checkpoints(folder, config.checkpoint)
+        checkpoints = Checkpoints(folder, config.checkpoint, require)
         stack.callback(checkpoints.close)
         announce(console, trainer)
         if checkpoints.latest is not None:
@@ -68,21 +77,35 @@ def fit(config: Config) -> Trainer:
         first = trainer.step
         if first >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
-        sinks = open_sinks(config, first) if distributed.is_main_process() else []
+        sinks = open_sinks(config, first, require) if distributed.is_main_process() else []
         for sink in sinks:
             stack.callback(sink.close)
         if distributed.is_main_process():
+            require()
             write_config(folder, config)
             keep_companions(folder, trainer)
-        minutes = config.checkpoint.every_minutes
-        with Interrupt(minutes * 60 if minutes else None) as interrupt:
+        if not place.restarts:
+            # Until here a signal does what it does to any program.
+            stack.enter_context(interrupt)
+        with progress.phase("step"):
             stopped_by = train(trainer, checkpoints, interrupt, console, sinks)
+        with progress.phase("save"):
             checkpoints.wait()
-            stopped_by = stopped_by or conclude(trainer, interrupt, console, sinks)
-        if stopped_by:
+        with progress.phase("finish"):
+            stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, interrupt, console, sinks)
+        if stopped_by and trainer.step:
             console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; the same command goes on from there")
+        elif stopped_by:
+            console.say(f"stopped before the first step by {stopped_by}; there is nothing to save")
         console.say(f"run directory {folder}")
     return trainer
+
+
+def leave_early(name: str) -> None:
+    """For Interrupt: the signal `name` came when nothing was trained yet, and somebody restarts this run."""
+    distributed.leave_at_once(
+        f"told to stop by {name} before the first step of this start: there is nothing to save", exits.RESTART
+    )
 
 
 def make_run_dir(config: Config) -> Path:
@@ -95,34 +118,6 @@ def make_run_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written: choose another folder ({error.strerror}).") from None
     return folder
-
-
-@contextmanager
-def alone_in(folder: Path):
-    """Holds the run directory for this run: two that save into one would undo each other's work.
-
-    Raises:
-      ConfigError: on all processes, if another run holds it.
-    """
-    holder, lock = "", None
-    if distributed.is_main_process():
-        lock = (folder / ".lock").open("a+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
-        except OSError as error:
-            log.warning("%s cannot be locked (%s): do not start a second run in it.", folder, error.strerror)
-    try:
-        if holder := distributed.broadcast(holder):
-            raise ConfigError(f"run.dir={folder} is in use by {holder}: wait for it, stop it, or choose another run.dir.")
-        yield
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def keep_companions(folder: Path, trainer: Trainer) -> None:
@@ -195,6 +190,7 @@ def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, cons
     """
     config, first = trainer.config, trainer.step
     peak_flops = peak_flops_of(trainer)
+    stragglers = Stragglers(console.say)
 
     def publish(record: Record | None) -> None:
         if record is None:
@@ -207,30 +203,37 @@ def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, cons
         console.step(record, utilisation, due)
 
     started = time.perf_counter()
-    stopped_by = None
+    if first < config.train.steps:
+        trainer.prepare()
+        if trainer.compile_s is not None:
+            console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
+    stopped_by = interrupt.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()
         with profile(config, trainer.step + 1, first + 1):
             publish(trainer.advance())
-            if trainer.compile_s is not None and trainer.step == first + 1:
-                console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
             step, last = trainer.step, trainer.step == config.train.steps
             due = interrupt.due(step)
             stopped_by = None if last else due.stopped_by
             periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
             saves = last or due.save or any(is_multiple(step, period) for period in periods)
             evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)
+            stragglers.look()
             if saves or evaluates or ends_profile(config, step):
                 publish(trainer.finish())
+                if saves and not last:
+                    stragglers.measure()
         if saves:
-            checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
+            with progress.phase("save"):
+                checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
             interrupt.saved()
         if evaluates:
             found = record_evaluation(trainer, sinks, interrupt, config.train.eval_batches)
             if found is None:
                 stopped_by = interrupt.asked()
                 if not saves:
-                    checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
+                    with progress.phase("save"):
+                        checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
             else:
                 console.say(f"step {step}  held-out loss {found.loss:.4f}{by_source(found)}")
     if trainer.step > first:

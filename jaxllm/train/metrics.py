@@ -7,10 +7,12 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.train.fence import unfenced
 
 Record = dict[str, float | int]
 
@@ -25,11 +27,15 @@ class JsonLines:
     """One object per line, flushed, after those an earlier start of the run wrote for steps up to `last_step`.
 
     Lines of later steps, which will be done again, go to a file beside it: metrics-1.jsonl and so on.
+
+    Args:
+      require: called before anything is written; Fence.require where the run holds the directory.
     """
 
-    def __init__(self, path: Path, last_step: int):
-        self._path = path
+    def __init__(self, path: Path, last_step: int, require: Callable[[], None] = unfenced):
+        self._path, self._require = path, require
         try:
+            self._require()
             self._begin(path, last_step)
         except OSError as error:
             raise _unwritable(path, error) from None
@@ -49,6 +55,7 @@ class JsonLines:
         # JSON has no NaN or infinity: null.
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         try:
+            self._require()
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:
@@ -88,8 +95,9 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_sinks(config: Config, last_step: int) -> list[Sink]:
-    """The sinks a config asks for, for a run that goes on after `last_step`; the run directory must exist.
+def open_sinks(config: Config, last_step: int, require: Callable[[], None] = unfenced) -> list[Sink]:
+    """The sinks a config asks for, for a run that goes on after `last_step`; the run directory must exist, and `require` is
+    called before its metrics.jsonl is written.
 
     Raises:
       ConfigError: a package is missing.
@@ -101,7 +109,7 @@ def open_sinks(config: Config, last_step: int) -> list[Sink]:
     if config.log.wandb_project:
         sinks.append(WeightsAndBiases(config.log.wandb_project, config))
     # Last, so that a missing package touches nothing.
-    return [*sinks, JsonLines(folder / "metrics.jsonl", last_step)]
+    return [*sinks, JsonLines(folder / "metrics.jsonl", last_step, require)]
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

@@ -11,8 +11,10 @@ the device wait.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxllm import distributed, xla_flags
+from jaxllm import distributed, progress, xla_flags
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
@@ -90,13 +92,15 @@ class Trainer:
       step: steps done, as a Python int.
       memory_fit: the estimate beside the devices' memory; None where that is not known, as on CPU.
       weights: where train.init_from found them; None without it.
-      compile_s: seconds it took to compile the train step; None until the first step.
+      compile_s: seconds it took to compile the train step; None until then.
+      stopped_by: the name of the signal that stopped `fit`; None if none did.
     """
 
     def __init__(self, config: Config, *, resumes: bool = False):
         # A wrong path is found before a device is touched.
         self.weights = None if resumes else initial_weights(config)
-        distributed.start(config.run)
+        with progress.phase("meet"):
+            distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
         self.memory_fit = require_fit(config, jax.local_devices()[0])
@@ -113,6 +117,7 @@ class Trainer:
             self._start_from(self.weights)
         self.step = 0
         self.compile_s: float | None = None
+        self.stopped_by: str | None = None
         self.traces = 0
 
         def counted(state, batch):
@@ -125,6 +130,7 @@ class Trainer:
         self._compiled_step: Any = None
         self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=everywhere)
         self._batches: Any = None
+        self._first_batch: Any = None
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None
 
@@ -142,42 +148,63 @@ class Trainer:
         if record is not None:
             yield record
 
-    def advance(self) -> Record | None:
-        """Starts one step; returns the metrics of the one before (None if there are none to read)."""
+    def prepare(self) -> None:
+        """Reads a batch and compiles the step with it, if that was not done yet; trains nothing."""
+        if self._compiled_step is None:
+            batch = self._next_batch()
+            with jax.set_mesh(self.mesh), progress.phase("compile"):
+                self.compile_step(batch)
+            self._first_batch = batch
+
+    def _next_batch(self) -> Any:
+        if self._first_batch is not None:
+            batch, self._first_batch = self._first_batch, None
+            return batch
         if self._batches is None:
             self._batches = ahead(self.train_batch, start=self.step)
-        batch = next(self._batches)
-        with jax.set_mesh(self.mesh):
-            if self._compiled_step is None:
-                self.compile_step(batch)
+        with progress.phase("data"):
+            return next(self._batches)
+
+    def advance(self) -> Record | None:
+        """Starts one step; returns the metrics of the one before (None if there are none to read)."""
+        self.prepare()
+        batch = self._next_batch()
+        with jax.set_mesh(self.mesh), progress.phase("step"):
+            progress.at_step(self.step + 1)
             self._last_finish_s = self._last_finish_s or time.perf_counter()
             self.state, metrics = self._compiled_step(self.state, batch)
-        self.step += 1
-        previous, self._pending = self._pending, (self.step, metrics)
-        return self._read(previous)
+            self.step += 1
+            previous, self._pending = self._pending, (self.step, metrics)
+            return self._read(previous)
 
     def finish(self) -> Record | None:
         """Waits for the step under way; returns its metrics. The clock of tokens_per_s_per_device stops until the next."""
         pending, self._pending = self._pending, None
-        record, self._last_finish_s = self._read(pending), None
+        with progress.phase("step"):
+            record, self._last_finish_s = self._read(pending), None
         return record
 
     def compile_step(self, batch: Any) -> None:
         started = time.perf_counter()
         options = xla_flags.compile_options(self.config, self.mesh.devices.flat[0].platform)
-        self._compiled_step = self.jitted_step.lower(self.state, batch).compile(compiler_options=options)
+        lowered = self.jitted_step.lower(self.state, batch)
+        if jax.process_count() > 1:
+            what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
+            distributed.require_same(fingerprint(lowered.as_text(), options), what)
+        self._compiled_step = lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
-        """The train step; None until the first step."""
+        """The train step; None until `prepare` or the first step."""
         return self._compiled_step
 
     def _read(self, pending) -> Record | None:
         if pending is None:
             return None
         step, arrays = pending
-        values = {name: float(value) for name, value in jax.device_get(arrays).items()}  # waits for that step
+        with progress.waiting():
+            values = {name: float(value) for name, value in jax.device_get(arrays).items()}  # waits for that step
         now = time.perf_counter()
         rate = self.config.step_tokens / (now - self._last_finish_s) / self.mesh.size
         self._last_finish_s = now
@@ -232,10 +259,12 @@ class Trainer:
             for source in self.data.held_out():
                 total, count = 0.0, 0
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    batch = place(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
-                    part, tokens = self._loss_sum(self.state.params, batch)
-                    # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
-                    total, count = total + float(part), count + int(tokens)
+                    # Each batch is progress: an evaluation may take hours.
+                    with progress.phase("evaluate"):
+                        batch = place(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
+                        part, tokens = self._loss_sum(self.state.params, batch)
+                        # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
+                        total, count = total + float(part), count + int(tokens)
                     if stop():
                         return None
                 sums[source.name] = (total, count)
@@ -252,9 +281,17 @@ class Trainer:
 
     def close(self) -> None:
         """Stops the thread that reads ahead."""
+        self._first_batch = None
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+
+
+def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
+    """Of a program before XLA compiles it, the same in all processes that lower the same one for the same devices."""
+    # Where a custom partitioner is (cuDNN's attention has one), JAX writes the address of a Python object.
+    text = re.sub(r'backend_config = "\d+"', "", stablehlo)
+    return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()
 
 
 def _give_up(arrays: Any) -> Any:

@@ -1,5 +1,6 @@
 """Checkpoints: what one holds, what it survives, and which meshes, runs and exports take it up."""
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import yaml
 from tiny import TINY
 
 import jaxllm
-from jaxllm import cli
+from jaxllm import cli, exits
 from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
 from jaxllm.train import checkpoint
@@ -221,6 +222,13 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(tiny_config, text_file, who
     assert "Traceback" not in failed.stderr
     assert saved_steps(run / "checkpoints") == [2]
     assert_equal(fit(tiny_config(*DATA_8, f"run.dir={run}")).state, whole[1])
+
+
+def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_path):
+    checkpoints = Checkpoints(tmp_path, trainer.config.checkpoint)
+    full, gone = OSError(errno.ENOSPC, "No space left on device"), jax.errors.JaxRuntimeError("INTERNAL: connection closed")
+    assert checkpoints._failure(full).exit_code == exits.BAD_INPUT
+    assert checkpoints._failure(gone).exit_code == exits.LOST
 
 
 # ------------------------------------------------------------------------------------------------------------ other meshes

@@ -1,4 +1,6 @@
-"""Signals in real processes: the run stops between two steps, saved, with exit code 0, and goes on as if never stopped."""
+"""Signals in real processes: the run stops between two steps, saved, and goes on as if never stopped. It exits with 0, or where
+somebody restarts it with exits.RESTART.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ import pytest
 import yaml
 from tiny import TINY
 
-from jaxllm import distributed
+from jaxllm import distributed, exits
 from jaxllm.train import interrupt as module
 from jaxllm.train.interrupt import Interrupt
 
@@ -34,8 +36,12 @@ def recipe(text_file, tmp_path_factory):
     return path
 
 
-def start(recipe, folder, *overrides, rank=None, port=None, steps=ENDLESS, devices=1) -> subprocess.Popen:
+RESTARTS = {"JAXLLM_RESTARTS": "yes"}
+
+
+def start(recipe, folder, *overrides, rank=None, port=None, steps=ENDLESS, devices=1, variables=()) -> subprocess.Popen:
     place = {} if rank is None else dict(zip(VARIABLES, (f"127.0.0.1:{port}", "2", str(rank)), strict=True))
+    place |= dict(variables)
     command = ["train", recipe, f"run.cpu_devices={devices}", f"run.dir={folder}", f"train.steps={steps}", *COMMON, *overrides]
     return subprocess.Popen(
         [sys.executable, "-m", "jaxllm.cli", *command],
@@ -91,12 +97,69 @@ def test_a_signal_stops_saved_and_the_run_goes_on_alike(number, recipe, tmp_path
         assert losses(folder) == losses(tmp_path / "whole")
 
 
-def test_a_second_signal_leaves_at_once_even_from_a_stuck_main_thread(tmp_path):
-    """The main thread holds on to one call into C that no handler interrupts, as in a compilation."""
-    program = """
+def wait_until(condition, process) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def test_a_signal_during_a_save_saves_and_asks_for_a_restart(recipe, tmp_path):
+    folder = tmp_path / "run"
+    process = start(recipe, folder, "checkpoint.every_steps=1", variables=RESTARTS)
+    wait_for(process, r"^step 2/")
+    wait_until(lambda: list((folder / "checkpoints").glob("*.orbax-checkpoint-tmp*")), process)
+    process.send_signal(signal.SIGTERM)
+    code, out, error = finish(process)
+    assert (code, error) == (exits.RESTART, "")
+    step = stopped_step(out, "SIGTERM")
+    assert [done for done, _ in losses(folder)] == list(range(1, step + 1))
+    names = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert str(step) in names
+    assert all(name.isdecimal() for name in names)
+
+
+def test_a_signal_during_the_first_compilation_asks_for_a_restart_at_once(recipe, tmp_path):
+    """Nothing is trained, so nothing is waited for."""
+    folder = tmp_path / "run"
+    process = start(recipe, folder, variables=RESTARTS)
+    wait_for(process, r"^attention ")
+    process.send_signal(signal.SIGTERM)
+    code, out, error = finish(process)
+    sentence = "jaxllm: told to stop by SIGTERM before the first step of this start: there is nothing to save\n"
+    assert (code, error) == (exits.RESTART, sentence)
+    assert "compiled" not in out
+    # Left perhaps before that was opened.
+    assert not (folder / "metrics.jsonl").exists() or losses(folder) == []
+    assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_by_hand_a_signal_during_the_first_compilation_stops_before_the_first_step(recipe, tmp_path):
+    folder = tmp_path / "run"
+    process = start(recipe, folder)
+    wait_for(process, r"^attention ")
+    # From here on it listens; the compilation has begun, or will in a moment.
+    wait_until(lambda: (folder / "tokenizer").exists() or (folder / "config.yaml").exists(), process)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    code, out, error = finish(process)
+    assert (code, error) == (0, "")
+    assert "stopped before the first step by SIGTERM; there is nothing to save" in out
+    assert losses(folder) == []
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_second_signal_leaves_at_once_even_from_a_stuck_main_thread(restarts, tmp_path):
+    """The main thread holds on to one call into C that no handler interrupts, as in a compilation. Where somebody restarts the
+    run a second SIGTERM is one of a scheduler that said so before.
+    """
+    program = f"""
 import ctypes, threading, time
 from jaxllm.train.interrupt import Interrupt
-with Interrupt():
+with Interrupt(leave_early={"print" if restarts else None}) as interrupt:
+    interrupt.begin()
     print("ready", flush=True)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
@@ -114,6 +177,9 @@ with Interrupt():
     # One signal sent twice, to a process and to its group, is one.
     process.send_signal(signal.SIGTERM)
     time.sleep(2 * module.SAME_SIGNAL_S)
+    if restarts:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     code, _, error = finish(process)
@@ -128,14 +194,32 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(ranks, recipe, tmp_p
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pair = [start(recipe, tmp_path / "run", "parallel.data=2", rank=rank, port=port) for rank in (0, 1)]
+    expected = exits.RESTART if ranks == (1,) else 0
+    variables = RESTARTS if expected else {}
+    pair = [start(recipe, tmp_path / "run", "parallel.data=2", rank=rank, port=port, variables=variables) for rank in (0, 1)]
     wait_for(pair[0], r"^step 3/")
     for rank in ranks:
         pair[rank].send_signal(signal.SIGTERM)
     (code, out, error), (other_code, *_) = [finish(process) for process in pair]
-    assert (code, other_code) == (0, 0), error
+    assert (code, other_code) == (expected, expected), error
     step = stopped_step(out, "SIGTERM")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step)]
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_signal_to_one_process_during_the_first_compilation_ends_all_alike(rank, recipe, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pair = [start(recipe, tmp_path / "run", "parallel.data=2", rank=r, port=port, variables=RESTARTS) for r in (0, 1)]
+    wait_for(pair[0], r"^attention ")
+    pair[rank].send_signal(signal.SIGTERM)
+    ends = [finish(process) for process in pair]
+    assert [code for code, *_ in ends] == [exits.RESTART, exits.RESTART], ends
+    told = "told to stop by SIGTERM before the first step of this start: there is nothing to save"
+    assert ends[rank][2] == f"jaxllm: {told}\n"
+    assert re.fullmatch(rf"jaxllm: process {rank} on \S+ was {told}\n", ends[1 - rank][2])
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------- without a run
@@ -206,6 +290,35 @@ def test_alone_the_clock_acts_at_once(monkeypatch):
     assert interrupt.due(2) == module.Due(save=True, stopped_by=None)
     interrupt.saved()
     assert not interrupt.due(3).save
+
+
+def wait_for_signal(interrupt) -> None:
+    deadline = time.monotonic() + 10
+    while interrupt._signal is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_before_the_first_step_it_leaves_early_if_somebody_restarts_the_run():
+    left = []
+    with Interrupt(leave_early=left.append) as interrupt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_signal(interrupt)
+    assert left == ["SIGTERM"]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_is_ready_for_the_first_step_leaves_early_no_more(restarts):
+    left = []
+    with Interrupt(leave_early=left.append if restarts else None) as interrupt:
+        if restarts:
+            assert interrupt.begin() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_signal(interrupt)
+        # By hand the signal came before; all hear of it where they meet.
+        assert interrupt.begin() == "SIGTERM"
+        assert interrupt.due(1) == module.Due(save=True, stopped_by="SIGTERM")
+    assert left == []
 
 
 def test_handlers_are_put_back():

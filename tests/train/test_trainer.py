@@ -13,8 +13,9 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.config import ConfigError
+from jaxllm.train.fence import alone_in
 from jaxllm.train.interrupt import Interrupt
-from jaxllm.train.loop import alone_in, fit
+from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines, open_sinks
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
@@ -208,7 +209,7 @@ def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkey
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
-    with alone_in(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by process {os.getpid()} on "):
+    with alone_in(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by pid {os.getpid()} on "):
         fit(tiny_config(*EIGHT, f"run.dir={tmp_path}"))
     # Released by its end: the same directory is free.
     with alone_in(tmp_path):
@@ -218,6 +219,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
 @pytest.mark.slow
 def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, monkeypatch, capsys):
     """Between two steps nobody would look for it: at step 2 of 4 nothing is due to be saved."""
+    monkeypatch.setattr(Interrupt, "begin", lambda self: None)
     monkeypatch.setattr(Interrupt, "asked", lambda self: "SIGTERM")
     trainer = fit(tiny_config("run.cpu_devices=8", "parallel.data=8", "train.eval_every_steps=2", f"run.dir={tmp_path}"))
     assert trainer.step == 2
