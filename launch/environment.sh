@@ -5,6 +5,10 @@
 #                                   is a GPU; installs only what pyproject.toml or the extras made necessary since
 #   run_check NAME COMMAND...       runs a command and remembers how it ended
 #   closing_summary                 prints what was remembered; returns the exit code of the first that failed
+#   supervisor_option WORD          whether it is an option of jaxllm/supervise.py that launch scripts take
+#   goes_on COMMAND...              whether this goes on where it left off when it is started again
+#   launch_id                       prints a name for this launch of a job, the given one if there is one
+#   forwarded_variables             prints the names of those set here that processes on other hosts need too
 #
 # PYTHON       the interpreter to build the environment from; default: the first of python3, python3.12 and python3.11
 #              that is new enough
@@ -136,6 +140,32 @@ install_jaxllm() {
 }
 
 pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-input "$@" </dev/null; }
+
+# ------------------------------------------------------------------------------------------------------------ launching
+
+supervisor_option() {
+  case "$1" in
+    --restarts | --backoff-s | --silent-after | --anew-after | --hang-up) ;;
+    *) return 1 ;;
+  esac
+}
+
+# Of jaxllm's commands only these. Other programs are taken to do so too.
+goes_on() {
+  case "$*" in
+    "jaxllm train "* | "jaxllm data prepare "*) ;;
+    jaxllm | "jaxllm "*) return 1 ;;
+  esac
+}
+
+# Over a restart of the launch script too, where it has a supervisor itself.
+launch_id() { echo "${JAXLLM_LAUNCH_ID:-$HOSTNAME-$$-$(date +%s)}"; }
+
+# What is one process's own stays here, and so does what only this machine's environment needs.
+forwarded_variables() {
+  compgen -e | grep -E '^(JAXLLM|JAX|XLA|TF|NCCL|HF|WANDB|OMP)_|^(PYTHONPATH|PYTHONUNBUFFERED|LD_LIBRARY_PATH)$' |
+    grep -vxE 'JAXLLM_(VENV|BEAT_FD|PROCESS_ID)' || true
+}
 
 # -------------------------------------------------------------------------------------------------------------- checks
 

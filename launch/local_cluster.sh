@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Plays N hosts on this machine: launch/local_cluster.sh N COMMAND...
+# Plays N hosts on this machine: launch/local_cluster.sh [OPTION...] N COMMAND...
 # Runs COMMAND as N processes that find each other, in the folder of the caller, and marks each line of output with its
 # process. The first that fails ends the others; the exit code is its own. Ctrl-C and SIGTERM are passed on. For example
 #
 #   bash launch/local_cluster.sh 2 jaxllm train configs/quickstart.yaml run.cpu_devices=4
 #
+# OPTION: of the supervisor (jaxllm/supervise.py), such as --restarts 3. With one or more, each process has a supervisor that
+# starts it again when it fails and kills it when it is frozen; a process has then failed when its supervisor gives it up.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
@@ -12,6 +14,12 @@
 
 grace_s=10
 
+supervisor=()
+while supervisor_option "${1:-}"; do
+  (($# > 1)) || refuse "$1 needs a value: local_cluster.sh [OPTION...] N COMMAND..."
+  supervisor+=("$1" "$2")
+  shift 2
+done
 [[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || refuse "give the number of processes first, not '${1:-}': local_cluster.sh N COMMAND..."
 (($# > 1)) || refuse "local_cluster.sh $1 needs the command to run: local_cluster.sh N COMMAND..."
 count="$1"
@@ -20,15 +28,18 @@ shift
 # shellcheck disable=SC2119  # "$@" is the command, not extras
 prepare_environment
 [[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"
+((${#supervisor[@]} == 0)) || set -- "$python" -m jaxllm.supervise "${supervisor[@]}" --follow parent -- "$@"
 PATH="$(dirname "$python"):$PATH"
 cd "$caller_folder"
 
-port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
-export JAXLLM_COORDINATOR="127.0.0.1:$port" JAXLLM_NUM_PROCESSES="$count" PYTHONUNBUFFERED=1
+meeting_point="$("$python" "$checkout/launch/meeting_point.py")"
+export JAXLLM_COORDINATOR="127.0.0.1:${meeting_point##*:}" JAXLLM_NUM_PROCESSES="$count" PYTHONUNBUFFERED=1
+JAXLLM_LAUNCH_ID="$(launch_id)"
+export JAXLLM_LAUNCH_ID
 
 # Lives until its process has said everything, whatever signal comes.
 mark() {
-  trap '' INT TERM
+  trap '' INT TERM HUP
   local line
   while IFS= read -r line || [[ -n "$line" ]]; do printf '[%s] %s\n' "$1" "$line"; done
 }
@@ -47,7 +58,7 @@ send() {
   for pid in "${pids[@]}"; do kill -s "$1" -- "-$pid" 2>/dev/null || true; done
 }
 trap 'send INT' INT
-trap 'send TERM' TERM
+trap 'send TERM' TERM HUP
 
 # Looks rather than waits: "wait -n" is not in every bash, and cannot say which process it was.
 first_code=0
@@ -65,12 +76,15 @@ while ((${#running[@]})); do
     if ((code && !first_code)); then
       first_code=$code
       kill_at=$((SECONDS + grace_s))
-      say "process $rank failed with exit code $code; ending the others" >&2
+      what="failed with exit code $code"
+      ((code != 75)) || what="was stopped by a signal"
+      say "process $rank $what; ending the others" >&2
       send TERM
     fi
   done
   running=(${left[@]+"${left[@]}"})
   if [[ -n "$kill_at" ]] && ((SECONDS >= kill_at)); then send KILL; fi
-  ((${#running[@]} == 0)) || sleep 0.1
+  # A signal to the whole group ends the sleep, which is no failure.
+  ((${#running[@]} == 0)) || sleep 0.1 || true
 done
 exit "$first_code"

@@ -24,9 +24,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 LONGEST = [
-    *("test_pipeline_parity", "test_mesh_parity", "test_multiprocess", "test_memory_accuracy", "test_pipeline_memory"),
-    *("test_smollm2_inference", "test_context_parity", "test_checkpoint", "test_compile", "test_offload", "test_kill"),
-    *("test_pipeline_compiled", "test_context_compiled", "test_trainer", "test_quickstart", "test_collectives"),
+    *("test_pipeline_parity", "test_mesh_parity", "test_multiprocess", "test_slurm", "test_memory_accuracy"),
+    *("test_pipeline_memory", "test_smollm2_inference", "test_context_parity", "test_checkpoint", "test_compile"),
+    *("test_offload", "test_kill", "test_pipeline_compiled", "test_context_compiled", "test_trainer", "test_quickstart"),
+    *("test_collectives", "test_faults", "test_ssh", "test_mpi"),
 ]
 """Files that take minutes, longest first."""
 

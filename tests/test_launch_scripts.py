@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,13 @@ def test_is_executable_and_stops_at_errors(script):
     text = script.read_text()
     assert text.startswith("#!/usr/bin/env bash\n")
     assert "set -euo pipefail" in text or '/environment.sh"' in text
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+def test_shellcheck_finds_nothing():
+    scripts = [script for script in (LIBRARY, *COMMANDS) if script.parent == LIBRARY.parent]
+    result = subprocess.run(["shellcheck", "-x", *scripts], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
 
 
 def test_only_the_environment_and_the_test_script_install():
@@ -174,6 +182,28 @@ def test_checks_all_run_and_the_first_failure_counts():
     assert summary[0].endswith("FAILED, exit code 3")
     assert summary[2].endswith("ok")
     assert in_environment("run_check one true; closing_summary").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "verdict"),
+    [
+        ("jaxllm train tiny.yaml", "yes"),
+        ("jaxllm data prepare a.txt", "yes"),
+        ("python train.py", "yes"),
+        ("jaxllm doctor", "no"),
+        ("jaxllm eval train", "no"),
+        ("jaxllm", "no"),
+    ],
+)
+def test_only_what_goes_on_is_started_again(command, verdict):
+    assert in_environment(f"if goes_on {command}; then echo yes; else echo no; fi").stdout == f"{verdict}\n"
+
+
+def test_variables_for_other_hosts():
+    given = {"JAXLLM_ATTEMPT": "1", "XLA_FLAGS": "a b", "JAXLLM_PROCESS_ID": "0", "JAXLLM_BEAT_FD": "5", "HOME_OF_MINE": "1"}
+    names = in_environment("forwarded_variables", **given).stdout.split()
+    assert {"JAXLLM_ATTEMPT", "XLA_FLAGS"} <= set(names)
+    assert not {"JAXLLM_PROCESS_ID", "JAXLLM_BEAT_FD", "JAXLLM_VENV", "HOME_OF_MINE", "PATH"} & set(names)
 
 
 def test_works_from_any_folder(tmp_path):

@@ -1,0 +1,217 @@
+"""What launch/ssh.sh does: python over_ssh.py HOSTS "VARIABLE ..." [SUPERVISOR OPTION...] -- COMMAND...
+
+An ssh for each line of HOSTS carries a script to a bash there, on standard input so that nobody sees values of variables in a
+list of processes. The script becomes the supervisor (jaxllm/supervise.py), for which the rest of standard input is orders:
+TERM, INT or KILL, a line each. ssh passes no signals on, and leaves the other end running when this one is killed; a closed
+standard input the supervisor understands.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+GRACE_S = 60
+"""For the others, once one has failed: a checkpoint may be under way."""
+CUT_S = 5
+"""Between the order to kill and the end of ssh itself, which a host without power never ends."""
+CONTACT_S = 60
+LOOK_S = 0.1
+ORDERS = {signal.SIGTERM: b"TERM\n", signal.SIGHUP: b"TERM\n", signal.SIGINT: b"INT\n"}
+SSH_FAILED = 255
+WORDS = {SSH_FAILED: "ssh cannot reach it, or the connection broke", 75: "stopped by a signal"}
+
+folder = Path(__file__).parent
+speaking = threading.Lock()
+
+
+def say(sentence: str) -> None:
+    print(f"jaxllm: {sentence}", file=sys.stderr, flush=True)
+
+
+def refuse(sentence: str) -> NoReturn:
+    say(sentence)
+    raise SystemExit(2)
+
+
+def ssh(*arguments: str) -> list[str]:
+    """No terminal, so no questions; a connection that is dead ends within a minute. What SSH says comes first, and wins."""
+    options = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+    return [*shlex.split(os.environ.get("SSH") or "ssh"), *options, *arguments]
+
+
+def read_hosts(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        refuse(f"the file of hosts {path} cannot be read ({error.strerror}): give one with a host on each line.")
+    hosts = [host for line in lines if (host := line.partition("#")[0].strip())]
+    for host in hosts:
+        if host.startswith("-") or len(host.split()) > 1:
+            refuse(f"{path} has the line {host!r}: write one host, or user@host, on each line.")
+    if not hosts:
+        refuse(f"{path} names no host: write one on each line.")
+    return hosts
+
+
+def script(variables: dict[str, str], command: list[str]) -> str:
+    """For bash on a host: `command` in this folder, with these variables."""
+    lines = [
+        f"here={shlex.quote(os.getcwd())} python={shlex.quote(sys.executable)}",
+        'refuse() { echo "jaxllm: $HOSTNAME has no $1: $2" >&2; exit 2; }',
+        '[[ -x "$python" ]] || refuse "$python" "install jaxllm there at the same place."',
+        'cd -- "$here" 2>/dev/null || refuse "folder $here" "start in one that all hosts have."',
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+        'export PATH="${python%/*}:$PATH"',
+        f"exec {shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def coordinator(hosts: list[str]) -> str:
+    """host:port where process 0 will be met."""
+    first = hosts[0]
+    command = ssh("-T", first, "exec bash -s")
+    try:
+        found = subprocess.run(
+            command,
+            input=script({}, [sys.executable, str(folder / "meeting_point.py")]),
+            capture_output=True,
+            text=True,
+            timeout=CONTACT_S,
+        )
+    except subprocess.TimeoutExpired:
+        refuse(f"{first} does not answer ssh within {CONTACT_S} s: start it, or correct the file of hosts.")
+    if found.returncode:
+        reason = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if found.returncode != SSH_FAILED:
+            print(reason, file=sys.stderr)
+            raise SystemExit(found.returncode)
+        refuse(f"ssh cannot reach {first} ({reason}): make `{shlex.join(ssh(first, 'true'))}` work without a password.")
+    port = found.stdout.strip().rpartition(":")[2]
+    name = address_of(first)
+    if is_loopback(name) and not all(is_loopback(address_of(host)) for host in hosts):
+        refuse(
+            f"The first host, {first}, is {name}, which means another machine on each host: write it as the others reach it."
+        )
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def address_of(host: str) -> str:
+    """Where ssh would go for it: hosts may be nicknames."""
+    settings = subprocess.run(ssh("-G", host), capture_output=True, text=True, check=True, timeout=CONTACT_S).stdout
+    return next(line.split()[1] for line in settings.splitlines() if line.startswith("hostname "))
+
+
+def is_loopback(name: str) -> bool:
+    return name in ("localhost", "::1") or name.startswith("127.")
+
+
+class Process:
+    """One of the run, on its host."""
+
+    def __init__(self, rank: int, host: str, text: str):
+        self.rank, self.host = rank, host
+        self.ssh = subprocess.Popen(
+            ssh("-T", host, "exec bash -s"),
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C comes through here alone.
+            process_group=0,
+        )
+        outputs = ((self.ssh.stdout, sys.stdout.buffer), (self.ssh.stderr, sys.stderr.buffer))
+        self._threads = [threading.Thread(target=self._mark, args=ends, daemon=True) for ends in outputs]
+        for thread in self._threads:
+            thread.start()
+        self.order(text.encode())
+
+    def order(self, text: bytes) -> None:
+        try:
+            self.ssh.stdin.write(text)
+        except OSError:
+            # It is ending, and its exit code says more.
+            pass
+
+    def ended(self) -> int | None:
+        code = self.ssh.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def finish(self) -> None:
+        for thread in self._threads:
+            thread.join(CUT_S)
+
+    def _mark(self, source: BinaryIO, sink: BinaryIO) -> None:
+        for line in source:
+            with speaking:
+                try:
+                    sink.write(b"[%d] %s\n" % (self.rank, line.rstrip(b"\r\n")))
+                    sink.flush()
+                except OSError:
+                    # Whoever read this is gone; reading on keeps the run from waiting.
+                    pass
+
+
+def conduct(processes: list[Process], signals: list[int]) -> int:
+    """Until all have ended; returns the exit code of the first that failed, or 0. `signals` grows as they arrive."""
+    running, first_code, kill_at_s = list(processes), 0, None
+    while running:
+        while signals:
+            for process in running:
+                process.order(ORDERS[signals[0]])
+            signals.pop(0)
+        left = []
+        for process in running:
+            if (code := process.ended()) is None:
+                left.append(process)
+                continue
+            process.finish()
+            if code and not first_code:
+                first_code, kill_at_s = code, time.monotonic() + GRACE_S
+                what = WORDS.get(code, "failed")
+                say(f"process {process.rank} on {process.host}: {what}, exit code {code}; ending the others")
+                signals.append(signal.SIGTERM)
+        running = left
+        if kill_at_s is not None and time.monotonic() > kill_at_s:
+            for process in running:
+                process.order(b"KILL\n")
+                if time.monotonic() > kill_at_s + CUT_S:
+                    process.ssh.kill()
+        time.sleep(LOOK_S)
+    return first_code
+
+
+def main(arguments: list[str]) -> int:
+    path, names, *rest = arguments
+    at = rest.index("--")
+    options, command = rest[:at], rest[at + 1 :]
+    hosts = read_hosts(Path(path))
+    if shutil.which(ssh()[0]) is None:
+        refuse(f"{ssh()[0]} cannot be run: install an ssh client, or set SSH.")
+    signals: list[int] = []
+    for number in ORDERS:
+        # Under nohup it stays ignored.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda received, _: signals.append(received))
+    variables = {name: os.environ[name] for name in names.split()}
+    if not variables.get("JAXLLM_COORDINATOR"):
+        variables["JAXLLM_COORDINATOR"] = coordinator(hosts)
+    variables["JAXLLM_NUM_PROCESSES"] = str(len(hosts))
+    supervised = [sys.executable, "-m", "jaxllm.supervise", *options, "--follow", "stdin", "--", *command]
+    processes = [
+        Process(rank, host, script(variables | {"JAXLLM_PROCESS_ID": str(rank)}, supervised)) for rank, host in enumerate(hosts)
+    ]
+    return conduct(processes, signals)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

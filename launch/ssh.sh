@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Runs COMMAND on the hosts of a file, by ssh: launch/ssh.sh [OPTION...] HOSTS COMMAND...
+# Marks each line of output with its process. The first that fails ends the others; the exit code is its own. For example
+#
+#   bash launch/ssh.sh hosts.txt jaxllm train configs/quickstart.yaml train.steps=20
+#
+# HOSTS: a line for each process, in their order: a host, or user@host; # begins a comment. The first is process 0, which the
+# others must reach by that host's name or address. Each host must let you in without a password, and have the checkout, its
+# environment and the folder of the caller at the same place as here.
+# OPTION: of the supervisor (jaxllm/supervise.py) that each process has on its host, such as --restarts 3 (default: 10, or 0
+# for commands that do not go on where they left off, such as jaxllm doctor).
+#
+# SIGTERM and Ctrl-C let the run save and stop; the exit code is then 75, and the same command goes on. So does a connection
+# that breaks, or the end of this script. A host that is lost ends all: `python -m jaxllm.supervise -- bash launch/ssh.sh ...`
+# starts them again.
+#
+# JAXLLM_COORDINATOR      host:port of process 0, the same for all; default: where ssh goes for the first line, and a free port
+# SSH                     the program and its options; default: ssh
+# PYTHON and JAXLLM_VENV  see environment.sh
+
+# shellcheck source-path=SCRIPTDIR source=environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+supervisor=()
+while supervisor_option "${1:-}"; do
+  (($# > 1)) || refuse "$1 needs a value: ssh.sh [OPTION...] HOSTS COMMAND..."
+  supervisor+=("$1" "$2")
+  shift 2
+done
+(($# > 1)) || refuse "give a file of hosts and the command to run: ssh.sh [OPTION...] HOSTS COMMAND..."
+hosts="$(absolute "$1")"
+shift
+
+goes_on "$@" || supervisor=(--restarts 0 ${supervisor[@]+"${supervisor[@]}"})
+# shellcheck disable=SC2119  # "$@" is the command, not extras
+prepare_environment
+[[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"
+cd "$caller_folder"
+JAXLLM_LAUNCH_ID="$(launch_id)"
+export JAXLLM_LAUNCH_ID PYTHONUNBUFFERED=1
+exec "$python" "$checkout/launch/over_ssh.py" "$hosts" "$(forwarded_variables)" ${supervisor[@]+"${supervisor[@]}"} -- "$@"

@@ -1,0 +1,188 @@
+"""What the tests of launch scripts share: programs that must be there, processes of a launch found by its name, and a run that
+takes its time, so that something can happen to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from tiny import TINY
+
+import jaxllm
+from jaxllm.train.loop import fit
+
+CHECKOUT = Path(__file__).parents[2]
+LIMIT_S = 240
+INSTALL_LIMIT_S = 240
+STEPS, STEP_S = 20, 0.2
+"""Enough for what is to happen after step 7 to find the run under way."""
+COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", f"train.steps={STEPS}")
+
+# jaxllm train, a step at a time.
+PROGRAM = f"""
+import sys, time
+from jaxllm import cli
+from jaxllm.train.trainer import Trainer
+
+advance = Trainer.advance
+
+def slowly(self):
+    time.sleep({STEP_S})
+    return advance(self)
+
+Trainer.advance = slowly
+sys.argv[1:1] = ["train"]
+cli.main()
+"""
+
+
+def require(**packages: str) -> None:
+    """These programs, from Debian packages where they are missing; skips the test where that cannot be."""
+    if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
+    missing = sorted({package for program, package in packages.items() if not shutil.which(program)})
+    if not missing:
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip(f"{' and '.join(missing)} cannot be installed here: no root, or no apt-get")
+    install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", *missing]
+    options = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "timeout": INSTALL_LIMIT_S}
+    # Other files of tests run beside this one, and apt-get does not wait for another.
+    with (Path(tempfile.gettempdir()) / "jaxllm-tests-apt.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (install, ["apt-get", "update", "--quiet"], install):
+            result = subprocess.run(command, capture_output=True, text=True, **options)
+            if command is install and result.returncode == 0:
+                return
+    pytest.skip(f"{' and '.join(missing)} cannot be installed here: {result.stderr.strip()[-200:]}")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """conftest's XLA_FLAGS come along: tiny programs compile fastest unoptimised."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("JAXLLM_", "SLURM_", "OMPI_"))}
+    return ours | {"JAXLLM_VENV": "none", "PYTHON": sys.executable, "JAXLLM_LAUNCH_ID": name_of_launch()} | variables
+
+
+def name_of_launch() -> str:
+    """Of all launches of the test that runs."""
+    return f"test-{os.getpid()}-{abs(hash(os.environ['PYTEST_CURRENT_TEST'].split()[0]))}"
+
+
+def processes_of_launch() -> Iterator[tuple[int, list[str], dict[str, str]]]:
+    """Process id, command line and environment of all that runs here and belongs to this test's launches."""
+    for folder in Path("/proc").iterdir():
+        # Gone meanwhile, or another user's.
+        with suppress(OSError, ValueError):
+            pid, command = int(folder.name), (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            if variables.get("JAXLLM_LAUNCH_ID") == name_of_launch():
+                yield pid, command, variables
+
+
+def pid_of(word: str, rank: int) -> int:
+    """The process of this rank with this word in its command line, and no supervisor's."""
+    (found,) = (
+        pid
+        for pid, command, variables in processes_of_launch()
+        if any(word in part for part in command)
+        and "jaxllm.supervise" not in command
+        and variables.get("JAXLLM_PROCESS_ID", variables.get("OMPI_COMM_WORLD_RANK")) == str(rank)
+    )
+    return found
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < until_s, f"never: {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def launched(script: str, *arguments, cwd: Path, **variables: str) -> Iterator[subprocess.Popen]:
+    """The script of launch/ at work, in a process group of its own; nothing of its launch is left afterwards."""
+    command = ["bash", str(CHECKOUT / "launch" / script), *map(str, arguments)]
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for _ in range(2):
+            for pid, *_ in processes_of_launch():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=LIMIT_S)
+
+
+def launch(script: str, *arguments, cwd: Path, **variables: str) -> tuple[int, str, str]:
+    """Runs it to its end; returns its exit code and what it said."""
+    with launched(script, *arguments, cwd=cwd, **variables) as process:
+        out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+class Run:
+    """A recipe, a slow program that trains it as `python FOLDER/slowly.py ...`, and what came out."""
+
+    def __init__(self, folder: Path, text_file: Path):
+        self.folder, self.dir = folder, folder / "run"
+        self.recipe, self.program = folder / "tiny.yaml", folder / "slowly.py"
+        self.recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
+        self.program.write_text(PROGRAM)
+
+    def command(self) -> tuple[str, ...]:
+        """For two processes of one device each: they compile quickest."""
+        overrides = ("run.cpu_devices=1", "parallel.data=2", f"run.dir={self.dir}", "run.peer_timeout_s=20", *COMMON)
+        return ("python", str(self.program), str(self.recipe), *overrides)
+
+    def wait_for(self, step: int, process: subprocess.Popen) -> None:
+        """Until the run has this step's loss; the launch must be alive."""
+
+        def reached() -> bool:
+            assert process.poll() is None, "".join(process.communicate())
+            return step in self._records(self.dir, "step")
+
+        wait_until(reached, f"step {step}")
+
+    def assert_losses_of_one_process(self) -> None:
+        """Undisturbed, and on another mesh."""
+        alone = self.folder / "alone"
+        mesh = ("run.cpu_devices=8", "parallel.data=2", "parallel.tensor=4")
+        fit(jaxllm.load_config(self.recipe, [*mesh, f"run.dir={alone}", *COMMON]))
+        assert self._records(self.dir, "step") == self._records(alone, "step") == list(range(1, STEPS + 1))
+        np.testing.assert_allclose(self._records(self.dir, "loss"), self._records(alone, "loss"), rtol=1e-5)
+
+    @staticmethod
+    def _records(folder: Path, key: str) -> list:
+        try:
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+        except OSError:
+            return []
+        records = []
+        for line in lines:
+            # The last may be half-written.
+            with suppress(ValueError):
+                records.append(json.loads(line))
+        return [record[key] for record in records if "loss" in record]

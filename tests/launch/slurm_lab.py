@@ -1,0 +1,319 @@
+"""A SLURM cluster on one machine for the tests: a controller and nodes h1, h2 ... that each have an address, a host name and
+processes of their own, and can lose their power or their cable.
+
+Every node is a network namespace on a bridge in a namespace of its own, "hsw", where the controller and the commands of users
+live. A node's processes are in one PID namespace, whose first process pulls the others down with it: that is the power switch.
+Needs root and Debian's packages of SLURM, which are installed where they are missing. Nothing of the machine's own network,
+services or files is changed; two labs at once do not meet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import real_launches
+
+PACKAGES = {
+    **{"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
+    **{"ip": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"},
+}
+"""By the program that each is needed for."""
+SWITCH, NETWORK = "hsw", "10.99.0"
+COMMAND_LIMIT_S, UP_LIMIT_S = 30, 60
+
+# cred_expire decides how long a requeued job waits (2 minutes if not set), SlurmdTimeout when a silent node counts as down: its
+# jobs start elsewhere 2 to 4 times that later. RequeueExit is left at its default, nothing: few clusters set it.
+CONFIG = """
+ClusterName=lab
+SlurmctldHost={switch}({network}.254)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/sock,cred_expire=5
+CredType=cred/munge
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmctldTimeout=10
+SlurmdTimeout=10
+KillWait=10
+BatchStartTimeout=10
+MessageTimeout=10
+MinJobAge=3600
+JobRequeue=1
+PropagateResourceLimits=NONE
+GresTypes=gpu
+NodeName=h[1-{count}] CPUs=4 RealMemory=4000 Gres=gpu:fake:2 State=UNKNOWN
+PartitionName=main Nodes=h[1-{count}] Default=YES MaxTime=60 State=UP
+"""
+
+# Runs "$@" with the host name $0 and a hosts file of the lab's own: what a process finds under its own host's name must be the
+# address that the others reach it at.
+AT_HOME = 'hostname "$0"; mount --bind "$HOSTS" /etc/hosts; exec "$@"'
+
+
+def require_slurm() -> None:
+    """Installs what is missing; skips the test where that cannot be done."""
+    if os.geteuid() != 0:
+        pytest.skip("SLURM's nodes need root here")
+    real_launches.require(**PACKAGES)
+
+
+def wait_until(true: Callable[[], bool], limit_s: float, what: str | Callable[[], str], every_s: float = 0.2) -> None:
+    """Raises AssertionError with `what` if it does not come true in time."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what if isinstance(what, str) else what()}"
+        time.sleep(every_s)
+
+
+@contextmanager
+def cluster(folder: Path, count: int):
+    """A Lab with nodes h1 to h<count>, all idle; gone afterwards."""
+    lab = Lab(folder, count)
+    try:
+        lab.start()
+        yield lab
+    finally:
+        lab.close()
+
+
+class Lab:
+    """See `cluster`.
+
+    Args:
+      folder: new; holds the daemons' state and logs.
+      count: of nodes.
+    """
+
+    def __init__(self, folder: Path, count: int):
+        self.folder, self.count = folder.resolve(), count
+        self.nodes = [f"h{number}" for number in range(1, count + 1)]
+        self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "HOSTS": str(self.folder / "hosts")}
+        self._namespaces = {host: f"jaxllm-{os.getpid()}-{host}" for host in (SWITCH, *self.nodes)}
+        self._daemons: dict[str, subprocess.Popen] = {}
+
+    # ------------------------------------------------------------------------------------------------------ the machines
+
+    def start(self) -> None:
+        for part in ("log", "munge", "state"):
+            (self.folder / part).mkdir(parents=True)
+        # Munge distrusts folders that others may write to.
+        for part in (self.folder, self.folder / "munge"):
+            part.chmod(0o755)
+        remove_forgotten_namespaces()
+        self._lay_cables()
+        self._write_files()
+        munge = self.folder / "munge"
+        self._spawn(
+            "munged",
+            *("munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/sock"),
+            *(f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"),
+        )
+        wait_until((munge / "sock").exists, 10, "munged has a socket", every_s=0.05)
+        self._spawn("slurmctld", *self.on(SWITCH), "slurmctld", "-D", "-c", "-f", self.environment["SLURM_CONF"])
+        for node in self.nodes:
+            self.power_on(node)
+        wait_until(lambda: self._idle() == self.count, UP_LIMIT_S, lambda: f"all nodes idle\n{self.logs()}", every_s=0.5)
+
+    def close(self) -> None:
+        for daemon in self._daemons.values():
+            end(daemon)
+        for namespace in self._namespaces.values():
+            remove_namespace(namespace)
+
+    def on(self, host: str) -> list[str]:
+        """What to put before a command that is to run on a host; it dies with this test."""
+        namespace = f"--net=/run/netns/{self._namespaces[host]}"
+        inside = ["nsenter", namespace, "unshare", "--mount", "--uts", "bash", "-c", AT_HOME, host]
+        return ["setpriv", "--pdeathsig", "KILL", *inside]
+
+    def power_on(self, node: str) -> None:
+        (self.folder / f"spool-{node}").mkdir(exist_ok=True)
+        self.plug(node)
+        first = ["unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
+        # The path must be absolute: with another slurmd registers, but each launch hangs.
+        self._spawn(node, *self.on(node), *first, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
+
+    def power_off(self, node: str) -> None:
+        """Every process of the node is gone at once."""
+        # The kernel, which here lives on, would say farewell for them.
+        self.unplug(node)
+        end(self._daemons.pop(node))
+
+    def unplug(self, node: str) -> None:
+        """Its processes live on, and neither hear nor are heard."""
+        self._ip("-n", self._namespaces[SWITCH], "link", "set", f"to-{node}", "down")
+
+    def plug(self, node: str) -> None:
+        self._ip("-n", self._namespaces[SWITCH], "link", "set", f"to-{node}", "up")
+
+    def _lay_cables(self) -> None:
+        switch = self._namespaces[SWITCH]
+        for namespace in self._namespaces.values():
+            self._ip("netns", "add", namespace)
+            self._ip("-n", namespace, "link", "set", "lo", "up")
+        self._ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        self._ip("-n", switch, "link", "set", "br0", "up")
+        self._ip("-n", switch, "addr", "add", f"{NETWORK}.254/24", "dev", "br0")
+        for number, node in enumerate(self.nodes, start=1):
+            name = self._namespaces[node]
+            self._ip("-n", switch, "link", "add", f"to-{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            self._ip("-n", switch, "link", "set", f"to-{node}", "master", "br0", "up")
+            self._ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+            self._ip("-n", name, "link", "set", "eth0", "up")
+
+    def _write_files(self) -> None:
+        folder = self.folder
+        hosts = ["127.0.0.1 localhost", f"{NETWORK}.254 {SWITCH}"]
+        hosts += [f"{NETWORK}.{number} {node}" for number, node in enumerate(self.nodes, start=1)]
+        (folder / "hosts").write_text("\n".join(hosts) + "\n")
+        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, switch=SWITCH, network=NETWORK, count=self.count))
+        for number in (0, 1):
+            # SLURM refuses a GPU that is no device node; these two are /dev/null.
+            os.mknod(folder / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
+        (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Type=fake File={folder}/gpu[0-1]\n")
+        key = folder / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+
+    def _spawn(self, name: str, *command: str) -> None:
+        if command[0] != "setpriv":
+            command = ("setpriv", "--pdeathsig", "KILL", *command)
+        with (self.folder / "log" / f"{name}.out").open("a") as log:
+            self._daemons[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    def _ip(self, *arguments: str) -> None:
+        result = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
+        if result.returncode and arguments[:2] == ("netns", "add"):
+            pytest.skip(f"no network namespaces here: {result.stderr.strip()}")
+        assert result.returncode == 0, f"ip {' '.join(arguments)}: {result.stderr}"
+
+    def _idle(self) -> int:
+        # A node has a line for each partition.
+        lines = set(self.user("sinfo", "--noheader", "--format=%N %T", "--Node", check=False).splitlines())
+        return sum(line.endswith(" idle") for line in lines)
+
+    def logs(self) -> str:
+        """The ends of the daemons' logs, for a test that failed."""
+        ends = (f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("log/*")))
+        return "\n".join(ends)
+
+    # ---------------------------------------------------------------------------------------------------------- the user
+
+    def user(self, *command: str, check: bool = True, cwd: Path | None = None, **variables: str) -> str:
+        """What a command of the user's prints."""
+        result = subprocess.run(
+            [*self.on(SWITCH), *command],
+            cwd=cwd,
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_LIMIT_S,
+        )
+        assert result.returncode == 0 or not check, f"{' '.join(command)}: {result.stdout}{result.stderr}"
+        return result.stdout
+
+    def submit(self, *arguments: str, cwd: Path, **variables: str) -> Job:
+        """sbatch ARGUMENTS in a folder, with these variables in the environment."""
+        return Job(self, self.user("sbatch", "--parsable", *map(str, arguments), cwd=cwd, **variables).strip(), cwd)
+
+
+class Job:
+    """A job that was submitted."""
+
+    def __init__(self, lab: Lab, number: str, folder: Path):
+        self.lab, self.number, self._folder = lab, number, folder
+
+    @property
+    def output(self) -> str:
+        """What it has printed, over all its starts."""
+        path = self._folder / f"slurm-{self.number}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def show(self, key: str) -> str:
+        """A field of `scontrol show job`, such as JobState, Restarts, NodeList, ExitCode, Reason."""
+        text = self.lab.user("scontrol", "show", "job", self.number)
+        return re.search(rf"\b{key}=(\S*)", text)[1]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Where it runs, the batch script's node first."""
+        return self.lab.user("scontrol", "show", "hostnames", self.show("NodeList")).split()
+
+    def wait(self, *states: str, limit_s: float) -> str:
+        """Until its state is one of these; returns it."""
+        found = ""
+
+        def reached() -> bool:
+            nonlocal found
+            found = self.show("JobState")
+            return found in states
+
+        wait_until(reached, limit_s, lambda: f"job {self.number} {states}, but {found}\n{self.output}", every_s=0.5)
+        return found
+
+    def wait_for(self, text: str, limit_s: float) -> None:
+        """Until it has printed the text."""
+        wait_until(lambda: text in self.output, limit_s, lambda: f"{text!r} from job {self.number}\n{self.output}")
+
+
+# ------------------------------------------------------------------------------------------------------------ cleaning up
+
+
+def end(daemon: subprocess.Popen) -> None:
+    """Kills what was started as a session of its own, and waits."""
+    try:
+        os.killpg(daemon.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    daemon.wait(timeout=COMMAND_LIMIT_S)
+
+
+def remove_namespace(name: str) -> None:
+    """With the processes in it."""
+    for pid in _words("ip", "netns", "pids", name):
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=COMMAND_LIMIT_S)
+
+
+def remove_forgotten_namespaces() -> None:
+    """Of a test run that was killed; its processes died with it."""
+    for name in _words("ip", "netns", "list"):
+        if (found := re.fullmatch(r"jaxllm-(\d+)-h\w+", name)) and not Path(f"/proc/{found[1]}").exists():
+            remove_namespace(name)
+
+
+def _words(*command: str) -> Iterable[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S).stdout.split()

@@ -1,0 +1,494 @@
+"""launch/slurm.sbatch: what it decides, asked of a SLURM that is made up; and what a real one makes of it (slurm_lab.py)."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+from slurm_lab import cluster, require_slurm, wait_until
+from tiny import TINY
+
+CHECKOUT = Path(__file__).parents[2]
+SCRIPT = CHECKOUT / "launch" / "slurm.sbatch"
+
+# ------------------------------------------------------------------------------------------------------ what it decides
+
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "h[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "JAXLLM_VENV": "none",
+    "PYTHON": sys.executable,
+    "PYTHONPATH": str(CHECKOUT),
+}
+
+
+def plain(**variables: str) -> dict[str, str]:
+    """This environment without what a scheduler round these tests may have put there."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAXLLM_"))} | variables
+
+
+def script(*arguments: str, cwd: Path, path: Path = SCRIPT, **variables: str) -> subprocess.CompletedProcess:
+    """Runs the batch script as SLURM would."""
+    command = ["bash", str(path), *arguments]
+    return subprocess.run(command, cwd=cwd, env=plain(**variables), capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=...) -> (the script's exit code, its lines, srun's
+    arguments and environment, what scontrol was asked to do).
+    """
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, body in (
+        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; exit "$CODE"'),
+        ("scontrol", '[[ $1 == show ]] && { [[ $SHOWN ]] || exit 1; echo "$SHOWN"; exit; }; echo "$*" >>"$LOG/scontrol"'),
+    ):
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+
+    def run(code: int, shown: str, *command: str, short_turn_s: int = 60, **variables: str):
+        text = SCRIPT.read_text()
+        assert text.count("\nshort_turn_s=60 ") == 1
+        edited = tmp_path / "slurm.sbatch"
+        edited.write_text(text.replace("\nshort_turn_s=60 ", f"\nshort_turn_s={short_turn_s} "))
+        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        made_up = {"PATH": path, "LOG": str(tmp_path), "CODE": str(code), "SHOWN": shown}
+        result = script(*command or ("jaxllm", "train", "a.yaml"), cwd=tmp_path, path=edited, **JOB | made_up | variables)
+        asked = tmp_path / "scontrol"
+        return SimpleNamespace(
+            code=result.returncode,
+            said=(result.stdout + result.stderr).splitlines(),
+            srun=(tmp_path / "srun").read_text().splitlines(),
+            environment=(tmp_path / "environment").read_text().splitlines(),
+            asked=asked.read_text().splitlines() if asked.exists() else [],
+        )
+
+    return run
+
+
+def shown(state: str = "RUNNING", restarts: int = 0, comment: str | None = None) -> str:
+    """As scontrol prints it, of the fields around."""
+    lines = ["JobId=7 JobName=slurm.sbatch", f"   JobState={state} Reason=None Dependency=(null)"]
+    lines += [f"   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0"]
+    lines += [] if comment is None else [f"   Comment={comment}"]
+    return "\n".join([*lines, "   AdminComment=Restarts=9 ", "   WorkDir=/home"])
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_another_turn_cannot_change_is_not_requeued(slurm, code):
+    found = slurm(code, shown())
+    assert (found.code, found.asked) == (code, [])
+
+
+@pytest.mark.parametrize("code", [1, 76, 134, 137, 139])
+def test_failures_are_requeued_and_counted_behind_the_users_words(slurm, code):
+    found = slurm(code, shown(comment="for Ada (a)"))
+    assert found.code == code
+    comment = "update JobId=7 Comment=for Ada (a)(jaxllm: 1 failures in a row)"
+    assert found.asked == [comment, "requeue Incomplete 7", "update JobId=7 StartTime=now+30"]
+    assert found.said[-1] == f"jaxllm: exit code {code} after 0 s; requeue 1 of at most 5 in a row, in 30 s"
+
+
+def test_each_failure_in_a_row_waits_longer_until_the_last(slurm):
+    found = slurm(76, shown(restarts=6, comment="(jaxllm: 3 failures in a row)"), SLURM_RESTART_COUNT="6")
+    comment = "update JobId=7 Comment=(jaxllm: 4 failures in a row)"
+    assert found.asked == [comment, "requeue Incomplete 7", "update JobId=7 StartTime=now+240"]
+    found = slurm(76, shown(restarts=8, comment="(jaxllm: 5 failures in a row)"), SLURM_RESTART_COUNT="8")
+    assert found.said[-1] == "jaxllm: exit code 76 after 0 s; given up after 5 requeues in a row"
+    assert (found.code, len(found.asked)) == (76, 3)
+
+
+def test_a_preempted_run_is_requeued_at_once_and_forgets_its_failures(slurm):
+    before = shown(restarts=40, comment="x (jaxllm: 5 failures in a row)")
+    found = slurm(75, before, short_turn_s=0, SLURM_RESTART_COUNT="40")
+    assert found.asked == ["update JobId=7 Comment=x (jaxllm: 0 failures in a row)", "requeue Incomplete 7"]
+    assert found.said[-1] == "jaxllm: stopped by a signal, and saved; requeued"
+
+
+def test_turns_that_are_stopped_as_soon_as_they_begin_are_failures(slurm):
+    """A job whose time limit is shorter than its warning."""
+    found = slurm(75, shown(restarts=1, comment="(jaxllm: 1 failures in a row)"), SLURM_RESTART_COUNT="1")
+    assert found.said[-1] == "jaxllm: exit code 75 after 0 s; requeue 2 of at most 5 in a row, in 60 s"
+    assert found.asked[1:] == ["requeue Incomplete 7", "update JobId=7 StartTime=now+60"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [(shown("COMPLETING"), "COMPLETING"), (shown("RUNNING", restarts=1), "RUNNING"), ("", "out of reach")],
+    ids=["ended by SLURM", "runs elsewhere by now", "no answer"],
+)
+def test_what_slurm_decided_already_is_left_to_it(slurm, answer, state):
+    found = slurm(75, answer)
+    assert (found.code, found.asked) == (75, [])
+    assert found.said[-1] == f"jaxllm: exit code 75; not requeued from here: the job is {state}"
+
+
+def test_a_command_that_does_not_go_on_where_it_left_off_has_one_turn(slurm):
+    found = slurm(1, shown(), "jaxllm", "doctor")
+    assert (found.code, found.asked) == (1, [])
+    assert found.srun[found.srun.index("--restarts") + 1] == "0"
+    assert "JAXLLM_RESTARTS=yes" not in found.environment
+
+
+def test_each_host_runs_the_command_under_a_supervisor(slurm):
+    found = slurm(0, shown(), "jaxllm", "train", "a b.yaml", "run.dir=c d")
+    supervised = [sys.executable, "-m", "jaxllm.supervise", "--restarts", "10", "--"]
+    assert found.srun[-10:] == [*supervised, sys.executable, "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"][-10:]
+    assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
+    # It would end a process that is saving when another is done.
+    assert "--kill-on-bad-exit=0" in found.srun
+
+
+PREPARE = ("jaxllm", "data", "prepare", "x", "--out", "y", "--tokenizer", "bytes")
+ARRAY = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_COUNT": "4"}
+
+
+def test_a_task_of_an_array_prepares_its_part(slurm):
+    found = slurm(0, shown(), *PREPARE, **ARRAY, SLURM_JOB_NUM_NODES="1")
+    assert found.srun[-9:] == [*PREPARE[1:], "--shard", "2/4"]
+
+
+def test_a_task_of_an_array_is_requeued_alone(slurm):
+    """One of them has the array's number."""
+    found = slurm(1, shown(), *PREPARE, **ARRAY, SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_JOB_ID="7")
+    assert found.asked[1:] == ["requeue Incomplete 7_2", "update JobId=7_2 StartTime=now+30"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "sentence"),
+    [
+        (("jaxllm",), {"SLURM_JOB_ID": ""}, "this is a job script: sbatch launch/slurm.sbatch jaxllm train CONFIG"),
+        ((), {}, "give the command to run: sbatch launch/slurm.sbatch jaxllm train CONFIG [section.key=value ...]"),
+        (("jaxllm",), {"PYTHON": "/bin/false"}, "/bin/false has no jaxllm: submit from a checkout with an environment"),
+        (("jaxllm",), {"JAXLLM_VENV": "here"}, "/here/bin/python has no jaxllm: submit from a checkout with"),
+        (PREPARE, ARRAY, "the parts of an array need a node each: give sbatch --nodes=1."),
+        (PREPARE, ARRAY | {"SLURM_ARRAY_TASK_MIN": "1"}, "--array must number the parts from 0, such as --array=0-15"),
+        (PREPARE, ARRAY | {"SLURM_ARRAY_TASK_MAX": "4"}, "--array must number the parts from 0, such as --array=0-15"),
+    ],
+)
+def test_refusals_are_a_sentence(arguments, variables, sentence, tmp_path):
+    result = script(*arguments, cwd=tmp_path, **JOB | variables)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert sentence in line
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+def test_shellcheck_finds_nothing():
+    result = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
+
+
+def test_options_stand_before_the_first_command():
+    """Where SLURM stops to look for them."""
+    lines = SCRIPT.read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+    assert sum(bool(re.match(r"#SBATCH .* # [123]\. ", line)) for line in lines) == 3
+
+
+# --------------------------------------------------------------------------------------------------------- a real SLURM
+
+NODES = 10
+STEPS, LONG = 40, 200
+"""Of a run; of one that must outlive the minute until its successor comes, at a step a second."""
+JAX_START_S = 180
+"""What a start may take while five processes compile on two busy cores."""
+SMALL_S = 120
+"""What SLURM and bash may take for anything on such a machine; they take seconds."""
+DOWN_S = 90
+"""From a cut to the turn elsewhere: slurmctld looks at its nodes every few seconds, and takes 26 to 45."""
+
+# Steps of a second that cost no CPU, in the first turn: what is to happen to a run must find it running.
+PACED = """
+import os, time
+from jaxllm import cli
+from jaxllm.train.trainer import Trainer
+
+advance = Trainer.advance
+
+def paced(self):
+    time.sleep(1)
+    return advance(self)
+
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    Trainer.advance = paced
+cli.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    require_slurm()
+    with cluster(tmp_path_factory.mktemp("slurm") / "lab", NODES) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, text_file):
+    """A folder with a recipe, the batch script after a user edited it, and a Python whose steps take their time."""
+    folder = tmp_path_factory.mktemp("jobs")
+    train = TINY["train"] | {"steps": STEPS}
+    data = {"source": "files", "paths": [str(text_file)], "held_out_fraction": 0.0}
+    checkpoint = {"every_steps": 5}
+    recipe = TINY | {"train": train, "data": data, "checkpoint": checkpoint, "run": {"cpu_devices": 1, "peer_timeout_s": 10}}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    text = SCRIPT.read_text()
+    # Limits that are reached within the patience of a test.
+    for line, edited in (
+        ("#SBATCH --gpus-per-node=8 ", "#SBATCH --gpus-per-node=1 "),
+        ("#SBATCH --time=1-00:00:00 ", "#SBATCH --time=10 "),
+        ("failures_in_a_row=5\n", "failures_in_a_row=1\n"),
+        ("backoff_s=30 ", "backoff_s=1 "),
+        ("short_turn_s=60 ", "short_turn_s=0 "),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, edited)
+    (folder / "slurm.sbatch").write_text(text)
+    (folder / "paced.py").write_text(PACED)
+    paced = f'if [[ "$1 $2" == "-m jaxllm.cli" ]]; then set -- {folder}/paced.py "${{@:3}}"; fi'
+    (folder / "python").write_text(f'#!/bin/bash\n{paced}\nexec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def submit(lab, place):
+    """submit(*options, command=[...], script=...) -> Job"""
+    environment = {"JAXLLM_VENV": "none", "PYTHON": str(place / "python"), "PYTHONPATH": str(CHECKOUT)}
+
+    def submit(*options: str, command: list, script: str = "slurm.sbatch"):
+        return lab.submit(*options, script, *command, cwd=place, **environment)
+
+    return submit
+
+
+def steps_of(folder: Path) -> dict[str, list]:
+    """What metrics.jsonl has of each step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {key: [line[key] for line in lines if "loss" in line] for key in ("step", "loss", "grad_norm")}
+
+
+def final_state(folder: Path, step: int):
+    path, handler = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointHandler()
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
+    return handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+def assert_same_run(folder: Path, reference: Path, steps: int) -> None:
+    assert steps_of(folder) == steps_of(reference)
+    assert steps_of(folder)["step"] == list(range(1, steps + 1))
+    jax.tree.map(np.testing.assert_array_equal, final_state(folder, steps), final_state(reference, steps))
+
+
+# ------------------------------------------------------------------------------------------------------ jobs without JAX
+
+SAVES = 'trap "echo saved; exit 75" TERM; ((SLURM_RESTART_COUNT)) && exit 0; echo ready; while :; do sleep 0.1; done'
+"""A program that saves when it is told to stop, and in its second turn has nothing to do."""
+
+
+@pytest.fixture(scope="module")
+def small(submit, place):
+    """Jobs of one node that start no JAX, all at once."""
+    text = (place / "slurm.sbatch").read_text()
+    assert text.count("restarts=10\n") == 1
+    (place / "no-restarts.sbatch").write_text(text.replace("restarts=10\n", "restarts=0\n"))
+    lines = (json.dumps({"text": f"document {number} " * 9}) for number in range(16_000))
+    (place / "text.jsonl").write_text("\n".join(lines))
+    prepare = ["jaxllm", "data", "prepare", "text.jsonl", "--tokenizer", "bytes", "--workers", "1", "--shard-megabytes", "1"]
+    one = ("--nodes=1", "--gpus-per-node=0")
+    return SimpleNamespace(
+        limited=submit("--nodes=1", "--time=1", command=["bash", "-c", SAVES]),
+        failing=submit(*one, "--comment=for Ada", script="no-restarts.sbatch", command=["bash", "-c", "echo failing; exit 7"]),
+        refused=submit(*one, command=["jaxllm", "train", "tiny.yaml", "train.stepz=1"]),
+        cancelled=submit(*one, command=["bash", "-c", SAVES]),
+        array=submit(*one, "--array=0-1", command=[*prepare, "--out", "parts"]),
+        prepare=prepare,
+    )
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_scancel_ends_a_job_for_good(lab, small):
+    small.cancelled.wait_for("ready", SMALL_S)
+    lab.user("scancel", small.cancelled.number)
+    small.cancelled.wait("CANCELLED", limit_s=SMALL_S)
+    assert "0: saved" in small.cancelled.output
+    assert "exit code 75; not requeued from here: the job is COMPLETING" in small.cancelled.output
+    assert small.cancelled.show("Restarts") == "0"
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_bad_input_ends_a_job_at_once(small):
+    assert small.refused.wait("FAILED", "COMPLETED", limit_s=SMALL_S) == "FAILED"
+    assert (small.refused.show("ExitCode"), small.refused.show("Restarts")) == ("2:0", "0")
+    assert "train.stepz" in small.refused.output
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_the_tasks_of_an_array_make_the_folder_of_one_process(lab, small, place):
+    def completed() -> int:
+        return lab.user("scontrol", "show", "job", small.array.number).count("JobState=COMPLETED")
+
+    wait_until(lambda: completed() == 2, SMALL_S, "both tasks are done")
+    command = [sys.executable, "-m", "jaxllm.cli", *small.prepare[1:], "--out", "whole"]
+    subprocess.run(command, cwd=place, env=plain(PYTHONPATH=str(CHECKOUT)), check=True, capture_output=True, timeout=SMALL_S)
+    parts, whole = ({path.name: path.read_bytes() for path in (place / name).iterdir()} for name in ("parts", "whole"))
+    assert parts == whole
+    assert len(parts) > 4
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_a_job_that_fails_is_given_up_after_so_many_turns(small):
+    small.failing.wait("FAILED", limit_s=SMALL_S)
+    assert (small.failing.show("ExitCode"), small.failing.show("Restarts")) == ("7:0", "1")
+    assert small.failing.output.count("0: failing\n") == 2
+    assert re.search("exit code 7 after \\d+ s; requeue 1 of at most 1 in a row, in 1 s", small.failing.output)
+    assert re.search("exit code 7 after \\d+ s; given up after 1 requeues in a row", small.failing.output)
+
+
+# ----------------------------------------------------------------------------------------------------- training, disturbed
+
+
+class Run:
+    """`jaxllm train` as a job, and where it writes.
+
+    Args:
+      steps: train.steps.
+      processes: one on each node.
+    """
+
+    def __init__(self, submit, place: Path, name: str, steps: int, processes: int):
+        self.folder, self.processes = place / name, processes
+        self.command = ["jaxllm", "train", "tiny.yaml", f"train.steps={steps}", f"parallel.data={processes}"]
+        self.job = submit(f"--nodes={processes}", command=[*self.command, f"run.dir={name}"])
+        self.nodes: list[str] = []
+        """Of the first turn, once `wait_until_saved` returned."""
+
+    def wait_until_saved(self) -> None:
+        """Until it has a checkpoint to go on from."""
+        saved = self.folder / "checkpoints" / "5"
+        wait_until(saved.exists, JAX_START_S, lambda: f"a checkpoint in {self.folder}\n{self.job.output}")
+        self.nodes = self.job.nodes
+
+    def resumed_from(self) -> int:
+        """The step at which its second turn began."""
+        return int(re.search(r"0: resumed from step (\d+) in ", self.job.output)[1])
+
+    @property
+    def undisturbed(self) -> Path:
+        """Where the same run writes without SLURM and without a fault."""
+        return self.folder.with_name(f"{self.folder.name}-undisturbed")
+
+    def run_undisturbed(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+        several = {"JAXLLM_COORDINATOR": coordinator, "JAXLLM_NUM_PROCESSES": str(self.processes), "PYTHONPATH": str(CHECKOUT)}
+        command = [sys.executable, "-m", "jaxllm.cli", *self.command[1:], f"run.dir={self.undisturbed}"]
+        # Saving changes nothing but the time.
+        command.append("checkpoint.every_steps=null")
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=self.folder.parent,
+                env=plain(**several, JAXLLM_PROCESS_ID=str(rank)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(self.processes)
+        ]
+        try:
+            for process in processes:
+                output, _ = process.communicate(timeout=JAX_START_S)
+                assert process.returncode == 0, output
+        finally:
+            for process in processes:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def runs(lab, place, submit):
+    """Three runs, each disturbed as soon as it has a checkpoint, all at once: most of the time goes by waiting for SLURM.
+
+    The first is preempted, the second loses one of two nodes, the third, of one process, its node's cable, behind which it
+    lives on: with steps of a second it has not ended before another turn begins elsewhere.
+    """
+    runs = SimpleNamespace(
+        preempted=Run(submit, place, "preempted", STEPS, 2),
+        powerless=Run(submit, place, "powerless", STEPS, 2),
+        cut_off=Run(submit, place, "cut-off", LONG, 1),
+    )
+    runs.preempted.wait_until_saved()
+    lab.user("scancel", "--signal=TERM", runs.preempted.job.number)
+    runs.powerless.wait_until_saved()
+    # The batch script's node stays, so that it is a process in the middle of a step that loses the other.
+    lab.power_off(runs.powerless.nodes[1])
+    runs.cut_off.wait_until_saved()
+    lab.unplug(runs.cut_off.nodes[0])
+    for run in (runs.preempted, runs.cut_off):
+        run.run_undisturbed()
+    return runs
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_a_preempted_run_goes_on_in_another_turn(runs):
+    run = runs.preempted
+    assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
+    assert run.job.show("Restarts") == "1"
+    (stopped,) = re.findall(r"0: stopped at step (\d+) by SIGTERM; saved", run.job.output)
+    assert 5 <= int(stopped) == run.resumed_from() < STEPS
+    assert_same_run(run.folder, run.undisturbed, STEPS)
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_a_run_whose_node_loses_power_goes_on_elsewhere(runs):
+    run = runs.powerless
+    assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
+    assert run.job.show("Restarts") == "1"
+    assert run.nodes[1] not in run.job.nodes
+    assert run.resumed_from() >= 5
+    assert re.search(rf"0: jaxllm: process 1 on {run.nodes[1]} is lost \(", run.job.output)
+    assert_same_run(run.folder, runs.preempted.undisturbed, STEPS)
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_what_lives_on_behind_a_cut_cable_cannot_spoil_the_run(runs):
+    run = runs.cut_off
+    assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
+    (old,), (new,) = run.nodes, run.job.nodes
+    assert new != old
+    # It went on by itself behind the cut, and its successor from there.
+    assert run.resumed_from() > 10
+    run.job.wait_for(f"on {old} writes nothing more there", SMALL_S)
+    # Its supervisor starts it again: it is refused, or finds nothing left to do.
+    assert re.search(rf"0: jaxllm: run\.dir=\S+ was taken over by pid \d+ on {new}: pid \d+ on {old} writes", run.job.output)
+    assert_same_run(run.folder, run.undisturbed, LONG)
+
+
+# Last: its job, submitted with the first, waits for half a minute.
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_a_job_whose_time_ends_saves_and_goes_on_in_another_turn(small):
+    assert small.limited.wait("COMPLETED", "TIMEOUT", "FAILED", limit_s=2 * SMALL_S) == "COMPLETED"
+    assert small.limited.show("Restarts") == "1"
+    assert "0: saved" in small.limited.output
+    assert "stopped by a signal, and saved; requeued" in small.limited.output

@@ -1,0 +1,229 @@
+"""launch/ssh.sh with a real sshd on loopback, whose addresses play two hosts: what it refuses, what it passes on, that nothing
+stays behind, and a run that it carries through a killed process and a broken connection."""
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import real_launches
+from real_launches import LIMIT_S, launch, launched, pid_of, processes_of_launch, wait_until
+
+from jaxllm import exits
+
+pytestmark = pytest.mark.launcher
+STOPS = 'for name in TERM INT; do trap "echo $name; exit 75" $name; done; echo ready; while :; do sleep 0.05; done'
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory):
+    """An `ssh` for SSH that knows the hosts h1 (127.0.0.1), h2 (127.0.0.2) and nobody (where no sshd listens)."""
+    real_launches.require(sshd="openssh-server", ssh="openssh-client")
+    folder = tmp_path_factory.mktemp("ssh")
+    folder.chmod(0o700)
+    if os.geteuid() == 0:
+        # Where it locks itself in before a login.
+        Path("/run/sshd").mkdir(mode=0o755, parents=True, exist_ok=True)
+    for name in ("host", "user"):
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(key, check=True, capture_output=True, timeout=LIMIT_S)
+    port = free_port()
+    (folder / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1:{port}\nListenAddress 127.0.0.2:{port}\nHostKey {folder}/host\nPidFile none\n"
+        f"AuthorizedKeysFile {folder}/user.pub\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+        "StrictModes no\nUsePAM no\n"
+    )
+    known = (folder / "host.pub").read_text()
+    (folder / "known_hosts").write_text("".join(f"[127.0.0.{n}]:{port} {known}" for n in (1, 2)))
+    (folder / "config").write_text(
+        "Host h1\n  HostName 127.0.0.1\nHost h2\n  HostName 127.0.0.2\nHost far\n  HostName 192.0.2.1\n"
+        f"Host nobody\n  HostName 127.0.0.1\n  Port {free_port()}\n"
+        f"Host *\n  Port {port}\n  IdentityFile {folder}/user\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {folder}/known_hosts\n"
+    )
+    with (folder / "log").open("w") as log:
+        # By its full name, or it will not start itself again for each connection.
+        command = [shutil.which("sshd"), "-D", "-e", "-f", folder / "sshd_config"]
+        daemon = subprocess.Popen(command, stderr=log, start_new_session=True)
+    try:
+        wait_until(lambda: answers(port), "an answer of sshd")
+        yield f"ssh -F {folder}/config"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGKILL)
+        daemon.wait(LIMIT_S)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.2", port), timeout=1):
+        return True
+    return False
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """hosts("h1", ...) -> a file of them."""
+
+    def write(*names: str) -> Path:
+        path = tmp_path / "hosts.txt"
+        path.write_text("# of the test\n\n" + "".join(f"{name}  # here\n" for name in names))
+        return path
+
+    return write
+
+
+def ready(process: subprocess.Popen, count: int) -> None:
+    assert {process.stdout.readline() for _ in range(count)} == {f"[{rank}] ready\n" for rank in range(count)}
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "give a file of hosts and the command to run"),
+        (("hosts.txt",), "give a file of hosts and the command to run"),
+        (("--restarts",), "--restarts needs a value"),
+        (("missing.txt", "true"), "missing.txt cannot be read (No such file or directory): give one with a host on each line"),
+        (("empty.txt", "true"), "empty.txt names no host"),
+        (("two.txt", "true"), "two.txt has the line 'h1 h2': write one host, or user@host, on each line"),
+        (("option.txt", "true"), "option.txt has the line '-oProxyCommand=true'"),
+    ],
+)
+def test_usage_is_refused_in_a_sentence(arguments, sentence, tmp_path):
+    for name, text in (("empty", "# h1\n"), ("two", "h1 h2\n"), ("option", "-oProxyCommand=true\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    code, out, err = launch("ssh.sh", *arguments, cwd=tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert sentence in err
+
+
+def test_a_first_host_that_cannot_be_is_refused(ssh, hosts, tmp_path):
+    def refused(*names: str, **variables: str) -> str:
+        code, out, err = launch("ssh.sh", hosts(*names), "true", cwd=tmp_path, **{"SSH": ssh} | variables)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    assert "ssh cannot reach nobody (ssh: connect to host 127.0.0.1" in refused("nobody", "h1")
+    assert "The first host, h1, is 127.0.0.1, which means another machine on each host" in refused("h1", "far")
+    assert "no-such-ssh cannot be run: install an ssh client, or set SSH" in refused("h1", SSH="no-such-ssh -v")
+
+
+def test_a_host_that_cannot_be_reached_ends_the_others(ssh, hosts, tmp_path):
+    code, out, err = launch("ssh.sh", hosts("h1", "nobody"), "bash", "-c", STOPS, cwd=tmp_path, SSH=ssh)
+    assert code == 255
+    # It was told to stop before, in the middle of, or after its first words.
+    assert out in ("", "[0] TERM\n", "[0] ready\n", "[0] ready\n[0] TERM\n")
+    assert "jaxllm: process 1 on nobody: ssh cannot reach it, or the connection broke, exit code 255; ending the others" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("s,^here=[^ ]*,here=/missing,", "has no folder /missing: start in one that all hosts have."),
+        ("s, python=.*, python=/missing,", "has no /missing: install jaxllm there at the same place."),
+    ],
+)
+def test_a_host_that_has_not_what_this_one_has_is_named(change, sentence, hosts, tmp_path):
+    """Its ssh goes nowhere, and changes what arrives there."""
+    program = tmp_path / "ssh"
+    program.write_text(f"#!/bin/bash\nexec bash -s < <(sed -u {shlex.quote(change)} 2>/dev/null)\n")
+    program.chmod(0o755)
+    variables = {"SSH": str(program), "JAXLLM_COORDINATOR": "host-0:29500"}
+    code, out, err = launch("ssh.sh", hosts("h1"), "true", cwd=tmp_path, **variables)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"[0] jaxllm: {socket.gethostname()} {sentence}",
+        "jaxllm: process 0 on h1: failed, exit code 2; ending the others",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- what is passed on
+
+
+def test_processes_find_each_other_in_the_callers_folder(ssh, hosts, tmp_path):
+    words = 'echo "$JAXLLM_PROCESS_ID of $JAXLLM_NUM_PROCESSES in $PWD, $XLA_FLAGS"; echo "$JAXLLM_COORDINATOR" >&2; printf end'
+    odd = "--first='1 2' --second=\"$HOME\"\n--third"
+    code, out, err = launch("ssh.sh", hosts("h1", "h2", "h1"), "bash", "-c", words, cwd=tmp_path, SSH=ssh, XLA_FLAGS=odd)
+    assert code == 0, err
+    said = [(rank, f"{rank} of 3 in {tmp_path}, --first='1 2' --second=\"$HOME\"") for rank in range(3)]
+    expected = [f"[{rank}] {line}" for rank, first in said for line in (first, "--third", "end")]
+    assert sorted(out.splitlines()) == sorted(expected)
+    coordinators = {line.split()[1] for line in err.splitlines()}
+    assert len(coordinators) == 1
+    assert coordinators.pop().startswith("127.0.0.1:")
+
+
+def test_the_first_failure_that_is_final_ends_the_others(ssh, hosts, tmp_path):
+    fails = "until [[ -e up ]]; do sleep 0.05; done; echo $JAXLLM_ATTEMPT; exit 7"
+    stops = STOPS.replace("75", "5").replace("echo ready", "echo ready; touch up")
+    words = f"if ((JAXLLM_PROCESS_ID)); then {fails}; fi; {stops}"
+    options = ("--restarts", "1", "--backoff-s", "0.1")
+    code, out, err = launch("ssh.sh", *options, hosts("h1", "h2"), "bash", "-c", words, cwd=tmp_path, SSH=ssh)
+    assert code == 7
+    assert sorted(out.splitlines()) == ["[0] TERM", "[0] ready", "[1] 0", "[1] 1"]
+    assert "[1] jaxllm: exit code 7 (an error); given up after 1 restarts in a row" in err
+    assert "jaxllm: process 1 on h2: failed, exit code 7; ending the others" in err
+
+
+@pytest.mark.parametrize(("sent", "received"), [("TERM", "TERM"), ("INT", "INT")])
+def test_signals_are_passed_on(ssh, hosts, tmp_path, sent, received):
+    with launched("ssh.sh", hosts("h1", "h2"), "bash", "-c", STOPS, cwd=tmp_path, SSH=ssh) as process:
+        ready(process, 2)
+        process.send_signal(signal.Signals[f"SIG{sent}"])
+        out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == exits.RESTART
+    assert sorted(out.splitlines()) == [f"[0] {received}", f"[1] {received}"]
+
+
+def test_nobody_reads_a_secret_in_the_list_of_processes(ssh, hosts, tmp_path):
+    with launched("ssh.sh", hosts("h1"), "bash", "-c", STOPS, cwd=tmp_path, SSH=ssh, WANDB_API_KEY="hunter2") as process:
+        ready(process, 1)
+        found = list(processes_of_launch())
+        assert "hunter2" in {variables.get("WANDB_API_KEY") for *_, variables in found}
+        assert not [command for _, command, _ in found if any("hunter2" in word for word in command)]
+
+
+def test_nothing_outlives_a_killed_launcher(ssh, hosts, tmp_path):
+    """And what is left may still save."""
+    words = STOPS.replace("exit 75", "echo >saved-$JAXLLM_PROCESS_ID; exit 75")
+    with launched("ssh.sh", hosts("h1", "h2"), "bash", "-c", words, cwd=tmp_path, SSH=ssh) as process:
+        ready(process, 2)
+        process.kill()
+        wait_until(lambda: not list(processes_of_launch()), "the end of all processes")
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_a_kill_and_a_broken_connection_to_the_losses_of_one_process(ssh, hosts, text_file, tmp_path):
+    run = real_launches.Run(tmp_path, text_file)
+    line = ("ssh.sh", "--restarts", "3", "--backoff-s", "0.1", hosts("h1", "h2"), *run.command())
+    with launched(*line, cwd=tmp_path, SSH=ssh) as process:
+        run.wait_for(3, process)
+        os.kill(pid_of("slowly.py", rank=1), signal.SIGKILL)
+        # Nobody gets there alone.
+        run.wait_for(7, process)
+        (connection,) = (pid for pid, command, _ in processes_of_launch() if command[0] == "ssh" and "h2" in command)
+        os.kill(connection, signal.SIGKILL)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGKILL, out + err
+    assert "[1] jaxllm: exit code 137 (ended by SIGKILL); restart 1 of at most 3 in 0.1 s" in err
+    assert "by SIGTERM; saved" in out
+    code, out, err = launch(*line, cwd=tmp_path, SSH=ssh)
+    assert code == 0, out + err
+    assert "[0] resumed from step" in out
+    run.assert_losses_of_one_process()
