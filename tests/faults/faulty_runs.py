@@ -1,0 +1,322 @@
+"""What the tests of faults share: a run of several real processes to which things happen, and what is left of it.
+
+A Run is a run directory and the program that trains in it; each `launch` starts its processes once more, and each takes up what
+the one before has left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import yaml
+from tiny import TINY
+
+from jaxllm.train.checkpoint import saved_steps
+
+CHECKOUT = Path(__file__).parents[2]
+HOST = re.escape(socket.gethostname())
+"""For patterns."""
+STEPS = 100
+"""Of the whole run: more than all its disturbed launches together get done."""
+PACE_S = 0.2
+"""Before each step, so that something can happen to it."""
+SLOW_SAVE_S = 1.0
+FIRST_BAD_BATCH = 4
+"""Of a launch, counted from 0: some steps and a save come before it."""
+PEER_S = 15
+"""Silence after which a process is given up. Less than the supervisors' 20 s: were a frozen process killed first, the others
+would say that it was."""
+START_S, END_S = 150.0, 90.0
+"""Limits: for what a launch does by itself, on a machine that has other work; from a fault to the end of all processes."""
+
+COMMON = (
+    "run.cpu_devices=1",
+    f"run.peer_timeout_s={PEER_S}",
+    "run.stuck_min_s=20",
+    # A launch has to start and compile within it, too.
+    "run.phase_timeout_s=60",
+    f"train.steps={STEPS}",
+    # A run of fewer steps sees the same learning rates.
+    "optimizer.schedule=constant",
+    "data.held_out_fraction=0.0",
+    "checkpoint.every_steps=2",
+    "log.every_steps=1",
+)
+
+# jaxllm train, at its pace, with one fault. It says where it is past Python's buffers: several threads speak.
+PROGRAM = f"""
+import errno, os, sys, time
+from jaxllm import cli
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.trainer import Trainer
+
+pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
+advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
+list_files, first_batch = Checkpoints._list_files, None
+
+def say(words):
+    os.write(1, f"{{words}}\\n".encode())
+
+def at_its_pace(self):
+    time.sleep(pace_s)
+    return advance(self)
+
+def said(self, batch):
+    say("compiling")
+    return compile_step(self, batch)
+
+def slowly(self):
+    say("saving")
+    time.sleep({SLOW_SAVE_S})
+    list_files(self)
+
+def read(self, step):
+    global first_batch
+    first_batch = step if first_batch is None else first_batch
+    if step - first_batch == {FIRST_BAD_BATCH}:
+        say("reading fails")
+        if fault == "unreadable data":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(1000)
+    return train_batch(self, step)
+
+Trainer.advance, Trainer.compile_step = at_its_pace, said
+if fault == "slow save":
+    Checkpoints._list_files = slowly
+elif fault:
+    Trainer.train_batch = read
+say(f"pid {{os.getpid()}}")
+sys.argv[1:1] = ["train"]
+cli.main()
+"""
+
+
+class Run:
+    def __init__(self, folder: Path, text_file: Path):
+        self.dir = folder / "run"
+        self._recipe, self._program = folder / "tiny.yaml", folder / "disturbed.py"
+        self._recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
+        self._program.write_text(PROGRAM)
+
+    @contextmanager
+    def launch(self, *overrides: str, count: int = 2, pace_s: float = PACE_S) -> Iterator[Launch]:
+        """Starts nothing yet; nothing of it is left afterwards."""
+        command = [sys.executable, self._program, self._recipe, f"run.dir={self.dir}", *COMMON, *overrides]
+        launch = Launch(self, [str(word) for word in command], count, pace_s)
+        try:
+            yield launch
+        finally:
+            launch.close()
+
+    @property
+    def saved(self) -> list[int]:
+        return saved_steps(self.dir / "checkpoints")
+
+    def records(self) -> list[tuple[int, float, float]]:
+        """(step, loss, norm of the gradient): JSON keeps every bit of them."""
+        path = self.dir / "metrics.jsonl"
+        lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+    def final_state(self) -> Any:
+        path, handler = self.dir / "checkpoints" / str(STEPS) / "state", ocp.PyTreeCheckpointHandler()
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
+        return handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+class Launch:
+    """Processes of one start of a run, by rank: launch[1].
+
+    Attributes:
+      first: the step from which it has to go on; 0: from the beginning.
+    """
+
+    def __init__(self, run: Run, command: Sequence[str], count: int, pace_s: float):
+        self._run, self._command, self._count = run, command, count
+        self.port, self.first = free_port(), run.saved[-1] if run.saved else 0
+        self._variables = {
+            "JAXLLM_COORDINATOR": f"127.0.0.1:{self.port}",
+            "JAXLLM_NUM_PROCESSES": str(count),
+            "JAXLLM_START_TIMEOUT_S": "60",
+            "JAXLLM_LAUNCH_ID": f"launch-{self.port}",
+            "TEST_PACE_S": str(pace_s),
+        }
+        self._processes: dict[int, Process] = {}
+
+    def __getitem__(self, rank: int) -> Process:
+        return self._processes[rank]
+
+    def start(self, rank: int, *, under: Sequence[str] = (), fault: str = "", **variables: str) -> None:
+        """Starts one process.
+
+        Args:
+          under: a command that is given the process's own as its last words.
+          fault: one that PROGRAM knows; empty: none.
+          variables: more of its environment.
+        """
+        own = {"JAXLLM_PROCESS_ID": str(rank), "TEST_FAULT": fault}
+        self._processes[rank] = Process([*under, *self._command], environment() | self._variables | own | variables)
+
+    def start_all(self, **options: Any) -> None:
+        for rank in range(self._count):
+            self.start(rank, **options)
+
+    def wait_until(self, true: Callable[[], object], what: str) -> None:
+        until_s = time.monotonic() + START_S
+        while not true():
+            if any(process.has_ended() for process in self._processes.values()) and not true():
+                raise AssertionError(f"a process ended before {what}\n{self}")
+            assert time.monotonic() < until_s, f"never: {what}\n{self}"
+            time.sleep(0.02)
+
+    def wait_for(self, rank: int, line: str) -> None:
+        self.wait_until(lambda: line in self[rank].out.lines, f"{line!r} of process {rank}")
+
+    def wait_for_steps(self, count: int) -> None:
+        """Of this launch, done; it resumed from the newest checkpoint that there was."""
+        line = f"step {self.first + count}/"
+        self.wait_until(lambda: any(said.startswith(line) for said in self[0].out.lines), line)
+        self.assert_resumed()
+
+    def wait_until_it_trains(self) -> None:
+        """For three steps, and has a checkpoint of its own."""
+        self.wait_for_steps(3)
+        self.wait_until(lambda: self._run.saved[-1:] > [self.first], "a checkpoint")
+
+    def assert_resumed(self) -> None:
+        lines = [line for line in self[0].out.lines if line.startswith("resumed from")]
+        assert lines == ([f"resumed from step {self.first} in {self._run.dir}"] if self.first else []), self
+        assert "damaged" not in self[0].out.text, self
+
+    def strike(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self[rank].pid, number)
+
+    def assert_ends(self, *codes: int | tuple[int, ...], within_s: float = END_S) -> None:
+        """All processes, in time, with these codes by rank; a tuple: one of them."""
+        until_s = time.monotonic() + within_s
+        for rank in range(self._count):
+            try:
+                self[rank].popen.wait(max(until_s - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"process {rank} lives after {within_s:.0f} s\n{self}") from None
+            self[rank].has_ended()
+        found = [self[rank].popen.returncode for rank in range(self._count)]
+        allowed = [code if isinstance(code, tuple) else (code,) for code in codes]
+        fits = [code in these for code, these in zip(found, allowed, strict=True)]
+        assert all(fits), f"exit codes {found}, not {codes}\n{self}"
+
+    def assert_says(self, rank: int, pattern: str) -> None:
+        """One whole line of its errors."""
+        assert any(re.fullmatch(f"jaxllm: {pattern}", line) for line in self[rank].err.lines), f"no {pattern!r}\n{self}"
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()
+
+    def __str__(self) -> str:
+        parts = (
+            f"---- process {rank}: {process.popen.poll()}\n{process.out.text}\n--\n{process.err.text}"
+            for rank, process in self._processes.items()
+        )
+        return "\n".join(parts)
+
+    __repr__ = __str__
+
+
+class Process:
+    """One process of a run, or its supervisor, and what it has said so far."""
+
+    def __init__(self, command: Sequence[str], variables: dict[str, str]):
+        self.popen = subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.out, self.err = Said(self.popen.stdout), Said(self.popen.stderr)
+
+    @property
+    def pid(self) -> int:
+        """Of what trains."""
+        return [int(line.split()[1]) for line in self.out.lines if line.startswith("pid ")][-1]
+
+    def has_ended(self) -> bool:
+        """If so, all that it said is here."""
+        if self.popen.poll() is None:
+            return False
+        self.out.join(10)
+        self.err.join(10)
+        return True
+
+    def close(self) -> None:
+        # What a supervisor runs ends with it.
+        self.popen.kill()
+        self.popen.wait(10)
+        self.has_ended()
+
+
+class Said(threading.Thread):
+    """The lines of a stream, as they come."""
+
+    def __init__(self, stream):
+        super().__init__(daemon=True)
+        self._stream, self.lines = stream, []
+        self.start()
+
+    def run(self) -> None:
+        with self._stream:
+            for line in self._stream:
+                self.lines.append(line.rstrip("\n"))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def environment() -> dict[str, str]:
+    """conftest's XLA_FLAGS come along: tiny programs compile fastest unoptimised."""
+    foreign = ("JAXLLM_", "SLURM_", "OMPI_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {"PYTHONPATH": str(CHECKOUT)}
+
+
+def supervised(restarts: int) -> tuple[str, ...]:
+    options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", "20")
+    return (sys.executable, "-m", "jaxllm.supervise", *options, "--")
+
+
+def free_port() -> int:
+    """Above those that Linux gives to outgoing connections, which come and go."""
+    for port in random.sample(range(61440, 65536), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no port is free")
+
+
+def is_open(port: int) -> bool:
+    """Whether somebody listens there; asked of the system, since a connection would be a guest at the roll call."""
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                return True
+    return False
