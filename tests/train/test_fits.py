@@ -220,8 +220,8 @@ def test_other_errors_pass_as_they_are(tiny_config):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
 
 
-@pytest.mark.parametrize("at", ["compile_step", "advance"])
-def test_a_run_that_runs_out_ends_in_advice(tiny_config, tmp_path, monkeypatch, at):
+@pytest.mark.parametrize(("at", "when"), [("compile_step", "before the train step was compiled"), ("advance", "in step 1")])
+def test_a_run_that_runs_out_ends_in_advice(tiny_config, tmp_path, monkeypatch, at, when):
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError(EXHAUSTED)
 
@@ -229,7 +229,7 @@ def test_a_run_that_runs_out_ends_in_advice(tiny_config, tmp_path, monkeypatch, 
     with pytest.raises(ConfigError) as caught:
         loop.fit(tiny_config(f"run.dir={tmp_path / 'run'}"))
     text = str(caught.value)
-    assert text.startswith("A device ran out of memory before the train step was compiled: ")
+    assert text.startswith(f"A device ran out of memory {when}: ")
     assert "JAX says: RESOURCE_EXHAUSTED" in text
     assert "Traceback" not in text
     assert caught.value.__cause__ is None
