@@ -1,8 +1,18 @@
-"""The environment of a process that a test starts outside the test room (conftest.py)."""
+"""Processes that a test starts outside the test room (conftest.py): their environment, and waiting for what they do."""
 
 import os
+import time
 
 
 def environment(**variables: str) -> dict[str, str]:
     """Without what makes the room's programs quick to compile and slow to run, and is meant for its number of devices."""
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | variables
+
+
+def wait_until(condition, process, limit_s) -> None:
+    """Returns as soon as `condition()` holds; fails if `process` (a Popen) ends before, or the time does."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from outside import wait_until
 from tiny import TINY
 
 from jaxllm import distributed, exits
@@ -97,19 +98,11 @@ def test_a_signal_stops_saved_and_the_run_goes_on_alike(number, recipe, tmp_path
         assert losses(folder) == losses(tmp_path / "whole")
 
 
-def wait_until(condition, process) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
-
-
 def test_a_signal_during_a_save_saves_and_asks_for_a_restart(recipe, tmp_path):
     folder = tmp_path / "run"
     process = start(recipe, folder, "checkpoint.every_steps=1", variables=RESTARTS)
     wait_for(process, r"^step 2/")
-    wait_until(lambda: list((folder / "checkpoints").glob("*.orbax-checkpoint-tmp*")), process)
+    wait_until(lambda: list((folder / "checkpoints").glob("*.orbax-checkpoint-tmp*")), process, LIMIT_S)
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)
     assert (code, error) == (exits.RESTART, "")
@@ -141,7 +134,7 @@ def test_by_hand_a_signal_during_the_first_compilation_stops_before_the_first_st
     process = start(recipe, folder)
     wait_for(process, r"^attention ")
     # From here on it listens; the compilation has begun, or will in a moment.
-    wait_until(lambda: (folder / "tokenizer").exists() or (folder / "config.yaml").exists(), process)
+    wait_until(lambda: (folder / "tokenizer").exists() or (folder / "config.yaml").exists(), process, LIMIT_S)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)

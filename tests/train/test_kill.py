@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
+from outside import wait_until
 from tiny import TINY
 
 from jaxllm.train.checkpoint import saved_steps
@@ -54,14 +55,6 @@ class Reader(threading.Thread):
         return any(re.match(r"step \d+/", line) for line in self.lines)
 
 
-def wait_until(condition, process) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
-
-
 def final_state(folder):
     path, handler = folder / "checkpoints" / str(STEPS) / "state", ocp.PyTreeCheckpointHandler()
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
@@ -99,10 +92,10 @@ def test_killed_twenty_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
         if moment == "start":
             time.sleep(rng.uniform(0.5, 5))
         elif moment != "never":
-            wait_until(lambda reader=reader: reader.trains, process)
+            wait_until(lambda reader=reader: reader.trains, process, LIMIT_S)
             time.sleep(rng.uniform(0, 0.5))
             if moment == "save":
-                wait_until(being_written, process)
+                wait_until(being_written, process, LIMIT_S)
                 time.sleep(rng.uniform(0, 0.03))
         if moment != "never":
             assert process.poll() is None, f"the run ended before kill {number}: raise STEPS"
