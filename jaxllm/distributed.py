@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -257,14 +258,21 @@ def leave_at_once(told: str, code: int) -> NoReturn:
 
 
 def _comes_of_jax(error: BaseException | None) -> bool:
-    """A collective or a barrier whose peer went raises JaxRuntimeError, and says nothing of the peer; a save turns that into an
-    error of its own."""
+    """Whether is_of_jax holds for it or for what it was raised from: a save turns what it meets into an error of its own."""
     seen: list[BaseException] = []
     # An error may be raised from itself; `from None` says that what came before explains nothing.
     while error is not None and error not in seen:
         seen.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return any(isinstance(one, jax.errors.JaxRuntimeError) for one in seen)
+    return any(is_of_jax(one) for one in seen)
+
+
+def is_of_jax(error: BaseException) -> bool:
+    """Whether a device, a collective or a barrier may have raised it. One whose peer went says nothing of the peer; and what is
+    a JaxRuntimeError in a step is a ValueError where a step's result is copied to the host, as a save does."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and re.search(r"\b(Gloo|NCCL)\b", str(error)) is not None
+    )
 
 
 def _in_a_sentence(error: BaseException) -> str:

@@ -218,7 +218,7 @@ class Checkpoints:
             f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
             f"the same command goes on from there."
         )
-        if isinstance(causes(error)[-1], jax.errors.JaxRuntimeError):
+        if distributed.is_of_jax(causes(error)[-1]):
             # Not of the disk: a device, or a peer that is gone.
             found.exit_code = exits.LOST
         return found
