@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.mesh import batch_sharding, make_mesh, replicated
+from jaxllm.mesh import batch_sharding, make_mesh
 from jaxllm.plan.hardware import GPUS, Gpu
 from jaxllm.train.build import build_training
 from jaxllm.xla_flags import compile_options
@@ -103,7 +103,8 @@ def gpu_devices(
 
 
 def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    """The compiled train step of `config` on `devices`. Nothing is computed, no array is made."""
+    """The compiled train step of `config` on `devices`; with train.diloco_steps the inner one. Nothing is computed, no array is
+    made."""
     return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0].platform))
 
 
@@ -139,7 +140,6 @@ def trace_step(config: Config, devices: Sequence[jax.Device]) -> Traced:
     batch = {name: placed(jax.ShapeDtypeStruct(shape, dtype), batch_sharding(mesh)) for name, dtype in dtypes.items()}
     platform = "cpu" if devices[0].platform == "cpu" else "cuda"
     with jax.set_mesh(mesh):
-        state = jax.tree.map(placed, jax.eval_shape(training.create, 0), training.shardings)
-        jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, replicated(mesh)))
-        traced = jitted.trace(state, batch)
+        jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, training.metrics_lie))
+        traced = jitted.trace(training.layout(), batch)
         return Traced(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)

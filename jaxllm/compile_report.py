@@ -194,7 +194,7 @@ def compile_report(
         return _for_attached_devices(config, gpus, gpus_per_host, real_memory)
     distributed.start_without_devices()
     gpus = require_devices(config, gpus)
-    config = config.resolve(gpus)
+    config = config.resolve(gpus).at_largest_batch
     per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
     # Tells of missing packages even where a report is at hand.
     devices = aot.gpu_devices(gpus // per_host, per_host, gpu)
@@ -222,7 +222,7 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     capacity = stats["bytes_limit"] - RESERVE_BYTES if "bytes_limit" in stats else known and known.capacity_bytes
     per_host, because = hosts_of(len(devices), per_host, max(1, jax.local_device_count()))
     named = (known.name if known else kind, known.memory_bytes if known else None, capacity)
-    return _compile(config.resolve(len(devices)), devices, None, named, per_host, because)
+    return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, per_host, because)
 
 
 def _compile(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from jaxllm import hf_config
+from jaxllm.batch_schedule import Phase, phase_at, phases_of, sequences_before
 from jaxllm.config_errors import ConfigError, one_sentence, refuse
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
@@ -159,6 +161,8 @@ class ParallelConfig(Section):
     context: PositiveInt = 1
     tensor: PositiveInt = 1
     replica: PositiveInt = 1
+    """Islands: outside all other axes, where the network is slowest. ZeRO shards inside an island; across islands gradients are
+    summed once a step, or with train.diloco_steps weights once in so many steps."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
@@ -190,9 +194,6 @@ class ParallelConfig(Section):
                 f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
                 f"more, 1f1b and gpipe take 1."
             )
-        # Keys that later parts of the project bring to life are refused, not ignored.
-        if self.replica > 1:
-            raise refuse("parallel.replica above 1 is not built yet: set parallel.replica=1.")
         return self
 
 
@@ -307,23 +308,59 @@ class OptimizerConfig(Section):
     """Of learning_rate, at the end of the schedule."""
 
 
+def _pairs(schedule: Any) -> Any:
+    if schedule is None:
+        return ()
+    if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
+        raise refuse(
+            f"train.batch_schedule={schedule} is no list of pairs: write [[from_tokens, global_batch_sequences], ...], such as "
+            f"[[1000000000, 2048]]."
+        )
+    return schedule
+
+
 class TrainConfig(Section):
     steps: PositiveInt
     sequence_length: PositiveInt
     global_batch_sequences: PositiveInt
-    """Sequences of one optimizer step, over all devices."""
+    """Sequences of one optimizer step, over all devices; with batch_schedule, of the first steps."""
+    batch_schedule: Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], BeforeValidator(_pairs)] = ()
+    """[[from_tokens, global_batch_sequences], ...]: other batches from so many consumed tokens on, such as
+    [[1_000_000_000, 2048], [4_000_000_000, 4096]]. The microbatch stays as it is, and a step has more of them. train.steps
+    counts steps of any batch."""
+    batch_lr: Literal["none", "sqrt", "linear"] = "none"
+    """Ties the learning rate to the batch: it is multiplied by (batch / last batch of batch_schedule), by the root of that, or
+    by nothing, so that optimizer.learning_rate is the last batch's. sqrt is the rule of practice for Adam."""
     microbatch_sequences: PositiveInt | None = None
-    """Sequences one data rank computes at once; default: its whole share, one microbatch a step."""
+    """Sequences one data rank computes at once; default: its whole share of global_batch_sequences, one microbatch a step."""
     seed: Seed = 0
     init_from: str | None = None
     """Start from the weights alone of a model's folder (Hugging Face's or jaxllm's own), a run directory, or one of its
     checkpoints. Default: the folder that model.name names, if it names one; null: fresh weights."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4); the reported loss leaves it out."""
+    max_skips_in_a_row: PositiveInt = 10
+    """A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor moments. So many in a row end
+    the run."""
+    spike_deviations: PositiveFloat | None = 6.0
+    """A step whose loss or gradient norm lies so many standard deviations above the mean of the last 128 is a spike:
+    metrics.jsonl marks it, and run.dir/spikes.jsonl says which samples it read. null: none is."""
+    skip_spikes: Switch = False
+    """Skip spikes too, as OLMo-core's SkipStepAdamW does. The losses and norms of the last 128 steps are then part of the
+    state."""
     loss_chunk_tokens: PositiveInt = 4096
     """Logits exist for about this many tokens at a time."""
+    diloco_steps: PositiveInt | None = None
+    """DiLoCo (Douillard et al., 2023): each island of parallel.replica trains on its own, on its share of the global batch, and
+    after so many steps, and after the last, one outer step brings them together; null: they take every step together."""
+    diloco_lr: PositiveFloat = 0.7
+    """Of the outer step."""
+    diloco_momentum: Decay = 0.9
+    """Nesterov's, of the outer step; 0: plain SGD."""
+    diloco_after_steps: Count = 0
+    """Steps that all islands take together first, without DiLoCo: a fifth of a run is a good start."""
     eval_every_steps: PositiveInt | None = None
-    """Held-out loss every so often; it is taken at the end in any case."""
+    """Held-out loss every so often; it is taken at the end in any case. With DiLoCo it is that of the last outer step."""
     eval_batches: PositiveInt | None = None
     """Batches of held-out text, of each source, in each evaluation on the way; default: all of it. A batch is
     microbatch_sequences on every data rank, times parallel.pipe. The evaluation at the end reads all, up to 16,777,216 tokens
@@ -356,6 +393,13 @@ class LogConfig(Section):
     """What that text begins with."""
     tensorboard: Switch = False
     wandb_project: str | None = None
+    layer_norms_every: PositiveInt | None = None
+    """Every so many steps, each layer's gradient norm and the root mean square of its output in one microbatch, which costs
+    that microbatch's forward pass; null: never."""
+    noise_scale_every: PositiveInt | None = None
+    """Every so many steps, measure the gradient noise scale: what a larger batch would give. It compares the parts that data
+    ranks and microbatches make of a step, so there must be two. Above 1 such steps have a program of their own, compiled when
+    the first is due; null: never."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """[first, last]: write a profiler trace of these steps into run.dir/profile."""
 
@@ -436,8 +480,22 @@ class Config(Section):
                 f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
                 f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: {fix}."
             )
+        if train.diloco_steps is not None:
+            if parallel.offload_state != "none":
+                raise refuse(
+                    f"train.diloco_steps={train.diloco_steps} keeps every island's state on its devices: set "
+                    f"parallel.offload_state=none, not {parallel.offload_state}, or leave DiLoCo out."
+                )
+            if train.diloco_after_steps >= train.steps:
+                raise refuse(
+                    f"train.diloco_after_steps={train.diloco_after_steps} leaves DiLoCo none of train.steps={train.steps}: "
+                    f"make it smaller, or leave train.diloco_steps out."
+                )
         if parallel.data != AUTO:
             _check_microbatches(self)
+        _check_batch_schedule(train)
+        if train.skip_spikes and train.spike_deviations is None:
+            raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
             raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
         if self.data.held_out_fraction == 0 and (train.eval_every_steps or self.log.baselines):
@@ -453,12 +511,49 @@ class Config(Section):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one optimizer step."""
+        """Tokens of one optimizer step; with train.batch_schedule, of the first."""
         return self.train.global_batch_sequences * self.train.sequence_length
 
     @property
     def total_tokens(self) -> int:
-        return self.train.steps * self.step_tokens
+        return self.tokens_before(self.train.steps)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The batches of the run, in turn: one phase without train.batch_schedule."""
+        train = self.train
+        return phases_of(train.global_batch_sequences, train.batch_schedule, train.sequence_length)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """All global batches, in sequences, that the config names."""
+        return (self.train.global_batch_sequences, *(sequences for _, sequences in self.train.batch_schedule))
+
+    def phase_at(self, step: int) -> Phase:
+        """The phase of the step that follows `step` steps."""
+        return phase_at(self.phases, step)
+
+    def sequences_before(self, step: int) -> int:
+        """Sequences that the first `step` steps consume: the number of the sample that comes next."""
+        return sequences_before(self.phases, step)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens that the first `step` steps consume."""
+        return self.sequences_before(step) * self.train.sequence_length
+
+    def in_phase(self, phase: Phase) -> Config:
+        """This config as if the batch of a phase were that of the whole run; needs a concrete parallel.data."""
+        batch = {"global_batch_sequences": phase.sequences, "batch_schedule": (), "batch_lr": "none"}
+        train = self.train.model_copy(update={**batch, "microbatch_sequences": self.microbatch_sequences})
+        return self.model_copy(update={"train": train})
+
+    @property
+    def at_largest_batch(self) -> Config:
+        """`in_phase` of the largest batch that the run comes to, whose step takes most memory. Itself without a schedule."""
+        if not self.train.batch_schedule:
+            return self
+        reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
+        return self.in_phase(max(reached, key=lambda phase: phase.sequences))
 
     @property
     def devices(self) -> int:
@@ -473,7 +568,7 @@ class Config(Section):
 
     @property
     def microbatch_sequences(self) -> int:
-        """Per data rank; needs a concrete parallel.data."""
+        """Per data rank, in every phase; needs a concrete parallel.data."""
         if self.train.microbatch_sequences is not None:
             return self.train.microbatch_sequences
         ranks = self.parallel.replica * int(self.parallel.data)
@@ -482,8 +577,13 @@ class Config(Section):
         return self.train.global_batch_sequences // ranks
 
     @property
+    def microbatch_rows(self) -> int:
+        """Sequences of one microbatch on all data ranks of all islands; needs a concrete parallel.data."""
+        return self.parallel.replica * int(self.parallel.data) * self.microbatch_sequences
+
+    @property
     def num_microbatches(self) -> int:
-        """M = global / (replica x data x microbatch); needs a concrete parallel.data."""
+        """M = global / (replica x data x microbatch), in the first phase; needs a concrete parallel.data."""
         ranks = self.parallel.replica * int(self.parallel.data)
         per_microbatch = ranks * self.microbatch_sequences
         if self.train.global_batch_sequences % per_microbatch:
@@ -550,8 +650,65 @@ def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
     return f"set parallel.pipe={stages}" + (", virtual_stages=1 and schedule=1f1b" if parallel.virtual_stages > 1 else "")
 
 
+def _check_batch_schedule(train: TrainConfig) -> None:
+    """Raises if the thresholds do not rise, or a rule has no schedule to go by."""
+    thresholds = [tokens for tokens, _ in train.batch_schedule]
+    for before, after in itertools.pairwise(thresholds):
+        if after <= before:
+            raise refuse(
+                f"train.batch_schedule goes from {before:,} tokens to {after:,}: its from_tokens must rise; put them in order."
+            )
+    if train.batch_lr != "none" and not train.batch_schedule:
+        raise refuse(
+            f"train.batch_lr={train.batch_lr} ties the learning rate to train.batch_schedule, and there is none: give one, or "
+            f"set batch_lr=none."
+        )
+
+
 def _check_microbatches(config: Config) -> None:
-    """Raises if the batch does not divide over the data ranks, or the microbatches not over an interleaved pipeline."""
+    """Raises if the batch of a phase does not divide over the data ranks, or its microbatches not over an interleaved
+    pipeline; or one is a single part, where parts are to be compared."""
+    _check_rounds(config)
+    _check_parts(config)
+    ranks = config.parallel.replica * int(config.parallel.data)
+    unit = ranks * config.microbatch_sequences
+    for from_tokens, batch in config.train.batch_schedule:
+        if batch % unit:
+            below, above = batch // unit * unit, (batch // unit + 1) * unit
+            raise refuse(
+                f"train.batch_schedule has {batch} sequences from {from_tokens:,} tokens on, which do not divide into data "
+                f"ranks x microbatch = {ranks} x {config.microbatch_sequences} = {unit}: use "
+                f"{f'{below} or ' if below else ''}{above}, or change train.microbatch_sequences or parallel.data."
+            )
+        pipe, M = config.parallel.pipe, batch // unit
+        if config.parallel.virtual_stages > 1 and M % pipe:
+            raise refuse(
+                f"train.batch_schedule has {batch} sequences from {from_tokens:,} tokens on, in {M} microbatches, and "
+                f"parallel.schedule=interleaved takes them in rounds of parallel.pipe={pipe}: use a multiple of {unit * pipe} "
+                f"sequences, or another train.microbatch_sequences."
+            )
+
+
+def _check_parts(config: Config) -> None:
+    """Raises if a step that is to measure the noise scale has nothing to compare."""
+    if (every := config.log.noise_scale_every) is None:
+        return
+    least = min([config.train.global_batch_sequences, *(batch for _, batch in config.train.batch_schedule)])
+    # With DiLoCo an island is on its own.
+    own = least // config.parallel.replica if config.train.diloco_steps is not None else least
+    if own // config.microbatch_sequences < 2:
+        raise refuse(
+            f"log.noise_scale_every={every} compares the parts of a step, and {own} sequences with microbatches of "
+            f"{config.microbatch_sequences} on each data rank are one part: "
+            + (
+                f"set train.microbatch_sequences to {own // 2} or less."
+                if own > 1
+                else "make train.global_batch_sequences larger."
+            )
+        )
+
+
+def _check_rounds(config: Config) -> None:
     parallel, M, G = config.parallel, config.num_microbatches, config.train.global_batch_sequences
     if parallel.virtual_stages == 1 or M % parallel.pipe == 0:
         return
@@ -566,7 +723,9 @@ def _check_microbatches(config: Config) -> None:
 def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:
     batch, micro = config.train.global_batch_sequences, config.train.microbatch_sequences
     if micro is None:
-        step, each = ranks, f"parallel.data={ranks} ranks"
+        replica = config.parallel.replica
+        step = ranks
+        each = f"parallel.replica x data = {ranks} ranks" if replica > 1 else f"parallel.data={ranks} ranks"
     else:
         step, each = ranks * micro, f"data ranks x microbatch = {ranks} x {micro} = {ranks * micro}"
     below, above = batch // step * step, (batch // step + 1) * step

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.launchers import Place
-from jaxllm.mesh import AXES, crossings
+from jaxllm.mesh import AXES, REPLICA, crossings
 from jaxllm.plan.hardware import XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
 from jaxllm.plan.network import Group, Links, all_gather_s, all_reduce_s, permute_s
 from jaxllm.probes import Collective, Facts, Folder
@@ -234,7 +234,7 @@ def folder(path: str, processes: Sequence[Facts], folders: Sequence[Folder], che
 
 
 def mesh(grid: Any, hosts: Mapping[int, Any]) -> Iterator[Row]:
-    sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, grid.shape, strict=True))
+    sizes = " x ".join(f"{axis} {size}" for axis, size in zip((REPLICA, *AXES)[-grid.ndim :], grid.shape, strict=True))
     if lines := crossings(grid, hosts):
         for line in lines:
             found, _, todo = line.rpartition(": every layer waits for the network. ")

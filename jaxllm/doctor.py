@@ -29,7 +29,7 @@ from jaxllm import diagnosis, distributed, probes, xla_flags
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, RunConfig, Section, load_config, with_overrides
 from jaxllm.config_errors import one_sentence
 from jaxllm.diagnosis import FAIL, OK, WARN, Row, named
-from jaxllm.mesh import AXES, hosts_of, make_mesh, widest_group
+from jaxllm.mesh import hosts_of, make_mesh, widest_group
 from jaxllm.peers import print_sentence
 from jaxllm.plan.flops import parameter_count
 from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
@@ -143,7 +143,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     else:
         rows += diagnosis.mesh(mesh.devices, hosts)
         known = gpu or gpu_from_device_kind(mesh.devices.flat[0].device_kind)
-        for axis in (axis for axis in AXES if mesh.shape[axis] > 1):
+        for axis in (axis for axis in mesh.axis_names if mesh.shape[axis] > 1):
             lies = widest_group(mesh.devices, hosts, axis)
             for one in _measured(mesh, axis):
                 # Ranks that are not spread evenly over their hosts are beyond the model.
@@ -166,7 +166,7 @@ def _mesh(config: Config | None, parallel: ParallelConfig | None, hosts: Mapping
         number = len(set(hosts.values()))
         return ParallelConfig(data=number, tensor=count // number) if count % number == 0 else ParallelConfig(data=count)
     if parallel.data == AUTO:
-        others = parallel.pipe * parallel.context * parallel.tensor
+        others = parallel.replica * parallel.pipe * parallel.context * parallel.tensor
         return parallel.model_copy(update={"data": max(count // others, 1)})
     return parallel
 

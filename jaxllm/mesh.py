@@ -3,6 +3,9 @@
 Slow network to fast: pipe and data may cross hosts, context and tensor should not. Devices are laid out by host, process and
 id, with `tensor` varying fastest, so that neighbours on the fast axes share a host. Which processes share one is what they said
 of themselves when they met (distributed.members), whatever order the launcher numbered them in.
+
+With parallel.replica above 1 an axis `replica` lies outside these: islands, each a mesh of the four, with a slower network
+between them. Without, the axis is not there.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
 from jaxllm.plan.network import Group, links_of, slowest_link
 
 PIPE, DATA, CONTEXT, TENSOR = AXES = ("pipe", "data", "context", "tensor")
+REPLICA = "replica"
+"""Outside AXES, and only of a mesh that has islands. ZeRO shards inside an island; across, gradients are summed, or with DiLoCo
+(train/diloco.py) weights are brought together once in a while."""
 
 MANUAL = (PIPE, DATA, CONTEXT)
-"""Axes along which the train step moves data by hand; the compiler sees to `tensor` alone (docs: one region)."""
+"""Axes of an island along which the train step moves data by hand, as along `replica` (manual_axes); the compiler sees to
+`tensor` alone (docs: one region)."""
 ZERO_AXES = (DATA, CONTEXT)
 """Ranks along these hold the same weights, so ZeRO shards over both."""
 
@@ -36,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh (pipe, data, context, tensor) of a resolved config.
+    """The mesh ([replica,] pipe, data, context, tensor) of a resolved config.
 
     Raises:
       ConfigError: the product of the axes is not the number of devices.
@@ -50,12 +57,12 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     grid = laid_out(devices, host_of, shape)
     for line in crossings(grid, host_of):
         log.warning("%s", line)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def laid_out(devices: Sequence[jax.Device], host_of: Mapping[int, Hashable], shape: tuple[int, ...]) -> np.ndarray:
-    """[pipe, data, context, tensor] of devices: as many groups of context x tensor as can be inside one host, and of those of
-    tensor that are left; hosts in the order of their first process.
+    """[replica if any, pipe, data, context, tensor] of devices: as many groups of context x tensor as can be inside one host,
+    and of those of tensor that are left; hosts in the order of their first process.
     """
     hosts: dict[Hashable, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
@@ -65,7 +72,25 @@ def laid_out(devices: Sequence[jax.Device], host_of: Mapping[int, Hashable], sha
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
-    return {PIPE: parallel.pipe, DATA: int(parallel.data), CONTEXT: parallel.context, TENSOR: parallel.tensor}
+    """Of the axes that the mesh has, outermost first."""
+    island = {PIPE: parallel.pipe, DATA: int(parallel.data), CONTEXT: parallel.context, TENSOR: parallel.tensor}
+    return {REPLICA: parallel.replica, **island} if parallel.replica > 1 else island
+
+
+def manual_axes(mesh: Mesh) -> set[str]:
+    """MANUAL, and the axis of islands where there are several: whatever crosses between them is written by hand."""
+    return set(MANUAL) | ({REPLICA} & set(mesh.axis_names))
+
+
+def batch_axes(parallel: ParallelConfig) -> tuple[str, ...]:
+    """Axes whose ranks read different tokens."""
+    return (REPLICA, *ZERO_AXES) if parallel.replica > 1 else ZERO_AXES
+
+
+def place_of(axis: str) -> int:
+    """Where an axis is in the shape of a mesh, counted from the end, as the one of islands may be missing."""
+    axes = (REPLICA, *AXES)
+    return axes.index(axis) - len(axes)
 
 
 def hosts_of(devices: Sequence[jax.Device]) -> dict[int, Hashable]:
@@ -97,8 +122,7 @@ def in_hosts(hosts: Sequence[Sequence[T]], *sizes: int) -> list[T]:
 
 def groups_along(grid: np.ndarray, axis: str) -> np.ndarray:
     """[group, rank along the axis]: who talks to whom in the collectives of this axis."""
-    number = AXES.index(axis)
-    return np.moveaxis(grid, number, -1).reshape(-1, grid.shape[number])
+    return np.moveaxis(grid, place_of(axis), -1).reshape(-1, grid.shape[place_of(axis)])
 
 
 def widest_group(grid: np.ndarray, host_of: Mapping[int, Hashable], axis: str) -> Group:
@@ -121,7 +145,7 @@ def crossings(grid: np.ndarray, host_of: Mapping[int, Hashable]) -> list[str]:
         across = [hosts for hosts in reached if len(hosts) > 1]
         if not across:
             continue
-        size = grid.shape[AXES.index(axis)]
+        size = grid.shape[place_of(axis)]
         names = sorted(map(str, max(across, key=len)))
         told = ", ".join(names if len(names) <= 4 else [*names[:3], f"... {names[-1]}"])
         product = "parallel.tensor" if axis == TENSOR else "parallel.context x parallel.tensor"
@@ -138,7 +162,7 @@ def _slower(grid: np.ndarray, host_of: Mapping[int, Hashable], axis: str) -> str
     gpu: Gpu | None = gpu_from_device_kind(grid.flat[0].device_kind)
     if gpu is None:
         return ""
-    links, within = links_of(gpu), Group(grid.shape[AXES.index(axis)], 1)
+    links, within = links_of(gpu), Group(grid.shape[place_of(axis)], 1)
     inside, across = (slowest_link(group, links) / 1e9 for group in (within, widest_group(grid, host_of, axis)))
     return f"; a ring there carries {across:.0f} GB/s instead of the {inside:.0f} GB/s inside a host of {gpu.name}"
 
@@ -148,5 +172,5 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays [microbatch, sequence of the microbatch, position]."""
-    return NamedSharding(mesh, PartitionSpec(None, DATA, CONTEXT))
+    """Of arrays [microbatch, sequence of the microbatch, position]. An island has consecutive sequences of each microbatch."""
+    return NamedSharding(mesh, PartitionSpec(None, (REPLICA, DATA) if REPLICA in mesh.axis_names else DATA, CONTEXT))

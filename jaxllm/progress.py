@@ -4,6 +4,7 @@
     progress.at_step(12)
     progress.now()  # Snapshot(phase="step", step=12, seconds=0.3)
     progress.last_steps()  # what the last 50 steps took
+    progress.totals()["save"]  # seconds spent saving since the process began
 
 One thread, the main one, says what it does; any thread may look. Before the first phase it is "start".
 """
@@ -56,6 +57,7 @@ _lock = threading.Lock()
 _phase, _step, _since_s = "start", 0, time.monotonic()
 _spent_s = {"step": 0.0, "data": 0.0, "wait": 0.0}
 """Since the last at_step. The batch of a step is waited for before it begins."""
+_total_s = dict.fromkeys(PHASES, 0.0)
 _data_s = 0.0
 _in_a_row = 0
 _steps: deque[StepTime] = deque(maxlen=KEPT_STEPS)
@@ -102,6 +104,14 @@ def at_step(step: int) -> None:
         _spent_s.update(step=0.0, data=0.0, wait=0.0)
 
 
+def forget_steps() -> None:
+    """The steps that follow are of another kind: those before say nothing of how long they take."""
+    global _in_a_row
+    with _lock:
+        _in_a_row = 0
+        _steps.clear()
+
+
 def now() -> Snapshot:
     with _lock:
         return Snapshot(_phase, _step, time.monotonic() - _since_s)
@@ -111,6 +121,15 @@ def last_steps() -> list[StepTime]:
     """The last KEPT_STEPS steps that have ended, oldest first; without the first of a start, which is no usual one."""
     with _lock:
         return list(_steps)
+
+
+def totals() -> dict[str, float]:
+    """Seconds that this process has spent in each phase, the present one up to now; of a phase within another, the inner."""
+    with _lock:
+        # Not _pass: how long the phase has gone on is the watchdog's.
+        found = dict(_total_s)
+        found[_phase] += time.monotonic() - _since_s
+        return found
 
 
 def show_stacks() -> None:
@@ -134,4 +153,5 @@ def _pass() -> None:
     now_s = time.monotonic()
     if _phase in _spent_s:
         _spent_s[_phase] += now_s - _since_s
+    _total_s[_phase] += now_s - _since_s
     _since_s = now_s

@@ -29,7 +29,7 @@ from rich.text import Text
 
 from jaxllm import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
-from jaxllm.mesh import AXES, CONTEXT, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.mesh import CONTEXT, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block
 from jaxllm.parallel.parallelize import parameter_table
@@ -234,7 +234,7 @@ def describe(parameter: Parameter, config: Config) -> ParameterLine:
 
 
 def elements_per_device(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> int:
-    mesh = AbstractMesh(tuple(sizes.values()), AXES)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     return math.prod(NamedSharding(mesh, spec).shard_shape(shape))
 
 
@@ -251,6 +251,9 @@ def notes(config: Config, lines: tuple[ParameterLine, ...], padding: int) -> Ite
         yield f"{extra} identity layers (zero weights) fill up the {model.num_layers} for the pipeline; the bytes count them."
     if parallel.zero and math.prod(sizes[axis] for axis in ZERO_AXES) == 1:
         yield f"parallel.zero={parallel.zero} shards nothing here: data x context is 1."
+    if config.train.diloco_steps is not None:
+        outer = readable(sum(line.bytes_per_device.moments for line in lines))
+        yield f"DiLoCo holds {outer} more on each device: the weights of the last outer step and its momentum."
     if all(line.bytes_per_device.compute_copy == 0 for line in lines):
         yield f"No compute copy: the master weights are {model.compute_dtype} already and lie where they are used."
     if model.num_kv_heads % sizes[TENSOR]:

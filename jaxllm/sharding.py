@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
-from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.mesh import PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.plan.memory import ZERO_DIMS
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -166,6 +166,17 @@ def vocab_rows(model: ModelConfig, parallel: ParallelConfig) -> int:
 def named(mesh: Mesh, specs: Any) -> Any:
     """A tree of PartitionSpecs as NamedShardings."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def over_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
+    """`function` of each PartitionSpec of a tree."""
+    return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def of_islands(spec: PartitionSpec, replicas: int) -> PartitionSpec:
+    """The layout of what each of so many islands has of its own, with a leading dim that counts them: inside an island as
+    `spec` says."""
+    return PartitionSpec(REPLICA if replicas > 1 else None, *spec)
 
 
 def over_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config_errors import ConfigError
 from jaxllm.data.tokenizer import Tokenizer
-from jaxllm.mesh import DATA, PIPE, replicated
+from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
 from jaxllm.parallel.batches import place
 from jaxllm.parallel.parallelize import Parallelized
 
@@ -187,7 +187,7 @@ def evaluate(
     """
     width = windows.length if width is None else width
     # A pipeline takes as many microbatches as it has stages, or it would stand still most of the time.
-    M, ranks = mesh.shape[PIPE], mesh.shape[DATA]
+    M, ranks = mesh.shape[PIPE], mesh.shape.get(REPLICA, 1) * mesh.shape[DATA]
     if rows is None:
         most = 1 if mesh.devices.flat[0].platform == "cpu" else max(1, ROWS_TOKENS // width)
         rows = min(most, -(-windows.count // (M * ranks)))

@@ -3,7 +3,7 @@
     loop = LayerLoop(block, length, access)
     ring = loop.new_ring(slots, layers, h, side)
     h, ring, _ = loop.forward(layers, chunk, h, side, ring, slot)
-    dh, sums = loop.backward(layers, chunk, dh, side, ring, slot, sums)
+    dh, sums, _ = loop.backward(layers, chunk, dh, side, ring, slot, sums)
 
 Autodiff of a scan would stack a chunk's residuals and leave it to the caller to copy them in and out of a buffer, and would
 make a chunk's gradients before they are added. Here each layer writes its residuals into the ring and adds its gradients into
@@ -33,6 +33,8 @@ from jaxllm.parallel.residuals import keep, kept_names, rebuild, waits_on_host
 from jaxllm.plan.activations import Policy
 
 Tree = Any
+Square = Callable[[Tree], jax.Array]
+"""Gradients as they lie on a rank -> their squares, float32 (squares.py)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Access:
     """A rank's share of one layer -> its whole weights; started one layer ahead."""
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's share of their sum over ranks, float32; done behind the next layer's compute."""
+    square: Square | None = None
+    """Of one layer's gradients, before they are scattered."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["on_host"])
@@ -120,13 +124,15 @@ class LayerLoop:
         return h_BSD, ring, weights
 
     def backward(self, layers, chunk, dh_BSD, side: Side, ring: Ring, slot, sums: Tree, weights: Tree = None, valid=True):
-        """(dh, sums): the gradient of the chunk's input, and `sums` with the gradients of its weights added if `valid`.
+        """(dh, sums, squares): the gradient of the chunk's input; `sums` with the gradients of its weights added if `valid`;
+        and the sum of their squares, 0 if not `valid`, None if `access` makes none.
 
         Args:
           weights: of the chunk's last layer, if they are gathered already.
         """
         first, n = chunk * self.length, self.length
-        gather, scatter, fetches = self._access.gather, self._access.scatter, any(ring.on_host)
+        gather, scatter, square = self._access.gather, self._access.scatter, self._access.square
+        fetches = any(ring.on_host)
         shapes = self._weights_shape(layers)
         template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, side)[1], shapes, dh_BSD)
 
@@ -134,7 +140,7 @@ class LayerLoop:
             return jax.tree.map(lambda sum, g: _add_at(sum, first + number, jnp.where(valid, g, 0)), sums, gradients)
 
         def turn(carry, number):
-            dh_BSD, weights, kept, pending, sums = carry
+            dh_BSD, weights, kept, pending, sums, squares = carry
             before = jnp.maximum(number - 1, 0)
             here, ahead = (
                 (weights, self._read(layers, first + before)) if gather else (self._read(layers, first + number), None)
@@ -144,17 +150,21 @@ class LayerLoop:
                 # The gradients of the layer after this one; in the first turn zeros.
                 sums = add(sums, jnp.minimum(number + 1, n - 1), scatter(pending))
             gradients, dh_BSD, _ = rebuild(template, here, side, kept)(dh_BSD)
+            if square:
+                squares = squares + square(gradients)
             if not scatter:
                 sums = add(sums, number, gradients)
-            return (dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums), None
+            return (dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares), None
 
         if gather and weights is None:
             weights = self._read(layers, first + n - 1)
         kept = ring.read(slot * n + n - 1) if fetches else None
         pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes) if scatter else None
-        carry = (dh_BSD, weights if gather else None, kept, pending, sums)
-        (dh_BSD, _, _, pending, sums), _ = jax.lax.scan(turn, carry, jnp.arange(n), reverse=True, unroll=self._unroll)
-        return dh_BSD, add(sums, 0, scatter(pending)) if scatter else sums
+        squares = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(square, shapes)) if square else None
+        carry = (dh_BSD, weights if gather else None, kept, pending, sums, squares)
+        (dh_BSD, _, _, pending, sums, squares), _ = jax.lax.scan(turn, carry, jnp.arange(n), reverse=True, unroll=self._unroll)
+        sums = add(sums, 0, scatter(pending)) if scatter else sums
+        return dh_BSD, sums, jnp.where(valid, squares, 0.0) if square else None
 
     def _read(self, layers: Tree, number) -> Tree:
         weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), layers)
@@ -163,29 +173,29 @@ class LayerLoop:
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
-    def run(self, layers: Tree, sinks: Tree | None, h_BSD: jax.Array, side: Side) -> jax.Array:
+    def run(self, layers: Tree, sinks: Tree | None, h_BSD: jax.Array, side: Side, squares: jax.Array | None = None):
         """All layers, as one function with gradients of its own: those of the layers go to `sinks` (zero.py), or without sinks
-        to the layers.
+        to the layers; their squares, if `access` makes them, go to the sink `squares`.
         """
 
         @jax.custom_vjp
-        def stack(layers, sinks, h_BSD, side):
+        def stack(layers, sinks, squares, h_BSD, side):
             return self.forward(layers, 0, h_BSD, side)[0]
 
-        def stack_forward(layers, sinks, h_BSD, side):
+        def stack_forward(layers, sinks, squares, h_BSD, side):
             h_BSD, ring, last = self.forward(layers, 0, h_BSD, side, self.new_ring(1, layers, h_BSD, side))
             return h_BSD, (layers, sinks, side, ring, last)
 
         def stack_backward(saved, dh_BSD):
             layers, sinks, side, ring, last = saved
             sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), layers if sinks is None else sinks)
-            dh_BSD, sums = self.backward(layers, 0, dh_BSD, side, ring, 0, sums, last)
+            dh_BSD, sums, squares = self.backward(layers, 0, dh_BSD, side, ring, 0, sums, last)
             if sinks is None:
-                return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, dh_BSD, None
-            return None, sums, dh_BSD, None
+                return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, squares, dh_BSD, None
+            return None, sums, squares, dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)
-        return stack(layers, sinks, h_BSD, side)
+        return stack(layers, sinks, squares, h_BSD, side)
 
 
 def unrolling(model: ModelConfig) -> int | bool:

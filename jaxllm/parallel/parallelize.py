@@ -4,10 +4,15 @@ The forward and backward pass of a step run in one shard_map over (pipe, data, c
 Left to the compiler, the data axis would be reduced in every layer of every microbatch. By hand, each rank sums its own
 gradients over its microbatches in float32 and hands them out with a leading rank dim; they are summed once, outside, under the
 sharding they are wanted in, which XLA turns into one all-reduce (ZeRO 0) or reduce-scatter (ZeRO 1) per parameter and step.
+
+Of several islands (mesh axis `replica`, one more of the region's) each sums, and scatters, its own gradients first. What is
+left is a share of them for each island; these are summed across, one all-reduce per parameter and step. With DiLoCo they are
+not: every island has its own weights, gradients and loss, arrays with a leading dim, and nothing crosses between islands.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +25,18 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config
-from jaxllm.mesh import CONTEXT, DATA, MANUAL, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_sharding
+from jaxllm.mesh import (
+    CONTEXT,
+    DATA,
+    MANUAL,
+    PIPE,
+    TENSOR,
+    ZERO_AXES,
+    axis_sizes,
+    batch_axes,
+    batch_sharding,
+    manual_axes,
+)
 from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
 from jaxllm.model.attention_blocks import xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
@@ -29,13 +45,26 @@ from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
+from jaxllm.parallel.layer_norms import layer_norms_region
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
+from jaxllm.parallel.squares import SQUARES, Parts, SquaredNorms, parts_of
 from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.parallel.stages import pipeline_regions
 from jaxllm.parallel.zero import Zero, manual_spec, sink
 from jaxllm.plan.activations import context_method, policy_of
-from jaxllm.sharding import Parameter, constrainer, is_shared_out, layout, named, over_tensor, vocab_rows, weight_rules
+from jaxllm.sharding import (
+    Parameter,
+    constrainer,
+    is_shared_out,
+    layout,
+    named,
+    of_islands,
+    over_specs,
+    over_tensor,
+    vocab_rows,
+    weight_rules,
+)
 
 Params = Any
 """Nested dict of arrays."""
@@ -48,9 +77,14 @@ class Parallelized:
     """What training needs of the model, on one mesh."""
 
     value_and_grad: Callable[[Params, Batch], tuple[jax.Array, Params]]
-    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets."""
+    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
+    train.diloco_steps all three have a leading dim that counts islands, and each island's loss is the mean over its targets."""
+    value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, Parts]]
+    """The same, and with it what the gradient noise scale is measured from. Costs a little more (squares.py)."""
     loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     """(master params, batch) -> (sum of -log p over valid targets, their number): no gradient."""
+    layer_norms: Callable[[Params, Batch], jax.Array]
+    """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
     initialize: Callable[[jax.Array], Params]
     """key -> master params; to be jitted with master_shardings, so that no device ever holds more than its share."""
     master_shardings: Any
@@ -68,8 +102,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     graph, table = parameter_table(config)
     rules = weight_rules(model, parallel)
     layouts = jax.tree.map(lambda p: layout(p, rules, parallel), table)
-    master_shardings = named(mesh, jax.tree.map(lambda spot: spot.master, layouts))
-    compute_shardings = named(mesh, jax.tree.map(lambda spot: spot.compute, layouts))
+    master, compute = (jax.tree.map(lambda spot, name=name: getattr(spot, name), layouts) for name in ("master", "compute"))
 
     attention, attend = choose_attention(config, mesh.devices.flat[0])
     attend = attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR])
@@ -78,15 +111,27 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
     level = parallel.zero if ranks > 1 else 0
     zero = Zero(level, layouts, len(stacking_of(config).shape)) if level >= 2 else None
-    if sizes[PIPE] > 1:
-        regions = pipeline_regions(config, graph, ops, zero.access if zero else Access())
-    else:
-        sums = microbatch_sums(config, graph, ops, zero)
+    # With DiLoCo an island's loss is its own affair.
+    own_weights = config.train.diloco_steps is not None
+    everybody = batch_axes(parallel)
+    together = ZERO_AXES if own_weights else everybody
+    norms = SquaredNorms(layouts, len(stacking_of(config).shape), sizes[CONTEXT], sizes[TENSOR])
+
+    def regions(norms: SquaredNorms | None = None):
+        """(of gradients, of the loss alone); with `norms` that of gradients gives Parts too."""
+        if sizes[PIPE] > 1:
+            return pipeline_regions(config, graph, ops, zero.access if zero else Access(), together, everybody, norms)
+        sums = microbatch_sums(config, graph, ops, zero, norms)
 
         def new_sinks() -> Params | None:
-            return jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts) if zero else None
+            if zero is None:
+                return None
+            sinks = jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts)
+            return sinks if norms is None else sinks | {SQUARES: norms.zeros()}
 
-        regions = gradient_region(sums, new_sinks), loss_region(sums, new_sinks)
+        return gradient_region(sums, new_sinks, together, norms), loss_region(sums, new_sinks, everybody)
+
+    (gradient, loss_alone), (measuring, _) = regions(), regions(norms)
 
     def shares(name: str, level_from: int) -> bool:
         return level > 0 and is_shared_out(name, parallel, level_from)
@@ -95,30 +140,71 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         """Of each top-level entry, the one for what ZeRO shares out from this level on, or the other."""
         return {name: share[name] if shares(name, level_from) else whole[name] for name in table}
 
-    def compute_copy(params: Params) -> Params:
+    def pinned(tree: Params, specs: Any, lies: Lies) -> Params:
+        return jax.lax.with_sharding_constraint(tree, named(mesh, over_specs(lies, specs)))
+
+    def compute_copy(params: Params, lies: Lies) -> Params:
         # Cast first, gather then: the gather carries the compute dtype. Unless the cast is pinned to where the weights lie, XLA
         # gathers them in float32 for a pipeline. ZeRO 3 leaves each rank its share.
-        cast = jax.tree.map(lambda p: p.astype(model.compute_dtype), params)
-        cast = jax.lax.with_sharding_constraint(cast, master_shardings)
-        return jax.lax.with_sharding_constraint(cast, by_name(3, master_shardings, compute_shardings))
+        cast = pinned(jax.tree.map(lambda p: p.astype(model.compute_dtype), params), master, lies)
+        return pinned(cast, by_name(3, master, compute), lies)
 
     share, whole = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
     summed = jax.tree.map(over_ranks, whole)
     per_rank = P(None, *batch_sharding(mesh).spec[1:])
-    in_specs = (by_name(3, share, whole), per_rank)
-    region = partial(jax.shard_map, mesh=mesh, axis_names=set(MANUAL), in_specs=in_specs, check_vma=False)
+    region = partial(jax.shard_map, mesh=mesh, axis_names=manual_axes(mesh), check_vma=False)
+    weights_lie, gradients_lie = by_name(3, share, whole), by_name(2, share, summed)
+    # How what islands have of their own lies: gradients where there are several, and with DiLoCo weights and loss.
+    each_island: Lies = partial(of_islands, replicas=parallel.replica)
+    own_gradients = own_weights or parallel.replica > 1
+    of_weights = each_island if own_weights else as_it_is
+    of_gradients = each_island if own_gradients else as_it_is
 
-    def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradients = region(regions[0], out_specs=(P(), by_name(2, share, summed)))(compute_copy(params), batch)
+    def of_island(function: Callable, weights: Params, batch: Batch) -> tuple[Any, ...]:
+        """A region of gradients, with what is the island's own under a leading dim of 1."""
+        if own_weights:
+            return jax.tree.map(lambda x: x[None], function(jax.tree.map(lambda w: w.squeeze(0), weights), batch))
+        loss, gradients, *parts = function(weights, batch)
+        return loss, jax.tree.map(lambda g: g[None], gradients), *parts
+
+    def differentiate(function: Callable, params: Params, batch: Batch) -> tuple[Any, ...]:
+        numbers = of_weights(P())
+        of_ranks = region(
+            partial(of_island, function) if own_gradients else function,
+            in_specs=(over_specs(of_weights, weights_lie), per_rank),
+            out_specs=(numbers, over_specs(of_gradients, gradients_lie), *[numbers] * (function is measuring)),
+        )
+        loss, gradients, *parts = of_ranks(compute_copy(params, of_weights), batch)
         with jax.named_scope("reduce_gradients"):
-            total = lambda tree: jax.tree.map(lambda g: g.sum(0), tree)  # noqa: E731
+            over_rank = 1 if own_gradients else 0
+            total = lambda tree: jax.tree.map(lambda g: g.sum(over_rank), tree)  # noqa: E731
             gradients = {name: g if shares(name, 2) else total(g) for name, g in gradients.items()}
-        return loss, jax.lax.with_sharding_constraint(gradients, master_shardings)
+            if own_gradients and not own_weights:
+                # Pinned, or XLA would reduce whole gradients over all islands and scatter them then.
+                gradients = pinned(gradients, master, each_island)
+                gradients = jax.tree.map(lambda g: g.sum(0), gradients)
+        return loss, pinned(gradients, master, of_weights), *parts
 
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return region(regions[1], out_specs=P())(compute_copy(params), batch)
+        of_all = region(loss_alone, in_specs=(weights_lie, per_rank), out_specs=P())
+        return of_all(compute_copy(params, as_it_is), batch)
 
-    return Parallelized(value_and_grad, loss_sum, partial(initial_params, config), master_shardings, table, layouts, attention)
+    def layer_norms(params: Params, batch: Batch) -> jax.Array:
+        norms = layer_norms_region(config, graph, ops, zero, everybody)
+        return region(norms, in_specs=(weights_lie, per_rank), out_specs=P())(compute_copy(params, as_it_is), batch)
+
+    initialize, shardings = partial(initial_params, config), named(mesh, master)
+    value_and_grad, with_parts = partial(differentiate, gradient), partial(differentiate, measuring)
+    return Parallelized(value_and_grad, with_parts, loss_sum, layer_norms, initialize, shardings, table, layouts, attention)
+
+
+Lies = Callable[[P], P]
+"""From how an array lies in an island to how it lies on the whole mesh."""
+
+
+def as_it_is(spec: P) -> P:
+    """For arrays that all islands have alike."""
+    return spec
 
 
 Sums = Callable[[Params | None, Params, Batch, jax.Array], tuple[jax.Array, jax.Array]]
@@ -126,22 +212,30 @@ Sums = Callable[[Params | None, Params, Batch, jax.Array], tuple[jax.Array, jax.
 None where the gradients are those of the weights."""
 
 
-def microbatch_sums(config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | None) -> Sums:
-    """The forward pass of one microbatch, as differentiated."""
+def microbatch_sums(
+    config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | None, norms: SquaredNorms | None = None
+) -> Sums:
+    """The forward pass of one microbatch, as differentiated. With `norms` and sinks one of these is for the squares."""
     model, train = config.model, config.train
     policy, unroll = policy_of(config.parallel.remat), unrolling(model)
+    access, square = zero.access if zero else Access(), None
+    if zero is not None and norms is not None:
+        access, square = dataclasses.replace(access, square=norms.of_layer), norms.of
 
     def sums(sinks, weights, rows, scale):
         if zero is not None:
             rest = {name: w for name, w in weights.items() if name != "layers"}
-            weights = {**zero.read(rest, {name: sinks[name] for name in rest}), "layers": weights["layers"]}
+            rest_sinks = {name: sinks[name] for name in rest}
+            weights = {**zero.read(rest, rest_sinks, sinks.get(SQUARES), square), "layers": weights["layers"]}
 
         def run_layers(block, layers, h_BSD, side):
             if zero is None and not policy.offload:
                 rematted = remat(policy, block, in_loop=model.scan_layers and model.num_layers > 1)
                 return scan_layers(rematted, layers, h_BSD, side, unroll=unroll)
-            loop = LayerLoop(block, model.num_layers, policy, zero.access if zero else Access(), unroll=unroll)
-            return loop.run(layers, sinks["layers"] if zero else None, h_BSD, side)
+            loop = LayerLoop(block, model.num_layers, policy, access, unroll=unroll)
+            if zero is None:
+                return loop.run(layers, None, h_BSD, side)
+            return loop.run(layers, sinks["layers"], h_BSD, side, sinks.get(SQUARES))
 
         network = nnx.merge(graph, weights)
         h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)
@@ -161,39 +255,54 @@ def over_ranks(whole: P) -> P:
 # Regions: run by each rank of (pipe, data, context) on its own weights and rows, with `tensor` left to XLA.
 
 
-def gradient_region(sums: Sums, new_sinks: Callable[[], Params | None]) -> Callable[[Params, Batch], tuple[jax.Array, Params]]:
-    """Mean loss over the global batch, and float32 gradients summed over the rank's microbatches: those of the sinks, reduced
-    already, or without sinks the rank's own part with a leading dim of 1.
+def gradient_region(
+    sums: Sums, new_sinks: Callable[[], Params | None], together: tuple[str, ...], norms: SquaredNorms | None
+) -> Callable[[Params, Batch], tuple[Any, ...]]:
+    """Mean loss over the batch of all ranks along the axes `together`, and float32 gradients summed over the rank's
+    microbatches: those of the sinks, reduced already, or without sinks the rank's own part with a leading dim of 1. With
+    `norms` Parts too.
     """
 
+    def squared(gradients: Params) -> tuple[Params, jax.Array | None]:
+        """A microbatch's gradients and their squares, which are among those of sinks."""
+        if norms is None:
+            return gradients, None
+        if SQUARES in gradients:
+            return {name: g for name, g in gradients.items() if name != SQUARES}, gradients[SQUARES]
+        return gradients, norms.of(gradients)
+
     def region(weights: Params, batch: Batch):
-        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ZERO_AXES), 1).astype(jnp.float32)
+        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), together), 1).astype(jnp.float32)
         sinks = new_sinks()
-        zeros = sinks or jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+        zeros = squared(sinks)[0] if sinks else jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
         gradient = jax.value_and_grad(sums, argnums=1 if sinks is None else 0, has_aux=True)
 
         def microbatch(carry, rows):
             gradients, loss = carry
             (_, part), new = gradient(sinks, weights, rows, scale)
-            return (jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, new), loss + part), None
+            new, squares = squared(new)
+            return (jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, new), loss + part), squares
 
-        (gradients, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
+        (gradients, loss), squares = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
         if sinks is None:
             gradients = jax.tree.map(lambda g: g[None], gradients)
-        return jax.lax.psum(loss, ZERO_AXES), gradients
+        parts = () if norms is None else (parts_of(squares, batch["mask"], together),)
+        return jax.lax.psum(loss, together), gradients, *parts
 
     return region
 
 
-def loss_region(sums: Sums, new_sinks: Callable[[], Params | None]) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """Sum of token losses over the global batch, and the number of targets."""
+def loss_region(
+    sums: Sums, new_sinks: Callable[[], Params | None], everybody: tuple[str, ...]
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    """Sum of token losses over the batch of all ranks along the axes `everybody`, and the number of targets."""
 
     def region(weights: Params, batch: Batch):
         def microbatch(total, rows):
             return total + sums(new_sinks(), weights, rows, jnp.ones((), jnp.float32))[1], None
 
         total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
-        return jax.lax.psum((total, batch["mask"].sum()), ZERO_AXES)
+        return jax.lax.psum((total, batch["mask"].sum()), everybody)
 
     return region
 

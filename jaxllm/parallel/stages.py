@@ -6,6 +6,7 @@ vocabulary, of the embedding and of the head.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,13 +17,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config
-from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
+from jaxllm.mesh import PIPE, TENSOR
 from jaxllm.model.layers import Ops, rotary_table
 from jaxllm.model.llama import Llama, Side, apply_block
 from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
 from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
 from jaxllm.parallel.pipeline import Rows, Stage, run_schedule
+from jaxllm.parallel.squares import NUMBER, SQUARES, SquaredNorms, StageSquares, parts_of
 from jaxllm.parallel.stacking import stacking_of
 from jaxllm.plan.activations import policy_of
 from jaxllm.plan.schedule import forward_only, make_schedule
@@ -33,53 +35,79 @@ Region = Callable[[Tree, Rows], Any]
 SPLIT, WHOLE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
 
 
-def pipeline_regions(config: Config, graph: nnx.GraphDef, ops: Ops, access: Access) -> tuple[Region, Region]:
+def pipeline_regions(
+    config: Config,
+    graph: nnx.GraphDef,
+    ops: Ops,
+    access: Access,
+    together: tuple[str, ...],
+    everybody: tuple[str, ...],
+    norms: SquaredNorms | None = None,
+) -> tuple[Region, Region]:
     """(gradient region, loss region).
 
-    The first: (weights, batch) -> (mean loss over the global batch, float32 gradients). Gradients of layers are the rank's
-    share of their sum if `access` scatters; all others are the rank's own part, with a leading dim of 1. The second: (weights,
-    batch) -> (sum of token losses over the global batch, number of targets).
+    The first: (weights, batch) -> (mean loss over the batch of the ranks along the axes `together`, float32 gradients).
+    Gradients of layers are the rank's share of their sum if `access` scatters; all others are the rank's own part, with a
+    leading dim of 1. With `norms` Parts (squares.py) too. The second: (weights, batch) -> (sum of token losses over the batch
+    of the ranks along the axes `everybody`, number of targets).
     """
     parallel, stacking = config.parallel, stacking_of(config)
     stack_dims = len(stacking.shape)
+    if norms is not None:
+        access = dataclasses.replace(access, square=norms.of_layer)
 
-    def run(schedule, weights: Tree, batch: Rows, scale: jax.Array, sums: Tree):
+    def run(schedule, weights: Tree, batch: Rows, scale: jax.Array, sums: Tree, squares: StageSquares | None = None):
         B, S = batch["tokens"].shape[1:]
         zeros_BSD = ops.constrain(jnp.zeros((B, S, config.model.hidden_size), config.model.compute_dtype), SPLIT)
         network = nnx.merge(graph, weights)
         block = partial(apply_block, nnx.split(network.layers)[0], ops)
         loop = LayerLoop(block, stacking.chunk, policy_of(parallel.remat), access, unroll=unrolling(config.model))
-        stage = llama_stage(config, ops, loop, network, weights, scale)
+        stage = llama_stage(config, ops, loop, network, weights, scale, squares)
         return run_schedule(schedule, stage, batch, zeros_BSD, sums)
 
     def gradient_region(weights: Tree, batch: Rows):
-        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ZERO_AXES), 1).astype(jnp.float32)
+        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), together), 1).astype(jnp.float32)
         flat = flatten_layers(weights, stack_dims)
         sums = {name: new_sums(tree, access if name == "layers" else Access()) for name, tree in flat.items()}
-        schedule = make_schedule(parallel.schedule, parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
-        loss, sums = run(schedule, flat, batch, scale, sums)
+        M, B, S = batch["tokens"].shape
+        schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
+        squares = None
+        if norms is not None:
+            squares = StageSquares(norms, ops, schedule, config.model.tie_embeddings)
+            sums, batch = sums | squares.new((B, S, config.model.hidden_size)), batch | {NUMBER: jnp.arange(M)}
+        loss, sums = run(schedule, flat, batch, scale, sums, squares)
 
         def handed_out(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
             if name == "layers":
                 g = g.reshape(*w.shape[:stack_dims], *g.shape[1:])
             return g if name == "layers" and access.scatter else g[None]
 
-        gradients = {name: jax.tree.map(partial(handed_out, name), sums[name], weights[name]) for name in sums}
-        return jax.lax.psum(loss, ZERO_AXES), gradients
+        gradients = {name: jax.tree.map(partial(handed_out, name), sums[name], weights[name]) for name in weights}
+        parts = () if norms is None else (parts_of(sums[SQUARES], batch["mask"], together),)
+        return jax.lax.psum(loss, together), gradients, *parts
 
     def loss_region(weights: Tree, batch: Rows):
         schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
         total, _ = run(schedule, flatten_layers(weights, stack_dims), batch, jnp.ones((), jnp.float32), None)
-        return jax.lax.psum((total, batch["mask"].sum()), ZERO_AXES)
+        return jax.lax.psum((total, batch["mask"].sum()), everybody)
 
     return gradient_region, loss_region
 
 
-def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weights: Tree, scale: jax.Array) -> Stage:
+def llama_stage(
+    config: Config,
+    ops: Ops,
+    loop: LayerLoop,
+    network: Llama,
+    weights: Tree,
+    scale: jax.Array,
+    squares: StageSquares | None = None,
+) -> Stage:
     """A tick's work on `weights`, the rank's: layers [chunks x layers of a chunk, ...].
 
     Args:
       scale: of each token's loss in the sum.
+      squares: where those of gradients are filed; None: they are not made.
     """
     model, parallel, train = config.model, config.parallel, config.train
     head_name = "embedding" if model.tie_embeddings else "head"
@@ -98,7 +126,11 @@ def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weigh
         return ops.constrain(ops.look_up(table_VD, rows["tokens"]), SPLIT)
 
     def look_up_backward(dh_BSD, rows: Rows, sums: Tree) -> Tree:
-        return sums | {"embedding": add_over_ranks(sums["embedding"], rows["tokens"], dh_BSD, parallel.tensor)}
+        add = partial(add_over_ranks, ids_BS=rows["tokens"], dh_BSD=dh_BSD, tensor=parallel.tensor)
+        if squares is None:
+            return sums | {"embedding": add(sums["embedding"])}
+        own_VD = add(jnp.zeros_like(sums["embedding"]))
+        return squares.embedding(sums | {"embedding": sums["embedding"] + own_VD}, rows, own_VD, dh_BSD)
 
     def norm(scale_D, h_BSD):
         return ops.constrain(nnx.merge(norm_graph, scale_D)(h_BSD), WHOLE)
@@ -106,10 +138,14 @@ def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weigh
     def head(h_BSD, rows: Rows, sums: Tree, valid):
         weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * scale, 0)
         normed_BSD, norm_backward = jax.vjp(norm, weights["final_norm"], h_BSD)
-        inputs = (normed_BSD, weights[head_name], rows["targets"], weights_BS, sums[head_name])
+        before_VD = sums[head_name] if squares is None else jnp.zeros_like(sums[head_name])
+        inputs = (normed_BSD, weights[head_name], rows["targets"], weights_BS, before_VD)
         loss, dnormed_BSD, dhead_VD = loss_and_gradients(*inputs, z_loss_weight=train.z_loss_weight, **bounds)
         # Each stage goes back through the norm with its part: a linear map, so parts may be added after it.
         dnorm, dh_BSD = norm_backward(ops.constrain(dnormed_BSD, WHOLE))
+        if squares is not None:
+            sums = squares.head(sums, rows, dhead_VD, dnorm, valid)
+            dhead_VD = sums[head_name] + dhead_VD
         dnorm = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), sums["final_norm"], dnorm)
         return loss, broadcast(ops.constrain(dh_BSD, SPLIT)), sums | {head_name: dhead_VD, "final_norm": dnorm}
 
@@ -123,8 +159,11 @@ def llama_stage(config: Config, ops: Ops, loop: LayerLoop, network: Llama, weigh
 
     def backward(chunk, dh_BSD, rows: Rows, ring, slot, sums: Tree, last, valid):
         arguments = (weights["layers"], chunk, dh_BSD, side(rows), ring, slot, sums["layers"], last, valid)
-        dh_BSD, layers = loop.backward(*arguments)
-        return ops.constrain(dh_BSD, SPLIT), sums | {"layers": layers}
+        dh_BSD, layers, of_layers = loop.backward(*arguments)
+        sums = sums | {"layers": layers}
+        if squares is not None:
+            sums = squares.file(sums, rows, of_layers)
+        return ops.constrain(dh_BSD, SPLIT), sums
 
     return Stage(
         axis=PIPE,

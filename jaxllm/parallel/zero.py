@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
-from jaxllm.parallel.layer_loop import Access
+from jaxllm.parallel.layer_loop import Access, Square
 from jaxllm.sharding import Layout, over_tensor
 
 Tree = Any
@@ -36,21 +36,26 @@ class Zero:
     """
 
     def __init__(self, level: int, layouts: Tree, stack_dims: int = 1):
-        layer = jax.tree.map(partial(_of_one_layer, stack_dims=stack_dims), layouts["layers"])
+        layer = jax.tree.map(partial(of_one_layer, stack_dims=stack_dims), layouts["layers"])
         rest = {name: spots for name, spots in layouts.items() if name != "layers"}
         self._rest_scatter, self._rest_gather = _scatter(rest), _gather(rest) if level == 3 else lambda weights: weights
         self.access = Access(_gather(layer) if level == 3 else None, _scatter(layer))
         """To the layers, for a loop over them."""
 
-    def read(self, weights: Tree, sinks: Tree) -> Tree:
-        """Whole weights, for those outside the layer stack. The gradient goes to the sinks."""
+    def read(self, weights: Tree, sinks: Tree, squares: jax.Array | None = None, square: Square | None = None) -> Tree:
+        """Whole weights, for those outside the layer stack. The gradient goes to the sinks, and `square` of it, before it is
+        reduced, to the sink `squares`.
+        """
 
         @jax.custom_vjp
-        def take(weights, sinks):
+        def take(weights, sinks, squares):
             return self._rest_gather(weights)
 
-        take.defvjp(lambda weights, sinks: (take(weights, sinks), None), lambda _, g: (None, self._rest_scatter(g)))
-        return take(weights, sinks)
+        def backward(_, g):
+            return None, self._rest_scatter(g), square(g) if square else None
+
+        take.defvjp(lambda *inputs: (take(*inputs), None), backward)
+        return take(weights, sinks, squares)
 
 
 def sink(shape: tuple[int, ...], spot: Layout, ranks: int) -> jax.Array:
@@ -95,14 +100,19 @@ def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
 
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:
     """Runs `function` on each tensor rank's part. Left to the compiler, a gather over data would first gather over tensor."""
-    specs = jax.tree.map(lambda spot: P(*[TENSOR if _has(TENSOR, entry) else None for entry in spot.compute]), layouts)
+    specs = tensor_specs(layouts)
     return over_tensor(function, in_specs=(specs,), out_specs=specs)(tree)
+
+
+def tensor_specs(layouts: Tree) -> Tree:
+    """How parameters are split over tensor, as the train step reads them."""
+    return jax.tree.map(lambda spot: P(*[TENSOR if _has(TENSOR, entry) else None for entry in spot.compute]), layouts)
 
 
 def _has(axis: str, entry: Any) -> bool:
     return entry == axis or (isinstance(entry, tuple) and axis in entry)
 
 
-def _of_one_layer(spot: Layout, stack_dims: int) -> Layout:
+def of_one_layer(spot: Layout, stack_dims: int) -> Layout:
     zero_dim = None if spot.zero_dim is None else spot.zero_dim - stack_dims
     return Layout(P(*spot.compute[stack_dims:]), P(*spot.master[stack_dims:]), zero_dim)

@@ -154,3 +154,11 @@ def readable_count(number: float) -> str:
             # Above four digits, g turns to exponents.
             return f"{units:.4g}{suffix}" if units < 1000 else f"{units:,.0f}{suffix}"
     return f"{number:.0f}"
+
+
+def short(count: float) -> str:
+    """'1.2M', '512.0k', '37': to one digit behind the point, for lines that come again and again."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count:.0f}"

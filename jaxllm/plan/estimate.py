@@ -121,7 +121,8 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers. `stages` to `fits` are the convention's; `by_convention` has them all."""
         speed, parallel = self.speed, self.config.parallel
-        axes = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "context", "tensor")}
+        names = ("replica",) * (parallel.replica > 1) + ("pipe", "data", "context", "tensor")
+        axes = {axis: getattr(parallel, axis) for axis in names}
         return {
             "gpu": self.gpu.name if self.gpu else None,
             "devices": self.devices,
@@ -251,7 +252,7 @@ def estimate(
         raise ConfigError(f"--convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
     found = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
-    config = config.resolve(devices)
+    config = config.resolve(devices).at_largest_batch
     per_host, because = hosts_of(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
     verdicts = {"jaxllm": Verdict(estimate_memory(config, found), found and found.capacity_bytes)}
     if convention == "megatron":

@@ -210,9 +210,12 @@ class Step:
     def resident(self) -> dict[str, float]:
         offload = self.parallel.offload_state
         per_token = 3 * 4 + 1 + (4 if self.config.data.mask_documents else 0)
+        # With DiLoCo the weights of the last outer step, and its momentum.
+        outer = 2 * FLOAT32 * self.all.master if self.config.train.diloco_steps is not None else 0
         return {
             "master_weights": 0 if offload == "optimizer_and_master" else FLOAT32 * self.all.master,
             "optimizer": 2 * FLOAT32 * self.all.master if offload == "none" else 0,
+            "outer_state": outer,
             "batch": self.microbatches * self.tokens * per_token,
         }
 
@@ -284,7 +287,17 @@ class Step:
         if self.pipelined:
             # Outputs that wait for the head, one that arrives and one that goes back.
             held["stage_messages"] = (self.finished_slots + 2) * self.units["split"]
+            held["noise_scale"] = self.noise_scale()
         return held
+
+    def noise_scale(self, at_loss: bool = False) -> float:
+        """Of a pipeline's step that measures it (parallel/squares.py), float32: while a loss is taken the head's gradient of
+        that microbatch; always, if the embedding is the head, rows of it for the tokens of one microbatch a stage.
+        """
+        if self.config.log.noise_scale_every is None:
+            return 0
+        kept = min(self.microbatches, self.parallel.pipe) * self.units["split"] if self.model.tie_embeddings else 0
+        return FLOAT32 * (kept / self.itemsize + (self.head.compute if at_loss else 0))
 
     # ------------------------------------------------------------------------------------ weights and gradients
 
@@ -397,7 +410,7 @@ class Step:
         gather = self.gather(held)
         moments = {"gather": gather} if gather else {}
         if self.pipelined:
-            moments["loss"] = {**held, "logits": self.logits()}
+            moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
             return moments | {name: {**held, **more} for name, more in layer_backward(self).items()}
         head, embedding = self.head_gradient(), self.embedding_gradient()
         summed = head if self.loss_chunks > 1 else 0

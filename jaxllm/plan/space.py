@@ -176,6 +176,8 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
         return f"{model.num_layers} layers leave a stage of pipe without one"
     if (G := config.train.global_batch_sequences) % mesh.data:
         return f"global_batch_sequences={G} does not divide over data"
+    if uneven := [batch for batch in config.batches if batch % mesh.data]:
+        return f"batch_schedule's {uneven[0]} sequences do not divide over data"
     return None
 
 
@@ -185,8 +187,9 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     # With one rank to shard over, all levels are the same.
     zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
     remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
-    share = config.train.global_batch_sequences // mesh.data
-    microbatches = divisors(share)
+    # A microbatch is the same in every phase of train.batch_schedule.
+    shares = [batch // mesh.data for batch in config.batches]
+    microbatches = divisors(math.gcd(*shares))
     if "zero" in keep:
         zeros = (parallel.zero,)
     if "remat" in keep:
@@ -199,7 +202,7 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
             continue
         even = microbatches
         if virtual_stages > 1:
-            even = tuple(size for size in microbatches if share // size % mesh.pipe == 0)
+            even = tuple(size for size in microbatches if all(share // size % mesh.pipe == 0 for share in shares))
         uneven = tuple(size for size in microbatches if size not in even)
         for zero in zeros:
             if zero and not shares_out:

@@ -42,7 +42,7 @@ from jaxllm.plan.network import Group, all_gather_s, all_reduce_s, group_of, lin
 
 Convention = Literal["jaxllm", "megatron"]
 CONVENTIONS = get_args(Convention)
-COMMUNICATION = ("tensor", "tensor_skew", "context", "pipe", "data", "offload", "offload_state")
+COMMUNICATION = ("tensor", "tensor_skew", "context", "pipe", "data", "replica", "offload", "offload_state")
 """Terms that wait for other GPUs or for the host."""
 
 
@@ -114,7 +114,8 @@ def estimate_step_time(
     """Predicts the train step of a resolved config.
 
     Args:
-      gpus_per_host: devices are dealt to hosts in the mesh's order, pipe slowest and tensor fastest.
+      gpus_per_host: devices are dealt to hosts in the mesh's order, replica and pipe slowest and tensor fastest. Between
+        islands of parallel.replica the network is taken to be that between hosts; a slower one is not known here.
       convention: jaxllm or megatron, see the module. In Megatron's parallel.remat means what it is there if it is `full`, and
         is not read otherwise.
       fitted: other constants, to fit them.
@@ -202,7 +203,8 @@ class _Step:
         self.policy = policy_of(parallel.remat)
         self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
         self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
-        self.devices = self.P * self.d * self.c * self.t
+        island = self.P * self.d * self.c * self.t
+        self.devices = parallel.replica * island
         self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
         # XLA multiplies float32 matrices in TF32.
         self.peak_flops = gpu.dense_flops["tf32" if model.compute_dtype == "float32" else "bfloat16"]
@@ -216,7 +218,7 @@ class _Step:
 
         self.tensor_group, self.context_group = axis(self.t, 1), axis(self.c, self.t)
         self.data_group = axis(self.d * self.c, self.t)
-        self.pipe_group = axis(self.P, self.d * self.c * self.t)
+        self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, island)
 
         self.rows = config.microbatch_sequences * self.S // self.c
         """Tokens of a microbatch that a rank multiplies: tensor ranks gather the sequence first."""
@@ -250,6 +252,7 @@ class _Step:
         if self.P > 1 and not self.is_megatron:
             self.add_pipe_reductions(once)
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
+        self.add_islands(once)
         self.add_state_offload(once)
         for found in (self.head(), self.update(), once.exposed_s):
             _add_times(terms, found)
@@ -507,6 +510,12 @@ class _Step:
         moved_bytes = self.shared_parameters() * (4 * 4 + 3 * 4 + 4 + 4 + self.itemsize)
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * KERNEL_S}
 
+    def add_islands(self, transfers: _Transfers) -> None:
+        """Across islands, float32, each rank its share: gradients once a step, or with DiLoCo weights once a round."""
+        if self.replica_group.size > 1:
+            reduce_s = all_reduce_s(4 * self.shared_parameters(), self.replica_group, self.links)
+            transfers.add("replica", reduce_s, times=1 / (self.config.train.diloco_steps or 1))
+
     def add_state_offload(self, transfers: _Transfers) -> None:
         """Moments cross the host's link once each way; master weights too, and once more to be cast at the step's beginning."""
         state = self.parallel.offload_state
@@ -516,6 +525,7 @@ class _Step:
 
     def add_input(self, terms: dict[str, float]) -> None:
         """What a data rank waits for its input, beyond the step's own time."""
-        wait_s = self.config.step_tokens / self.d / self.fitted.loader_tokens_per_s - sum(terms.values())
+        tokens = self.config.step_tokens / (self.parallel.replica * self.d)
+        wait_s = tokens / self.fitted.loader_tokens_per_s - sum(terms.values())
         if wait_s > 0:
             terms["input"] = wait_s

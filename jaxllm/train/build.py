@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,24 +12,39 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import Config
+from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import Parallelized, parallelize
+from jaxllm.train import diloco
+from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Metrics, make_train_step, make_update
+from jaxllm.train.step import Metrics, make_train_step, make_update, observe_nothing
+
+State = TrainState | diloco.DilocoState
+"""The second with train.diloco_steps."""
 
 
 @dataclass(frozen=True)
 class Training:
     functions: Parallelized
-    shardings: TrainState
+    shardings: State
     """Where each array of the state lies."""
-    create: Callable[[jax.Array | int], TrainState]
+    create: Callable[[jax.Array | int], State]
     """seed -> the state of step 0; to be jitted with `shardings` (create_state does)."""
-    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    step: Callable[[State, Any], tuple[State, Metrics]]
     """(state, batch) -> (state, metrics); to be jitted with the state donated."""
+    measuring_step: Callable[[State, Any], tuple[State, Metrics]] | None
+    """The same, with what the noise scale is made of among the metrics; None if no step measures it, or all do."""
+    metrics_lie: Any
+    """Where the metrics are to lie: everywhere, so that every process can read them; of islands, where the island is."""
 
-    def create_state(self, seed: int) -> TrainState:
+    def layout(self) -> State:
+        """The state as ShapeDtypeStructs, where it lies."""
+        shapes = jax.eval_shape(self.create, 0)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
+
+    def create_state(self, seed: int) -> State:
         """The state of step 0. Compiled with its shardings, so no device ever holds more than its share."""
         # LLVM spends ten seconds on the unrolled rounds of the random numbers; unoptimised they compile in one and run once.
         on_cpu = self.shardings.step.mesh.devices.flat[0].platform == "cpu"
@@ -43,15 +59,39 @@ def build_training(config: Config, mesh: Mesh) -> Training:
 
     def create(seed: jax.Array | int) -> TrainState:
         params = functions.initialize(jax.random.key(seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        recent = Recent.empty() if config.train.skip_spikes else None
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
 
     offload = what_to_offload(config, mesh)
     shardings = state_shardings(functions, optimizer, mesh, offload)
+    if config.train.skip_spikes:
+        shardings = dataclasses.replace(shardings, recent=Recent(replicated(mesh), replicated(mesh)))
     if offload == "none":
         update = make_update(optimizer)
     else:
         update = streamed_update(config, functions.table, shardings, mesh)
     if offload == "optimizer_and_master":
         functions = loading_params(config, functions, mesh)
-    step = make_train_step(functions.value_and_grad, update, make_learning_rate(config), config.optimizer.clip_norm)
-    return Training(functions, shardings, create, step)
+    judge = skip_spikes(config.train.spike_deviations) if config.train.skip_spikes else skip_not_finite
+    observe = observe_nothing
+    if config.log.layer_norms_every is not None:
+        norms = layer_grad_norms(functions.table, config.model.num_layers)
+        observe = lambda gradients: {LAYER_GRAD_NORM: norms(gradients)}  # noqa: E731
+    chosen: dict[str, Any] = {"judge": judge, "observe": observe}
+    in_rounds, islands = config.train.diloco_steps is not None, config.parallel.replica
+    if in_rounds:
+        chosen["each"] = diloco.for_each_island(islands)
+
+    def make_step(value_and_grad: Callable) -> Callable[[State, Any], tuple[State, Metrics]]:
+        step = make_train_step(value_and_grad, update, make_learning_rate(config), config.optimizer.clip_norm, **chosen)
+        return diloco.inner_step(step) if in_rounds else step
+
+    step, measuring_step = make_step(functions.value_and_grad), None
+    if config.log.noise_scale_every is not None:
+        measuring_step = make_step(functions.value_grad_and_parts)
+    if config.log.noise_scale_every == 1:
+        step, measuring_step = measuring_step, None
+    if in_rounds:
+        lies, begin = diloco.state_lies(shardings, islands), lambda seed: diloco.begin(create(seed), islands)
+        return Training(functions, lies, begin, step, measuring_step, diloco.metrics_lie(mesh))
+    return Training(functions, shardings, create, step, measuring_step, replicated(mesh))

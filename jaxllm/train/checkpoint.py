@@ -1,7 +1,7 @@
 """Saving and resuming a run, so that nothing is lost: not to a kill, a full disk, a torn file, nor to another mesh.
 
     run.dir/checkpoints/400/        one checkpoint; as long as it is written it has another name
-      state/                        the whole TrainState: Orbax, OCDBT
+      state/                        the whole TrainState (with train.diloco_steps a DilocoState): Orbax, OCDBT
       meta/metadata                 JSON: step, samples consumed, fingerprint of the text, config, versions
       files.json                    sizes and checksums of the files above
     run.dir/checkpoints-damaged/    what was found torn: moved, never deleted
@@ -12,6 +12,7 @@ adds them, and cuts the stack of layers anew for other virtual stages. A checkpo
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -37,7 +38,7 @@ from jaxllm.config import CheckpointConfig, Config, ConfigError
 from jaxllm.pretrained.folder import versions
 from jaxllm.sharding import stack_dims
 from jaxllm.train.fence import unfenced
-from jaxllm.train.state import HOST, TrainState
+from jaxllm.train.state import HOST
 
 FORMAT = 1
 STATE, META, FILES = "state", "meta", "files.json"
@@ -48,6 +49,8 @@ SHARED_LIMIT_S = 20
 """How long a process looks for a file that process 0 wrote: NFS shows it after up to some seconds."""
 
 Meta = dict[str, Any]
+State = Any
+"""A TrainState or a DilocoState: a dataclass of arrays, trees of them, and such dataclasses. What is None is not saved."""
 
 
 class SaveError(ConfigError):
@@ -86,11 +89,12 @@ class Checkpoints:
         """What the newest whole checkpoint says of itself."""
         return read_meta(self.folder / str(self.latest))
 
-    def restore(self, like: TrainState, table: Any) -> TrainState:
+    def restore(self, like: State | Callable[[Meta], State], table: Any) -> State:
         """The newest state that can be read, laid out as `like` (ShapeDtypeStructs with shardings); `latest` is then its step.
         Damaged ones that are newer are moved out of the way, since training will save their steps again.
 
         Args:
+          like: or a function that says it, of what the checkpoint to be read says of itself.
           table: the model's parameters as a nested dict of Parameter.
 
         Raises:
@@ -99,8 +103,9 @@ class Checkpoints:
         silence_orphans()
         while True:
             state, reason = None, ""
+            wanted = like(self.meta()) if callable(like) else like
             try:
-                state = read_arrays(self.folder / str(self.latest) / STATE, _as_dict(like), table)
+                state = read_arrays(self.folder / str(self.latest) / STATE, _as_dict(wanted), table)
             except ConfigError:
                 raise
             except Exception as error:
@@ -119,9 +124,9 @@ class Checkpoints:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
         # Devices meet here, so it comes after the processes have agreed that all have read.
-        return TrainState(**restacked(state, _as_dict(like)))
+        return _as_state(restacked(state, _as_dict(wanted)), wanted)
 
-    def save(self, step: int, state: TrainState, meta: Meta) -> None:
+    def save(self, step: int, state: State, meta: Meta) -> None:
         """Saves `state` as of `step`: returns once it is copied, or written if checkpoint.asynchronous=false. Waits for the
         save before it. A step that is saved already is left as it is.
 
@@ -282,16 +287,18 @@ def silence_orphans() -> None:
     sys.unraisablehook = hook
 
 
-def describe_run(config: Config, step: int, fingerprint: str) -> Meta:
+def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0) -> Meta:
     """What a checkpoint of `step` says of itself.
 
     Args:
       fingerprint: of the text the run reads.
+      skipped_steps: of the steps until then, those that changed nothing.
     """
     return {
         "format": FORMAT,
         "step": step,
-        "samples": step * config.train.global_batch_sequences,
+        "samples": config.sequences_before(step),
+        "skipped_steps": skipped_steps,
         "fingerprint": fingerprint,
         "vocab_size": config.model.vocab_size,
         "config": config.model_dump(mode="json"),
@@ -471,20 +478,29 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
 
     def read_as(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = _names(path)
-        shape = saved.get(names)
-        if shape is None:
+        if names not in saved:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
         of_parameter = dims.get(parameter, ("",) * x.ndim)
+        # What each island has of its own (diloco.py) has a dim before the parameter's.
+        islands = x.ndim - len(of_parameter)
+        shape, wanted = saved[names][islands:], x.shape[islands:]
         stacked = stack_dims(of_parameter)
-        of_stack = len(shape) - (x.ndim - stacked)
-        sizes = zip(shape[of_stack:], x.shape[stacked:], of_parameter[stacked:], strict=False)
-        if (of_stack not in (1, 3) if stacked else of_stack) or any(a != b and d != "vocab" for a, b, d in sizes):
+        of_stack = len(shape) - (len(wanted) - stacked)
+        sizes = zip(shape[of_stack:], wanted[stacked:], of_parameter[stacked:], strict=False)
+        is_other = tuple(saved[names][:islands]) != x.shape[:islands] or any(a != b and d != "vocab" for a, b, d in sizes)
+        if is_other or (of_stack not in (1, 3) if stacked else of_stack):
             raise ConfigError(
-                f"{'.'.join(parameter)} has shape {tuple(shape)} in {folder} and {x.shape} in this config: use the same model."
+                f"{'.'.join(parameter)} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
+                f"model."
             )
-        if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == x.shape[:stacked]:
+        if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:
             return x
+        if islands:
+            raise ConfigError(
+                f"{folder} holds islands of DiLoCo whose layers are cut for another pipeline: go on with the same "
+                f"parallel.pipe and parallel.virtual_stages."
+            )
         return _of_another_stack(x, stacked, shape[:of_stack])
 
     def arguments(path: Any, x: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
@@ -551,8 +567,19 @@ def _names(path: Any) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
-def _as_dict(state: TrainState) -> dict[str, Any]:
-    return {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+def _as_dict(state: State) -> Any:
+    if not dataclasses.is_dataclass(state):
+        return state
+    values = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
+    return {name: _as_dict(value) for name, value in values if value is not None}
+
+
+def _as_state(arrays: Any, like: State) -> State:
+    """What _as_dict made of a state like `like`, as one again."""
+    if not dataclasses.is_dataclass(like):
+        return arrays
+    values = ((field.name, getattr(like, field.name)) for field in dataclasses.fields(like))
+    return type(like)(**{name: None if value is None else _as_state(arrays[name], value) for name, value in values})
 
 
 KNOWN_CAUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)

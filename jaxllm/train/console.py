@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxllm.plan.cost import short
 from jaxllm.train.metrics import Record
 
 
@@ -42,11 +44,13 @@ class Console:
     def step(self, record: Record, mfu: float | None, due: bool) -> None:
         """Shows one step's metrics; `due` says whether it gets a line of its own."""
         line = (
-            f"step {record['step']}/{self._total}  tokens {_short(record['tokens'])}  loss {record['loss']:.4f}  "
-            f"{_short(record['tokens_per_s_per_device'])} tokens/s/device"
+            f"step {record['step']}/{self._total}  tokens {short(record['tokens'])}  loss {record['loss']:.4f}  "
+            f"{short(record['tokens_per_s_per_device'])} tokens/s/device"
         )
         if mfu is not None:
             line += f"  MFU {100 * mfu:.1f}% (causal)"
+        if math.isfinite(record.get("noise_scale_tokens", math.inf)):
+            line += f"  noise scale {short(record['noise_scale_tokens'])} tokens"
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=line)
         elif due:
@@ -60,10 +64,3 @@ class Console:
         started, first = self._first
         seconds = (now - started) / max(step - first, 1) * (self._total - step)
         return f"  {int(seconds // 60)}:{int(seconds % 60):02d} left"
-
-
-def _short(count: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f}{unit}"
-    return f"{count:.0f}"

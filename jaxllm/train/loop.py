@@ -16,6 +16,7 @@ import jax
 import yaml
 
 from jaxllm import distributed, exits, progress, watchdog
+from jaxllm.batch_schedule import Phase, done_by, phases_of
 from jaxllm.config import ATTENTION_RESULTS, Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.data.chat import TEMPLATE_FILE
@@ -25,6 +26,7 @@ from jaxllm.parallel.stacking import stacking_of
 from jaxllm.plan.activations import is_blockwise
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
+from jaxllm.plan.noise_reading import reading
 from jaxllm.plan.pipeline_report import USUAL_IDLE
 from jaxllm.plan.schedule import idle_share, microbatches_for
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
@@ -34,6 +36,7 @@ from jaxllm.train.fence import alone_in
 from jaxllm.train.fits import explaining_out_of_memory
 from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.metrics import Record, Sink, open_sinks
+from jaxllm.train.run_clock import RunClock
 from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Evaluation, Trainer
 
@@ -50,6 +53,7 @@ def fit(config: Config) -> Trainer:
     then Trainer.stopped_by names it. Where somebody restarts the run and the signal comes before the first step, the process
     ends instead, with exits.RESTART.
     """
+    clock = RunClock()
     place, minutes = distributed.place(), config.checkpoint.every_minutes
     watchdog.beat(place.beat_fd)
     interrupt = Interrupt(minutes * 60 if minutes else None, leave_early if place.restarts else None)
@@ -80,6 +84,9 @@ def fit(config: Config) -> Trainer:
         sinks = open_sinks(config, first, require) if distributed.is_main_process() else []
         for sink in sinks:
             stack.callback(sink.close)
+        if sinks:
+            trainer.watch.recall(folder / "metrics.jsonl")
+            trainer.noise.recall(folder / "metrics.jsonl", first)
         if distributed.is_main_process():
             require()
             write_config(folder, config)
@@ -88,7 +95,7 @@ def fit(config: Config) -> Trainer:
             # Until here a signal does what it does to any program.
             stack.enter_context(interrupt)
         with progress.phase("step"):
-            stopped_by = train(trainer, checkpoints, interrupt, console, sinks)
+            stopped_by = train(trainer, checkpoints, interrupt, console, sinks, clock)
         with progress.phase("save"):
             checkpoints.wait()
         with progress.phase("finish"):
@@ -171,9 +178,24 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
             raise ConfigError(
                 f"{folder} holds a run with {section}.{key}={old}, not {new}: go on with that value, or choose another run.dir."
             )
+    require_same_batches(folder, meta, config)
     if meta["fingerprint"] != fingerprint:
         raise ConfigError(
             f"{folder} holds a run on other text: what data names has changed since; bring it back, or choose another run.dir."
+        )
+
+
+def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
+    """Refuses a train.batch_schedule that says other of the steps that are done; what comes later may be changed."""
+    train, step = meta["config"]["train"], meta["step"]
+    first, length = train["global_batch_sequences"], train["sequence_length"]
+    before = done_by(phases_of(first, train.get("batch_schedule", ()), length), step)
+    if before != done_by(config.phases, step):
+        told = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
+        raise ConfigError(
+            f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
+            f"train.batch_schedule=[{told}], and the one given says otherwise of them: begin it with these, or choose another "
+            f"run.dir."
         )
 
 
@@ -184,7 +206,9 @@ def write_config(folder: Path, config: Config) -> None:
     aside.replace(folder / "config.yaml")
 
 
-def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, console: Console, sinks: list[Sink]) -> str | None:
+def train(
+    trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, console: Console, sinks: list[Sink], clock: RunClock
+) -> str | None:
     """The loop itself. Metrics arrive one step late; evaluation, saving and profiling wait for the step under way. Returns the
     signal that stopped it, or None at the last step.
     """
@@ -195,12 +219,20 @@ def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, cons
     def publish(record: Record | None) -> None:
         if record is None:
             return
+        record |= clock.of_line(trainer, peak_flops)
         for sink in sinks:
             sink.write(record)
+        if record["skipped"] or record["loss_spike"]:
+            console.say(what_went_wrong(record))
         rate = float(record["tokens_per_s_per_device"])
         utilisation = mfu(rate, config.model, config.train.sequence_length, peak_flops) if peak_flops else None
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (first + 1, config.train.steps)
         console.step(record, utilisation, due)
+
+    def save(step: int) -> None:
+        meta = describe_run(config, step, trainer.data.fingerprint, trainer.watch.skipped_steps)
+        with progress.phase("save"):
+            checkpoints.save(step, trainer.state, meta)
 
     started = time.perf_counter()
     if first < config.train.steps:
@@ -210,6 +242,8 @@ def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, cons
     stopped_by = interrupt.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()
+        if trainer.step > 0 and (phase := config.phase_at(trainer.step)).first_step == trainer.step:
+            console.say(f"{describe_phase(config, phase)} from here on")
         with profile(config, trainer.step + 1, first + 1):
             publish(trainer.advance())
             step, last = trainer.step, trainer.step == config.train.steps
@@ -223,22 +257,32 @@ def train(trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, cons
                 publish(trainer.finish())
                 if saves and not last:
                     stragglers.measure()
+        if (saves or evaluates) and (note := noise_note(trainer)):
+            console.say(note)
         if saves:
-            with progress.phase("save"):
-                checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
+            save(step)
             interrupt.saved()
         if evaluates:
             found = record_evaluation(trainer, sinks, interrupt, config.train.eval_batches)
             if found is None:
                 stopped_by = interrupt.asked()
                 if not saves:
-                    with progress.phase("save"):
-                        checkpoints.save(step, trainer.state, describe_run(config, step, trainer.data.fingerprint))
+                    save(step)
             else:
                 console.say(f"step {step}  held-out loss {found.loss:.4f}{by_source(found)}")
     if trainer.step > first:
         console.say(f"trained {trainer.step - first} steps in {time.perf_counter() - started:.0f} s")
     return stopped_by
+
+
+def noise_note(trainer: Trainer) -> str | None:
+    """What the gradient noise scale says of the last step's batch; None if it was not measured."""
+    if (found := trainer.noise.found) is None:
+        return None
+    config = trainer.config
+    tokens = config.tokens_before(trainer.step) - config.tokens_before(trainer.step - 1)
+    # In rounds an island's steps are its own.
+    return f"step {trainer.step}  {reading(found, tokens // (config.parallel.replica if trainer.rounds else 1))}"
 
 
 def announce(console: Console, trainer: Trainer) -> None:
@@ -251,9 +295,13 @@ def announce(console: Console, trainer: Trainer) -> None:
         f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
     )
+    for line in batch_notes(config):
+        console.say(line)
     if config.parallel.pipe > 1:
         for line in pipeline_notes(config):
             console.say(line)
+    if config.train.diloco_steps is not None:
+        console.say(diloco_line(config))
     if trainer.memory_fit is not None:
         console.say(trainer.memory_fit.line)
     if trainer.weights is not None:
@@ -268,6 +316,45 @@ def announce(console: Console, trainer: Trainer) -> None:
     if named and (attention == "xla" or not is_blockwise(config)):
         console.say(f"note: attention that is not in blocks has no {', '.join(sorted(named))}: it is computed again")
     note_epochs(console, trainer)
+
+
+def diloco_line(config: Config) -> str:
+    """Who trains on its own, on how much, and when islands meet."""
+    train, islands = config.train, config.parallel.replica
+    alone = f"{islands} islands, each on 1/{islands} of every batch" if islands > 1 else "one island"
+    start = f" after {train.diloco_after_steps} steps together" if train.diloco_after_steps else ""
+    outer = f"Nesterov step of {train.diloco_lr:g}, momentum {train.diloco_momentum:g}"
+    return f"DiLoCo: {alone}{start}; an outer {outer}, every {train.diloco_steps} steps and after the last"
+
+
+def batch_notes(config: Config) -> Iterator[str]:
+    """What train.batch_schedule comes to; each batch's program is compiled when its first step is due."""
+    if not config.train.batch_schedule:
+        return
+    later = config.phases[1:]
+    for phase in later:
+        if phase.first_step < config.train.steps:
+            tokens = config.tokens_before(phase.first_step)
+            yield f"after step {phase.first_step} ({tokens:,} tokens) {describe_phase(config, phase)}, compiled then"
+    if config.train.batch_lr != "none":
+        rule = {"sqrt": "the root of the batch", "linear": "the batch"}[config.train.batch_lr]
+        last = config.phases[-1].sequences
+        yield f"learning rate in proportion to {rule}; optimizer.learning_rate is that of {last} sequences"
+    if later and later[-1].first_step >= config.train.steps:
+        yield f"note: the run ends before train.batch_schedule comes to its batch of {later[-1].sequences} sequences"
+
+
+def describe_phase(config: Config, phase: Phase) -> str:
+    M = config.in_phase(phase).num_microbatches
+    tokens = phase.sequences * config.train.sequence_length
+    return f"batch of {phase.sequences} sequences, {tokens:,} tokens a step in {M} microbatch{'es' if M > 1 else ''}"
+
+
+def what_went_wrong(record: Record) -> str:
+    """Of a step that was skipped, or is a spike."""
+    what = "a spike" if record["loss_spike"] else "not finite"
+    skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
+    return f"step {record['step']} is {what}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}{skipped}"
 
 
 def pipeline_notes(config: Config) -> Iterator[str]:
@@ -293,7 +380,7 @@ def pipeline_notes(config: Config) -> Iterator[str]:
 def note_epochs(console: Console, trainer: Trainer) -> None:
     """How often the run will read each source, where there are several or one is read more than once."""
     config, stream = trainer.config, trainer.stream
-    epochs = stream.epochs(config.train.steps * config.train.global_batch_sequences)
+    epochs = stream.epochs(config.sequences_before(config.train.steps))
     if len(epochs) > 1 or max(epochs.values()) > 1:
         console.say("epochs of the whole run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
     full = sum(
@@ -330,8 +417,7 @@ def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: li
     """
     data, unit, config = trainer.data, trainer.data.unit, trainer.config
     if data.held_out_tokens > 1:
-        rows = config.microbatch_sequences * int(config.parallel.data) * config.parallel.pipe
-        batch_tokens = rows * config.train.sequence_length
+        batch_tokens = config.microbatch_rows * config.parallel.pipe * config.train.sequence_length
         # A run that is started once more, with nothing to train, has its line already.
         known = has_evaluation(Path(config.run.dir) / "metrics.jsonl", trainer.step)
         found = record_evaluation(trainer, [] if known else sinks, interrupt, -(-FINAL_EVAL_TOKENS // batch_tokens))

@@ -8,11 +8,13 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.train.fence import unfenced
+from jaxllm.train.instability import spike_line
 
 Record = dict[str, float | int]
 
@@ -69,6 +71,26 @@ class JsonLines:
             pass
 
 
+class Spikes:
+    """Beside metrics.jsonl a file of the steps that were skipped or spikes alone, with the samples they read. It is made with
+    the first of them.
+    """
+
+    def __init__(self, path: Path, config: Config, last_step: int, require: Callable[[], None] = unfenced):
+        self._open = partial(JsonLines, path, last_step, require)
+        self._config, self._lines = config, None if not path.exists() else self._open()
+
+    def write(self, record: Record) -> None:
+        line = spike_line(self._config, record)
+        if line is not None:
+            self._lines = self._lines or self._open()
+            self._lines.write(line)
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
 class TensorBoard:
     def __init__(self, folder: Path):
         writer = _require("tensorboardX", "log.tensorboard=true", "tensorboard")
@@ -109,7 +131,8 @@ def open_sinks(config: Config, last_step: int, require: Callable[[], None] = unf
     if config.log.wandb_project:
         sinks.append(WeightsAndBiases(config.log.wandb_project, config))
     # Last, so that a missing package touches nothing.
-    return [*sinks, JsonLines(folder / "metrics.jsonl", last_step, require)]
+    sinks.append(JsonLines(folder / "metrics.jsonl", last_step, require))
+    return [*sinks, Spikes(folder / "spikes.jsonl", config, last_step, require)]
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

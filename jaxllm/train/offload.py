@@ -43,7 +43,7 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     params_on_host = config.parallel.offload_state == "optimizer_and_master"
 
-    def update(gradients: Tree, opt_state: Tree, params: Tree, rate: jax.Array) -> tuple[Tree, Tree]:
+    def update(gradients: Tree, opt_state: Tree, params: Tree, rate: jax.Array, sound: jax.Array) -> tuple[Tree, Tree]:
         anatomy = Anatomy.of(opt_state, table)
         moments, counters = anatomy.take_apart(opt_state)
         moment_specs, counter_specs = anatomy.take_apart(specs.opt_state)
@@ -51,9 +51,9 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
         for name, part in table.items():
             state_specs = (specs.params[name], [tree[name] for tree in moment_specs], counter_specs)
             run = partial(_update_part, make_update(make_optimizer(config, part)), anatomy, part, params_on_host)
-            in_specs = (specs.params[name], *state_specs, PartitionSpec())
+            in_specs = (specs.params[name], *state_specs, PartitionSpec(), PartitionSpec())
             mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=state_specs, check_vma=False)
-            parts[name] = mapped(gradients[name], params[name], [tree[name] for tree in moments], counters, rate)
+            parts[name] = mapped(gradients[name], params[name], [tree[name] for tree in moments], counters, rate, sound)
         new_moments = [{name: new[i] for name, (_, new, _) in parts.items()} for i in range(len(moments))]
         # Every part has counted the step.
         *_, (_, _, new_counters) = parts.values()
@@ -77,7 +77,9 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
     return dataclasses.replace(
         functions,
         value_and_grad=lambda params, batch: functions.value_and_grad(load(params), batch),
+        value_grad_and_parts=lambda params, batch: functions.value_grad_and_parts(load(params), batch),
         loss_sum=lambda params, batch: functions.loss_sum(load(params), batch),
+        layer_norms=lambda params, batch: functions.layer_norms(load(params), batch),
     )
 
 
@@ -110,7 +112,7 @@ class Anatomy:
 # ------------------------------------------------------------------------------------------- one part, on a rank's own share
 
 
-def _update_part(update: Update, anatomy: Anatomy, part, params_on_host: bool, gradients, params, moments, counters, rate):
+def _update_part(update: Update, anatomy: Anatomy, part, params_on_host: bool, gradients, params, moments, counters, *how):
     """One top-level entry of the parameters, a piece after the other: (params, moments, counters)."""
     count = _pieces(part, params)
     shapes = jax.tree.map(jnp.shape, (params, moments))
@@ -121,7 +123,7 @@ def _update_part(update: Update, anatomy: Anatomy, part, params_on_host: bool, g
         at = partial(_read, number)
         # Not the carry's counters: every piece counts the same step.
         state = anatomy.assemble(at(moments, True), counters)
-        new_params, state = update(at(gradients, False), state, at(params, params_on_host), rate)
+        new_params, state = update(at(gradients, False), state, at(params, params_on_host), *how)
         new_moments, new_counters = anatomy.take_apart(state)
         params = _write(number, params, new_params, params_on_host)
         return (params, _write(number, moments, new_moments, True)), new_counters

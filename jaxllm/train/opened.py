@@ -129,7 +129,7 @@ def config_of(source: Source, overrides: Sequence[str], sequence_length: int) ->
     values = with_overrides({"model": model, "train": train, "data": data}, overrides)
     _require_its_shape(source, values["model"])
     sizes, micro = values.get("parallel") or {}, values["train"]["microbatch_sequences"]
-    factors = (micro, sizes.get("data"), sizes.get("pipe"))
+    factors = (micro, sizes.get("data"), sizes.get("pipe"), sizes.get("replica"))
     batch = math.prod(size for size in factors if isinstance(size, int) and size > 0)
     values["train"].setdefault("global_batch_sequences", batch)
     return load_config(values)
@@ -149,7 +149,7 @@ def _load(source: Source, config: Config, devices: list[jax.Device], follows: bo
     p, train = config.parallel, config.train
     others = _beside_data(config)
     if follows and p.data == AUTO and len(devices) % others == 0:
-        batch = (train.microbatch_sequences or 1) * (len(devices) // others) * p.pipe
+        batch = (train.microbatch_sequences or 1) * (len(devices) // others) * p.pipe * p.replica
         config = config.model_copy(update={"train": train.model_copy(update={"global_batch_sequences": batch})})
     config = config.resolve(len(devices))
     mesh = make_mesh(config.parallel, devices)

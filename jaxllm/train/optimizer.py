@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxllm.config import Config
@@ -32,16 +33,24 @@ def make_learning_rate(config: Config) -> LearningRate:
     """step (int, the first is 0) -> learning rate, from the tokens consumed once that step is done.
 
     Warm-up is linear from 0. With p the share of the tokens after it: cosine f + (1-f)(1+cos(pi p))/2, linear 1-(1-f)p, wsd
-    constant and then linear to f over decay_tokens; f is final_learning_rate_fraction.
+    constant and then linear to f over decay_tokens; f is final_learning_rate_fraction. All of it times (batch / last batch of
+    train.batch_schedule) to the power that train.batch_lr names.
     """
     o = config.optimizer
     total = float(config.total_tokens)
     decay_tokens = float(o.decay_tokens if o.decay_tokens is not None else total / 5)
     final = o.final_learning_rate_fraction
+    phases, power = config.phases, {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.train.batch_lr]
+    # One entry a phase. float32 is exact to 1e-7 of the run, and int32 would overflow at 2 billion tokens.
+    first_step = np.array([min(phase.first_step, 2**31 - 1) for phase in phases], np.int32)
+    first_token = np.array([config.tokens_before(phase.first_step) for phase in phases], np.float32)
+    step_tokens = np.array([phase.sequences * config.train.sequence_length for phase in phases], np.float32)
+    factor = np.array([(phase.sequences / phases[-1].sequences) ** power for phase in phases], np.float32)
 
     def learning_rate(step: jax.Array) -> jax.Array:
-        # float32 is exact to 1e-7 of the run, and int32 would overflow at 2 billion tokens.
-        tokens = (step.astype(jnp.float32) + 1.0) * config.step_tokens
+        phase = (step >= first_step).sum() - 1
+        done = (step - jnp.asarray(first_step)[phase]).astype(jnp.float32) + 1.0
+        tokens = jnp.asarray(first_token)[phase] + done * jnp.asarray(step_tokens)[phase]
         progress = jnp.clip((tokens - o.warmup_tokens) / max(total - o.warmup_tokens, 1.0), 0.0, 1.0)
         decay = {
             "cosine": final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress)),
@@ -50,7 +59,7 @@ def make_learning_rate(config: Config) -> LearningRate:
             "constant": jnp.ones_like(progress),
         }[o.schedule]
         warmup = jnp.minimum(tokens / max(o.warmup_tokens, 1), 1.0)
-        return o.learning_rate * warmup * decay
+        return o.learning_rate * warmup * decay * jnp.asarray(factor)[phase]
 
     return learning_rate
 

@@ -7,7 +7,7 @@ their shardings.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,11 @@ class TrainState:
     params: Any
     """Master parameters, float32, a nested dict."""
     opt_state: Any
+    recent: Any = None
+    """The last losses and gradient norms (instability.Recent), with train.skip_spikes."""
+
+    def with_recent(self, recent: Any) -> TrainState:
+        return replace(self, recent=recent)
 
 
 def state_shardings(

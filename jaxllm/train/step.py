@@ -9,38 +9,62 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxllm.parallel.squares import Parts
+from jaxllm.train.instability import Judge, skip_not_finite
+from jaxllm.train.noise_scale import estimates
 from jaxllm.train.optimizer import LearningRate, clip_by_norm
 from jaxllm.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
-Update = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
-"""(gradients, optimizer state, params, learning rate) -> (params, optimizer state)"""
+Update = Callable[[Any, Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
+"""(gradients, optimizer state, params, learning rate, whether to change anything) -> (params, optimizer state)"""
+Observe = Callable[[Any], Metrics]
+"""gradients, before clipping -> metrics"""
 
 
 def make_update(optimizer: optax.GradientTransformation) -> Update:
-    def update(gradients: Any, opt_state: Any, params: Any, rate: jax.Array) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return jax.tree.map(lambda p, u: p - rate * u, params, updates), opt_state
+    def update(gradients: Any, opt_state: Any, params: Any, rate: jax.Array, sound: jax.Array) -> tuple[Any, Any]:
+        updates, new_state = optimizer.update(gradients, opt_state, params)
+        # Selected element by element: that is part of the pass over the state as it is, and what is skipped keeps its bits.
+        params = jax.tree.map(lambda p, u: jnp.where(sound, p - rate * u, p), params, updates)
+        return params, jax.tree.map(lambda new, old: jnp.where(sound, new, old), new_state, opt_state)
 
     return update
 
 
+def observe_nothing(gradients: Any) -> Metrics:
+    return {}
+
+
 def make_train_step(
-    value_and_grad: Callable[[Any, Any], tuple[jax.Array, Any]],
+    value_and_grad: Callable[[Any, Any], tuple[Any, ...]],
     update: Update,
     learning_rate: LearningRate,
     clip_norm: float | None,
+    each: Callable[[Callable], Callable] = lambda apply: apply,
+    judge: Judge = skip_not_finite,
+    observe: Observe = observe_nothing,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """(state, batch) -> (state, metrics), a pure function to be jitted with the state donated."""
+    """(state, batch) -> (state, metrics), a pure function to be jitted with the state donated. A step that `judge` finds
+    unsound changes nothing but the count of steps.
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        loss, gradients = value_and_grad(state.params, batch)
+    Args:
+      value_and_grad: (params, batch) -> (loss, gradients), or with Parts, from which the noise scale is then measured.
+      each: turns what is done with a loss and gradients into what is done with those of several states at once.
+    """
+
+    def apply(state: TrainState, loss: jax.Array, gradients: Any, parts: Parts | None = None) -> tuple[TrainState, Metrics]:
         with jax.named_scope("optimizer"):
             grad_norm = optax.global_norm(gradients)
+            sound, recent, verdict = judge(state.recent, loss, grad_norm)
+            observed = observe(gradients) | ({} if parts is None else estimates(parts, grad_norm))
             gradients = clip_by_norm(gradients, grad_norm, clip_norm)
             rate = learning_rate(state.step)
-            params, opt_state = update(gradients, state.opt_state, state.params, rate)
-        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate)}
-        return TrainState(state.step + 1, params, opt_state), metrics
+            params, opt_state = update(gradients, state.opt_state, state.params, rate, sound)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate), **verdict, **observed}
+        return TrainState(state.step + 1, params, opt_state, recent), metrics
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        return each(apply)(state, *value_and_grad(state.params, batch))
 
     return train_step

@@ -17,9 +17,11 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import distributed, progress, xla_flags
@@ -31,10 +33,13 @@ from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.batches import place
 from jaxllm.parallel.parallelize import merge_model
-from jaxllm.train.build import build_training
-from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train import diloco
+from jaxllm.train.build import State, Training, build_training
+from jaxllm.train.checkpoint import Checkpoints, Meta
 from jaxllm.train.fits import require_fit
+from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
 from jaxllm.train.metrics import Record
+from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.state import on_device
 from jaxllm.train.weights import Source, initial_weights, read_weights
 
@@ -87,13 +92,16 @@ class Trainer:
       config: with parallel.data filled in.
       data: the sources, and what of them is held out.
       stream: the training samples.
-      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor.
-      state: TrainState; replaced by each step (the old one's memory is reused).
+      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; of several islands with replica before them.
+      state: TrainState, or in rounds DilocoState; replaced by each step (the old one's memory is reused).
+      rounds: when islands are brought together, once they train on their own (diloco.py); None before, and without.
       step: steps done, as a Python int.
       memory_fit: the estimate beside the devices' memory; None where that is not known, as on CPU.
       weights: where train.init_from found them; None without it.
-      compile_s: seconds it took to compile the train step; None until then.
+      compile_s: seconds it took to compile the train step, for the present batch; None until then.
+      noise: the gradient noise scale so far, with log.noise_scale_every.
       stopped_by: the name of the signal that stopped `fit`; None if none did.
+      watch: what is known of skipped steps and spikes.
     """
 
     def __init__(self, config: Config, *, resumes: bool = False):
@@ -103,42 +111,59 @@ class Trainer:
             distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
-        self.memory_fit = require_fit(config, jax.local_devices()[0])
+        self.memory_fit = require_fit(config.at_largest_batch, jax.local_devices()[0])
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
         self.mesh = make_mesh(config.parallel)
-        training = build_training(config, self.mesh)
-        self.parallelized, self.shardings = training.functions, training.shardings
+        self.traces = 0
+        # Rounds begin later, if only with the first step.
+        training = self._use(in_rounds=False)
         require_right_attention(config, self.parallelized.attention, self.mesh)
         with jax.set_mesh(self.mesh):
-            self.state = training.create_state(config.train.seed)
+            self.state: State = training.create_state(config.train.seed)
         if self.weights is not None:
             self._start_from(self.weights)
         self.step = 0
         self.compile_s: float | None = None
         self.stopped_by: str | None = None
-        self.traces = 0
-
-        def counted(state, batch):
-            self.traces += 1
-            return training.step(state, batch)
-
-        # Numbers lie on every device, so that every process can read them.
-        everywhere = replicated(self.mesh)
-        self.jitted_step = jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, everywhere))
         self._compiled_step: Any = None
-        self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=everywhere)
+        self.watch = Watch(config)
+        self.noise = NoiseScale()
         self._batches: Any = None
         self._first_batch: Any = None
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None
 
+    def _use(self, in_rounds: bool) -> Training:
+        """Makes the programs of steps in rounds (diloco.py), or of those without, the run's; each is compiled when it is
+        needed. The state is the caller's affair.
+        """
+        config = self.config if in_rounds else diloco.without(self.config)
+        self._training = training = build_training(config, self.mesh)
+        self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None
+        self.parallelized, self.shardings = training.functions, training.shardings
+
+        def jitted(step: Callable) -> Any:
+            def counted(state, batch):
+                self.traces += 1
+                return step(state, batch)
+
+            return jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, training.metrics_lie))
+
+        self.jitted_step = jitted(training.step)
+        self._jitted_measuring = jitted(training.measuring_step) if training.measuring_step else None
+        self._programs: dict[tuple[int, bool], Any] = {}
+        self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=replicated(self.mesh))
+        self._layer_norms = jax.jit(self.parallelized.layer_norms, out_shardings=replicated(self.mesh))
+        return training
+
     # ------------------------------------------------------------------------------------------------------------ training
 
     def steps(self, count: int) -> Iterator[Record]:
         """Trains `count` steps; yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
-        tokens_per_s_per_device. Stopping early is safe: the state is that of the last step started.
+        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and what else the config asks for. Stopping early is safe:
+        the state is that of the last step started.
         """
         for _ in range(count):
             record = self.advance()
@@ -149,12 +174,18 @@ class Trainer:
             yield record
 
     def prepare(self) -> None:
-        """Reads a batch and compiles the step with it, if that was not done yet; trains nothing."""
-        if self._compiled_step is None:
-            batch = self._next_batch()
+        """Reads a batch and compiles the step with it, if that was not done yet; trains nothing. Where the first round begins
+        (train.diloco_steps), hands each island its copy of the state.
+        """
+        train = self.config.train
+        if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
+            training = self._use(in_rounds=True)
+            share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
             with jax.set_mesh(self.mesh), progress.phase("compile"):
-                self.compile_step(batch)
-            self._first_batch = batch
+                self.state = jax.jit(share_out, out_shardings=training.shardings)(self.state)
+        if self._compiled_step is None:
+            self._first_batch = batch = self._next_batch()
+            self._take_program(batch)
 
     def _next_batch(self) -> Any:
         if self._first_batch is not None:
@@ -165,17 +196,56 @@ class Trainer:
         with progress.phase("data"):
             return next(self._batches)
 
+    def _take_program(self, batch: Any) -> Record | None:
+        """Makes the compiled step that of this batch's number of microbatches; each number is compiled once, before its first
+        step, and once more for steps that measure the noise scale, if not all do. Returns the metrics of the step under way, if
+        that had to be waited for: compiling is none of its time.
+        """
+        if (program := self._program_of(batch)) in self._programs:
+            self._compiled_step = self._programs[program]
+            return None
+        record = self.finish()
+        with jax.set_mesh(self.mesh), progress.phase("compile"):
+            self.compile_step(batch)
+        return record
+
+    def _program_of(self, batch: Any) -> tuple[int, bool]:
+        """Of the step that is about to begin: (its microbatches, whether it takes the program that measures)."""
+        every = self.config.log.noise_scale_every
+        return len(batch["tokens"]), self._jitted_measuring is not None and (self.step + 1) % every == 0
+
     def advance(self) -> Record | None:
-        """Starts one step; returns the metrics of the one before (None if there are none to read)."""
+        """Starts one step; returns the metrics of the one before (None if there are none to read).
+
+        Raises:
+          ConfigError: train.max_skips_in_a_row steps were skipped.
+        """
+        self.watch.require_progress()
         self.prepare()
         batch = self._next_batch()
+        if self.config.phase_at(self.step).first_step == self.step:
+            # A larger batch takes longer: the watchdog measures it by none before.
+            progress.forget_steps()
+        finished = self._take_program(batch)
+        norms = self._layer_norms_if_due(batch)
         with jax.set_mesh(self.mesh), progress.phase("step"):
             progress.at_step(self.step + 1)
             self._last_finish_s = self._last_finish_s or time.perf_counter()
             self.state, metrics = self._compiled_step(self.state, batch)
             self.step += 1
-            previous, self._pending = self._pending, (self.step, metrics)
-            return self._read(previous)
+            if self.rounds is not None and self.rounds.end_with(self.step):
+                self.state, outer = self.rounds.bring_together(self.state)
+                metrics |= outer
+            previous, self._pending = self._pending, (self.step, metrics | norms)
+            return finished or self._read(previous)
+
+    def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
+        """By log.layer_norms_every, of the step that is about to begin: before it, as it uses up the state."""
+        every = self.config.log.layer_norms_every
+        if every is None or (self.step + 1) % every:
+            return {}
+        with jax.set_mesh(self.mesh), progress.phase("evaluate"):
+            return {LAYER_ACTIVATION_NORM: self._layer_norms(self.state.params, batch)}
 
     def finish(self) -> Record | None:
         """Waits for the step under way; returns its metrics. The clock of tokens_per_s_per_device stops until the next."""
@@ -187,16 +257,17 @@ class Trainer:
     def compile_step(self, batch: Any) -> None:
         started = time.perf_counter()
         options = xla_flags.compile_options(self.config, self.mesh.devices.flat[0].platform)
-        lowered = self.jitted_step.lower(self.state, batch)
+        program = self._program_of(batch)
+        lowered = (self._jitted_measuring if program[1] else self.jitted_step).lower(self.state, batch)
         if jax.process_count() > 1:
             what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
             distributed.require_same(fingerprint(lowered.as_text(), options), what)
-        self._compiled_step = lowered.compile(compiler_options=options)
+        self._compiled_step = self._programs[program] = lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
-        """The train step; None until `prepare` or the first step."""
+        """The train step, for the present batch; None until `prepare` or the first step."""
         return self._compiled_step
 
     def _read(self, pending) -> Record | None:
@@ -204,28 +275,57 @@ class Trainer:
             return None
         step, arrays = pending
         with progress.waiting():
-            values = {name: float(value) for name, value in jax.device_get(arrays).items()}  # waits for that step
-        now = time.perf_counter()
-        rate = self.config.step_tokens / (now - self._last_finish_s) / self.mesh.size
+            values = diloco.joined(arrays)  # waits for that step
+        if LAYER_ACTIVATION_NORM not in values:
+            # The step has them always, as it costs next to nothing; they are wanted where the other norms are.
+            values.pop(LAYER_GRAD_NORM, None)
+        values = by_layer(values)
+        now, tokens = time.perf_counter(), self.config.tokens_before(step)
+        rate = (tokens - self.config.tokens_before(step - 1)) / (now - self._last_finish_s) / self.mesh.size
         self._last_finish_s = now
-        record = {"step": step, "tokens": step * self.config.step_tokens, **values, "tokens_per_s_per_device": rate}
+        record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values), "tokens_per_s_per_device": rate}
+        record |= self.noise.see(values)
+        if self.config.train.batch_schedule:
+            record["batch_sequences"] = self.config.phase_at(step - 1).sequences
         if len(self.stream.sources) > 1:
-            epochs = self.stream.epochs(step * self.config.train.global_batch_sequences)
+            epochs = self.stream.epochs(self.config.sequences_before(step))
             record |= {f"epochs/{name}": count for name, count in epochs.items()}
         return record
 
     def restore(self, checkpoints: Checkpoints) -> None:
         """Takes up the newest saved state; data goes on from its step."""
         # Zero layers are added and taken away as pipelines want them: their number alone does not tell another model.
-        saved, wanted = checkpoints.meta()["config"]["model"]["num_layers"], self.config.model.num_layers
+        meta = checkpoints.meta()
+        saved, wanted = meta["config"]["model"]["num_layers"], self.config.model.num_layers
         if saved != wanted:
             raise ConfigError(
                 f"{checkpoints.folder} has a model of {saved} layers, not {wanted}: set model.num_layers={saved}."
             )
+        diloco.require_same_islands(meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
-        self.state = checkpoints.restore(_give_up(self.state), self.parallelized.table)
+        layouts = {self.rounds is not None: _give_up(self.state)}
+
+        def like(meta: Meta) -> State:
+            """The state as a checkpoint has it. Where the newest is damaged, it may be one from before the first round."""
+            in_rounds = diloco.in_rounds(meta)
+            if in_rounds != (self.rounds is not None):
+                self._use(in_rounds)
+            if in_rounds not in layouts:
+                with jax.set_mesh(self.mesh):
+                    layouts[in_rounds] = self._training.layout()
+            has_recent = meta["config"]["train"].get("skip_spikes", False)
+            return layouts[in_rounds] if has_recent else layouts[in_rounds].with_recent(None)
+
+        self.state = checkpoints.restore(like, self.parallelized.table)
+        recent = layouts[self.rounds is not None].recent
+        if self.state.recent is None and recent is not None:
+            # The checkpoint had none: what is usual is learnt anew.
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), recent)
+            self.state = self.state.with_recent(zeros)
         self.step = int(self.state.step)
+        self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
+        self.noise = NoiseScale()
 
     def _start_from(self, weights: Source) -> None:
         params = read_weights(weights, _give_up(self.state.params), self.parallelized.table)
@@ -234,12 +334,13 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------------- data
 
     def train_batch(self, step: int) -> dict[str, jax.Array]:
-        """Samples [step G, (step+1) G), laid out [microbatch, sequence, position] on the mesh; each host reads its share.
-        Positions are in zigzag order (parallel/zigzag.py) where parallel.context is above 1.
+        """The samples of the step that follows `step` steps: as many as its batch has, from the first that no step before it
+        read. Laid out [microbatch, sequence, position] on the mesh; each host reads its share. Positions are in zigzag order
+        (parallel/zigzag.py) where parallel.context is above 1.
         """
         config = self.config
-        G, M = config.train.global_batch_sequences, config.num_microbatches
-        samples = (step * G + np.arange(G)).reshape(M, G // M)
+        samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
+        samples = samples.reshape(-1, config.microbatch_rows)
         return place(self.mesh, self.stream.samples, samples, config.train.sequence_length)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -252,7 +353,7 @@ class Trainer:
           ConfigError: nothing is held out.
         """
         # A pipeline takes as many microbatches as it has stages, or it would stand still most of the time.
-        M, R = self.config.parallel.pipe, self.config.microbatch_sequences * int(self.config.parallel.data)
+        M, R = self.config.parallel.pipe, self.config.microbatch_rows
         length = self.config.train.sequence_length
         sums: dict[str, tuple[float, int]] = {}
         with jax.set_mesh(self.mesh):

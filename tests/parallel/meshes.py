@@ -47,6 +47,26 @@ class Run:
         return losses
 
 
+def unequal_batch(seed, shape, least=0.0, ends=0):
+    """Random tokens [microbatch, sequence, position]. The mask has about `least` of the first row's targets and all of the last
+    one's, so that ranks and microbatches hold different numbers of them; each row is of `ends` + 1 documents that end anywhere.
+    """
+    rng = np.random.default_rng(seed)
+    microbatches, rows, length = shape
+    ids = rng.integers(0, 256, (microbatches, rows, length + 1)).astype(np.int32)
+    keep = np.linspace(least, 1, microbatches * rows).reshape(microbatches, rows, 1)
+    arrays = {
+        "tokens": ids[..., :-1],
+        "targets": ids[..., 1:],
+        "mask": rng.random(shape) < keep,
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
+    }
+    if ends:
+        cuts = rng.integers(1, length, (microbatches, rows, ends))
+        arrays["segments"] = (np.arange(length) >= cuts[..., None]).sum(-2).astype(np.int32) + 1
+    return arrays
+
+
 def in_one_stack(config, tree):
     """Layers in one stack, without identity layers, which must be 0."""
     stacking = stacking_of(config)

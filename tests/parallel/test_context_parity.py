@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import outside
 import pytest
-from meshes import Run, assert_close, pairwise, trimmed
+from meshes import Run, assert_close, pairwise, trimmed, unequal_batch
 
 from jaxllm.config import config_folder
 
@@ -22,21 +22,7 @@ DEFAULT = pairwise([c for c in COMBINATIONS if np.prod(c[0]) <= 8])
 
 
 def batch(seed, packed):
-    """Unequal masks over rows; packed: three documents a row, ends at any place."""
-    rng = np.random.default_rng(seed)
-    shape = (MICROBATCHES, ROWS, S)
-    ids = rng.integers(0, 256, (*shape[:2], S + 1)).astype(np.int32)
-    keep = np.linspace(0.2, 1, MICROBATCHES * ROWS).reshape(MICROBATCHES, ROWS, 1)
-    arrays = {
-        "tokens": ids[..., :-1],
-        "targets": ids[..., 1:],
-        "mask": rng.random(shape) < keep,
-        "positions": np.broadcast_to(np.arange(S, dtype=np.int32), shape).copy(),
-    }
-    if packed:
-        cuts = rng.integers(1, S, (*shape[:2], 2))
-        arrays["segments"] = (np.arange(S) >= cuts[..., None]).sum(-2).astype(np.int32) + 1
-    return arrays
+    return unequal_batch(seed, (MICROBATCHES, ROWS, S), least=0.2, ends=2 if packed else 0)
 
 
 @pytest.fixture(scope="module")

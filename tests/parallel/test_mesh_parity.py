@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import Run, assert_close, pairwise, trimmed
+from meshes import Run, assert_close, pairwise, trimmed, unequal_batch
 
 MICROBATCHES, ROWS, S = 2, 8, 16
 VARIANTS = {
@@ -21,18 +21,7 @@ DEFAULT = pairwise(COMBINATIONS)
 
 
 def batch(seed=0):
-    """Unequal masks over rows, so that ranks and microbatches hold different numbers of targets; two documents in a row."""
-    rng = np.random.default_rng(seed)
-    shape = (MICROBATCHES, ROWS, S)
-    ids = rng.integers(0, 256, (*shape[:2], S + 1)).astype(np.int32)
-    keep = np.linspace(0, 1, MICROBATCHES * ROWS).reshape(MICROBATCHES, ROWS, 1)
-    return {
-        "tokens": ids[..., :-1],
-        "targets": ids[..., 1:],
-        "mask": rng.random(shape) < keep,
-        "positions": np.broadcast_to(np.arange(S, dtype=np.int32), shape).copy(),
-        "segments": (np.arange(S) >= rng.integers(1, S, (*shape[:2], 1))).astype(np.int32) + 1,
-    }
+    return unequal_batch(seed, (MICROBATCHES, ROWS, S), ends=1)
 
 
 @pytest.fixture(scope="module")

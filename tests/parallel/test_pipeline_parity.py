@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import outside
 import pytest
-from meshes import Run, assert_close, pairwise
+from meshes import Run, assert_close, pairwise, unequal_batch
 
 from jaxllm.config import config_folder
 
@@ -66,20 +66,9 @@ SIXTEEN = [
 
 
 def batch(seed=0, microbatches=MICROBATCHES):
-    """Masks from hardly any target in the first row to all in the last, and in the third microbatch none; two documents a
-    row."""
-    rng = np.random.default_rng(seed)
-    shape = (MICROBATCHES, ROWS, S)
-    ids = rng.integers(0, 256, (*shape[:2], S + 1)).astype(np.int32)
-    keep = np.linspace(0.05, 1, MICROBATCHES * ROWS).reshape(MICROBATCHES, ROWS, 1)
-    keep[2] = 0
-    arrays = {
-        "tokens": ids[..., :-1],
-        "targets": ids[..., 1:],
-        "mask": rng.random(shape) < keep,
-        "positions": np.broadcast_to(np.arange(S, dtype=np.int32), shape).copy(),
-        "segments": (np.arange(S) >= rng.integers(1, S, (*shape[:2], 1))).astype(np.int32) + 1,
-    }
+    """The third microbatch has no target."""
+    arrays = unequal_batch(seed, (MICROBATCHES, ROWS, S), least=0.05, ends=1)
+    arrays["mask"][2] = False
     return {name: array[:microbatches] for name, array in arrays.items()}
 
 

@@ -118,6 +118,7 @@ def fine_tuned(smollm2_first_layers, chatterbot_file, tmp_path_factory):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], folder / "run"
 
 
+@pytest.mark.slow
 def test_real_weights_learn_to_answer(fine_tuned):
     lines, _ = fine_tuned
     losses = [line["loss"] for line in lines if "loss" in line]

@@ -59,7 +59,7 @@ def after_three_steps(config):
     with jax.set_mesh(run.mesh):
         for seed in range(3):
             loss, gradients = gradient(params, run.place(batch(seed)))
-            params, opt_state = update(gradients, opt_state, params, jnp.float32(1e-3))
+            params, opt_state = update(gradients, opt_state, params, jnp.float32(1e-3), jnp.bool_(True))
             losses.append(float(loss))
         total, _ = jax.jit(run.functions.loss_sum)(params, run.place(batch(2)))
     return params, opt_state, losses, float(total)
@@ -145,6 +145,7 @@ SMALL_BATCH = ("train.sequence_length=128", "parallel.remat=full", "model.comput
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 def test_the_device_holds_no_more_than_pieces(tiny_config, capfd):
     """By XLA's figures: arguments fall by what is offloaded to the byte, temporaries do not grow by more than a piece of each
     array, and nothing is computed on the host or copied there.
@@ -187,7 +188,8 @@ def test_the_update_alone_needs_a_few_layers(tiny_config):
         with jax.set_mesh(mesh):
             state = jax.tree.map(placed, jax.eval_shape(training.create, 0), lies)
             jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=(lies.params, lies.opt_state))
-            traced = jitted.trace(state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
+            how = (jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_))
+            traced = jitted.trace(state.params, state.opt_state, state.params, *how)
             program = traced.lower(lowering_platforms=("cuda",)).compile()
         return program.memory_analysis().temp_size_in_bytes
 

@@ -38,7 +38,7 @@ def test_metrics_hold_what_the_contract_names(finished):
     assert [r["step"] for r in steps] == [1, 2, 3, 4]
     assert [r["tokens"] for r in steps] == [128, 256, 384, 512]
     for r in steps:
-        assert set(r) == {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s_per_device"}
+        assert set(r) >= {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s_per_device"}
         assert all(math.isfinite(value) for value in r.values())
     evaluations = [r for r in records(folder) if "eval_loss" in r]
     assert [r["step"] for r in evaluations] == [2, 4]

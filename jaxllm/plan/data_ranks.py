@@ -1,0 +1,234 @@
+"""Hours to a loss against data ranks: the noise scale says how many steps a batch takes, the step-time model how long each is.
+
+    needed = needed_for(batch_tokens, noise_tokens)           of a run, one each for every step up to that loss
+    needed.steps(2**20), needed.tokens(2**20)                 had every batch been 2**20 tokens
+    found = over_data_ranks(config, needed, gpu=GPUS["h100-80gb"])
+    found.stops_paying, found.because
+
+A step of batch B brings as much as 1 / (1 + N / B) of a step without noise, where N is the noise scale at that time (McCandlish
+et al. 2018, arXiv 1812.06162, sections 2.2 and 2.3, and appendix D, which follows a changing N). A run with
+batches B_i therefore did least_steps = sum of 1 / (1 + N_i / B_i) of those, and at another batch B would have taken
+
+    steps   least_steps + least_tokens / B          least_tokens = sum of N_i / (1 + N_i / B_i)
+    tokens  least_steps B + least_tokens
+
+Twice the minimum of both at B = least_tokens / least_steps. All this takes the learning rate for well chosen at every batch,
+and gradients for noisy alike in all directions that matter. What it says is an order of magnitude: branching runs found
+critical batches far above the noise scale (Merrill et al. 2025, "Critical Batch Size Revisited").
+
+No JAX here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.cost import HOUR_S
+from jaxllm.plan.hardware import Gpu
+from jaxllm.plan.memory import estimate_memory
+from jaxllm.plan.step_time import estimate_step_time
+from jaxllm.plan.sweep import PAYS
+
+MOST_RANKS = 8192
+MOST_MICROBATCHES = 256
+"""Tried on each rank, in powers of 2."""
+ROWS_BEYOND = 2
+"""Doublings told of after the one that no longer pays, and beyond the run's own ranks."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What it takes to reach a loss, whatever the batch."""
+
+    least_steps: float
+    """With batches so large that nothing is noise."""
+    least_tokens: float
+    """With batches so small that a token is never wasted."""
+
+    @property
+    def critical_batch_tokens(self) -> float:
+        """Where steps and tokens are both twice the least."""
+        return self.least_tokens / self.least_steps
+
+    def steps(self, batch_tokens: float) -> float:
+        return self.least_steps + self.least_tokens / batch_tokens
+
+    def tokens(self, batch_tokens: float) -> float:
+        return self.steps(batch_tokens) * batch_tokens
+
+
+def needed_for(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequence[float] | np.ndarray) -> Needed:
+    """From a run's steps up to the loss.
+
+    Args:
+      batch_tokens: of each step.
+      noise_tokens: the noise scale at each, above 0.
+
+    Raises:
+      ValueError: no step, unequal numbers, or one that is not above 0.
+    """
+    batch, noise = np.asarray(batch_tokens, float), np.asarray(noise_tokens, float)
+    if batch.shape != noise.shape or batch.size == 0 or not ((batch > 0).all() and (noise > 0).all()):
+        raise ValueError("batch_tokens and noise_tokens must be as many, at least one, and above 0.")
+    worth = 1 / (1 + noise / batch)
+    return Needed(float(worth.sum()), float((noise * worth).sum()))
+
+
+def wasted_share(batch_tokens: float, noise_tokens: float) -> float:
+    """Of a step's tokens, what smaller batches would not have needed: B / (B + N)."""
+    return batch_tokens / (batch_tokens + noise_tokens)
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """The fastest way to the loss on one number of data ranks."""
+
+    data_ranks: int
+    gpus: int
+    microbatches: int
+    """On each rank, the microbatch as it was: what was chosen."""
+    batch_tokens: int
+    steps: float
+    tokens: float
+    step_s: float
+    fits: bool | None
+    """By the closed form; None without a GPU."""
+
+    @property
+    def hours(self) -> float:
+        return self.steps * self.step_s / HOUR_S
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.gpus
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "hours": self.hours, "gpu_hours": self.gpu_hours}
+
+
+@dataclass(frozen=True)
+class OverRanks:
+    rows: tuple[RankRow, ...]
+    """By ascending ranks, each twice the one before."""
+    stops_paying: int | None
+    """Data ranks from which twice as many are not 1 + PAYS times as fast; None: all doublings pay, or none fits."""
+    because: str
+    """One sentence."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rows": [row.to_json() for row in self.rows], "stops_paying": self.stops_paying, "because": self.because}
+
+
+def over_data_ranks(
+    config: Config,
+    needed: Needed,
+    *,
+    gpu: Gpu | None = None,
+    gpus_per_host: int | None = None,
+    tokens_per_s_per_device: float | None = None,
+    slower: float = 1.0,
+) -> OverRanks:
+    """Hours and GPU-hours to a loss on 1, 2, 4 ... times as many data ranks, pipe, context, tensor and the microbatch as in the
+    config. On each number of ranks the accumulation is taken that reaches the loss soonest: less of it means fewer tokens, more
+    of it means fewer exchanges of gradients. Those of all islands count; islands stay as many.
+
+    Args:
+      config: resolved.
+      gpu: what to predict steps for. None: tokens_per_s_per_device is kept on any number of devices, as if none ever waited for
+        another, which nothing does better.
+      gpus_per_host: default: that kind's.
+      slower: what predicted times are multiplied by: measured over predicted, of the run itself.
+
+    Raises:
+      ValueError: neither a GPU nor a speed.
+      ConfigError: ZeRO cannot cut a parameter for the config's own ranks.
+    """
+    if gpu is None and not tokens_per_s_per_device:
+        raise ValueError("over_data_ranks needs gpu or tokens_per_s_per_device.")
+
+    def row(ranks: int, microbatches: int) -> RankRow:
+        trial = with_ranks(config, ranks, microbatches)
+        batch, devices = trial.step_tokens, trial.devices
+        if gpu is None:
+            step_s = batch / (tokens_per_s_per_device * devices)
+        else:
+            per_host, _ = hosts_of(devices, None, gpus_per_host or gpu.gpus_per_host)
+            step_s = slower * estimate_step_time(trial, gpu, per_host).step_s
+        return RankRow(ranks, devices, microbatches, batch, needed.steps(batch), needed.tokens(batch), step_s, None)
+
+    def best(ranks: int) -> RankRow:
+        found = min((row(ranks, M) for M in accumulations(config)), key=lambda one: one.hours)
+        peak_bytes = estimate_memory(with_ranks(config, ranks, found.microbatches), gpu).peak_bytes
+        return found if gpu is None else replace(found, fits=peak_bytes <= gpu.capacity_bytes)
+
+    islands, own, rows = config.parallel.replica, ranks_of(config), []
+    for data in doublings(int(config.parallel.data)):
+        try:
+            rows.append(best(islands * data))
+        except ConfigError:
+            # More ranks than ZeRO can cut a parameter for.
+            if islands * data <= own:
+                raise
+            break
+    stops, because = verdict(rows)
+    last = 2**ROWS_BEYOND * max(own, stops) if stops else MOST_RANKS
+    return OverRanks(tuple(one for one in rows if one.data_ranks <= max(own, last)), stops, because)
+
+
+def ranks_of(config: Config) -> int:
+    """Data ranks of all islands of a resolved config."""
+    return config.parallel.replica * int(config.parallel.data)
+
+
+def with_ranks(config: Config, ranks: int, microbatches: int) -> Config:
+    """The config on so many data ranks, in as many islands as before, with so many of its microbatches a step on each. Not
+    validated: it is computed with, not run."""
+    microbatch = config.microbatch_sequences
+    batch: dict[str, Any] = {"global_batch_sequences": ranks * microbatches * microbatch, "microbatch_sequences": microbatch}
+    # One batch from the first step to the last, and one optimizer.
+    batch |= {"batch_schedule": (), "batch_lr": "none", "diloco_steps": None}
+    parallel = config.parallel.model_copy(update={"data": ranks // config.parallel.replica})
+    return config.model_copy(update={"parallel": parallel, "train": config.train.model_copy(update=batch)})
+
+
+def accumulations(config: Config) -> list[int]:
+    """Numbers of microbatches that a step may have: an interleaved pipeline takes them in rounds."""
+    unit = config.parallel.pipe if config.parallel.virtual_stages > 1 else 1
+    return [unit * 2**power for power in range(max(1, (MOST_MICROBATCHES // unit).bit_length()))]
+
+
+def doublings(own: int) -> Iterator[int]:
+    """Half of `own`, half of that ... in ascending order, `own`, and twice it, up to MOST_RANKS."""
+    ranks = own // (own & -own)
+    while ranks <= max(own, MOST_RANKS):
+        yield ranks
+        ranks *= 2
+
+
+def verdict(rows: Sequence[RankRow]) -> tuple[int | None, str]:
+    """(where doubling stops paying, why) for rows of which each has twice the ranks of the one before; those that do not fit
+    are passed over."""
+    fitting = [row for row in rows if row.fits is not False]
+    if not fitting:
+        return None, f"Nothing fits, on up to {rows[-1].gpus:,} GPUs: the microbatch or the model is too large for them."
+    for fewer, more in pairwise(fitting):
+        gain = fewer.hours / more.hours
+        if gain < 1 + PAYS:
+            times = "no sooner" if gain <= 1 else f"{gain:.2f} times sooner"
+            return fewer.data_ranks, (
+                f"Doubling stops paying at {fewer.data_ranks:,} data rank{'s' if fewer.data_ranks > 1 else ''} "
+                f"({_gpus(fewer.gpus)}): twice as many reach the loss {times}, for "
+                f"{more.gpu_hours / fewer.gpu_hours:.2f} times the GPU-hours; to pay it takes {1 + PAYS:.1f} times."
+            )
+    return None, f"Every doubling pays, up to {fitting[-1].data_ranks:,} data ranks ({_gpus(fitting[-1].gpus)})."
+
+
+def _gpus(count: int) -> str:
+    return f"{count:,} GPU{'s' if count > 1 else ''}"

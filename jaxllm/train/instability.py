@@ -1,0 +1,178 @@
+"""Instability: steps that are skipped, spikes, and the norms of each layer.
+
+A step whose loss or gradient norm is not finite is skipped in the step itself, on all devices alike: weights and moments stay
+as they are bit for bit, the step counts, and its samples are not read again. A spike is a loss or gradient norm that lies
+train.spike_deviations standard deviations above the mean of the last WINDOW steps (the rule of OLMo-core's SkipStepAdamW). The
+host marks it as metrics arrive. With train.skip_spikes the step finds it and skips it too; the last losses and norms are then
+part of the state, so that a run taken up again skips the same steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.sharding import stack_dims
+
+WINDOW = 128
+"""Steps that say what is usual."""
+FEWEST = WINDOW // 2
+"""Steps before which nothing is a spike."""
+LAYER_GRAD_NORM, LAYER_ACTIVATION_NORM = "layer_grad_norm", "layer_activation_norm"
+
+
+class Recent(NamedTuple):
+    """Loss and gradient norm of the last steps in which both were finite, spikes included: where the level changes for good,
+    what was a spike is usual soon. Arrays of numpy or of JAX."""
+
+    values: Any
+    """[2, WINDOW], a ring."""
+    count: Any
+    """Of steps written so far."""
+
+    @staticmethod
+    def empty(xp: Any = jnp, dtype: Any = jnp.float32) -> Recent:
+        return Recent(xp.zeros((2, WINDOW), dtype), xp.zeros((), xp.int32))
+
+    def is_spike(self, new_2: Any, deviations: float, xp: Any = jnp) -> Any:
+        """Whether one of (loss, gradient norm) is far above the usual. Not what is not finite, and none before FEWEST steps."""
+        known = xp.arange(WINDOW) < self.count
+        number = known.sum().astype(self.values.dtype)
+        mean_2 = xp.where(known[None], self.values, 0).sum(axis=1) / xp.maximum(number, 1)
+        squares = xp.where(known[None], xp.square(self.values - mean_2[:, None]), 0)
+        deviation_2 = xp.sqrt(squares.sum(axis=1) / xp.maximum(number - 1, 1))
+        above = (new_2 > mean_2 + deviations * deviation_2).any()
+        return above & xp.isfinite(new_2).all() & (self.count >= FEWEST)
+
+    def after(self, new_2: Any, xp: Any = jnp) -> Recent:
+        finite = xp.isfinite(new_2).all()
+        here = (xp.arange(WINDOW) == self.count % WINDOW) & finite
+        return Recent(xp.where(here[None], new_2[:, None], self.values), self.count + finite.astype(xp.int32))
+
+
+# ------------------------------------------------------------------------------------------------------------ in the step
+
+Judge = Callable[[Recent | None, jax.Array, jax.Array], tuple[jax.Array, Recent | None, dict[str, jax.Array]]]
+"""(what was usual, loss, gradient norm) -> (whether the step counts, what is usual now, metrics)"""
+
+
+def skip_not_finite(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
+    """The Judge of a run that skips no spikes."""
+    sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    return sound, recent, {"skipped": ~sound}
+
+
+def skip_spikes(deviations: float) -> Judge:
+    """The Judge that skips them too."""
+
+    def judge(recent: Recent, loss: jax.Array, grad_norm: jax.Array):
+        new_2 = jnp.stack([loss, grad_norm]).astype(jnp.float32)
+        spike = recent.is_spike(new_2, deviations)
+        sound = jnp.isfinite(new_2).all() & ~spike
+        return sound, recent.after(new_2), {"skipped": ~sound, "loss_spike": spike}
+
+    return judge
+
+
+def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:
+    """gradients -> each layer's norm, float32 [num_layers].
+
+    Args:
+      table: the parameters as a nested dict of Parameter; those of layers are stacked (parallel/stacking.py).
+    """
+
+    def squares(parameter: Any, gradient: jax.Array) -> jax.Array:
+        axes = tuple(range(stack_dims(parameter.dims), gradient.ndim))
+        return jnp.sum(jnp.square(gradient), axis=axes).reshape(-1)
+
+    def norms(gradients: Any) -> jax.Array:
+        # Stacks in chunks are in the order of layers when flattened, and identity layers come last.
+        total = sum(jax.tree.leaves(jax.tree.map(squares, table["layers"], gradients["layers"])))
+        return jnp.sqrt(total[:num_layers])
+
+    return norms
+
+
+# ----------------------------------------------------------------------------------------------------------- on the host
+
+
+class Watch:
+    """Reads each step's metrics: counts skipped steps, marks spikes, and ends a run that does nothing but skip.
+
+    Attributes:
+      skipped_steps: of the whole run.
+    """
+
+    def __init__(self, config: Config):
+        self._most, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
+        self.begin(0)
+
+    def begin(self, skipped_steps: int) -> None:
+        """Anew, or from a checkpoint that says how many steps were skipped before it."""
+        self.skipped_steps, self._in_a_row, self._step = skipped_steps, 0, 0
+        self._recent = Recent.empty(np, np.float64)
+
+    def recall(self, metrics: Path) -> None:
+        """Takes up what was usual from the last lines of a run's metrics.jsonl."""
+        if not metrics.exists():
+            return
+        with metrics.open(encoding="utf-8") as lines:
+            # Evaluations and others have lines too.
+            last = [json.loads(line) for line in deque(lines, maxlen=4 * WINDOW)]
+        for line in last:
+            if line.get("loss") is not None and line.get("grad_norm") is not None:
+                self._recent = self._recent.after(np.array([line["loss"], line["grad_norm"]]), np)
+
+    def see(self, step: int, values: Mapping[str, float]) -> dict[str, int]:
+        """What a step's line says of it: skipped and loss_spike (0 or 1), and skipped_steps so far."""
+        skipped, new_2 = int(values["skipped"]), np.array([values["loss"], values["grad_norm"]])
+        spike = values.get("loss_spike")
+        if spike is None:
+            spike = self._deviations is not None and self._recent.is_spike(new_2, self._deviations, np)
+        self._recent = self._recent.after(new_2, np)
+        self.skipped_steps += skipped
+        self._step, self._in_a_row = step, self._in_a_row + 1 if skipped else 0
+        return {"skipped": skipped, "skipped_steps": self.skipped_steps, "loss_spike": int(spike)}
+
+    def require_progress(self) -> None:
+        """Raises ConfigError if the last steps that were seen were skipped, train.max_skips_in_a_row of them."""
+        if self._in_a_row < self._most:
+            return
+        last, first = self._step, self._step - self._in_a_row + 1
+        which = f"Steps {first} to {last} were" if first < last else f"Step {last} was"
+        raise ConfigError(
+            f"{which} skipped, with a loss or gradients that are not finite or far above the usual "
+            f"(train.max_skips_in_a_row={self._most}): lower optimizer.learning_rate, or look at the samples that "
+            f"run.dir/spikes.jsonl names; the weights are those from before."
+        )
+
+
+def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] | None:
+    """A line for run.dir/spikes.jsonl: what is needed to replay the step of a record; None if it was a usual one. The samples
+    that it read are first_sequence and those that follow, as Trainer.train_batch(step - 1) lays them out.
+    """
+    if not (record.get("skipped") or record.get("loss_spike")):
+        return None
+    done = int(record["step"]) - 1
+    names = ("step", "skipped", "loss_spike", "loss", "grad_norm", "learning_rate")
+    line = {name: record[name] for name in names if name in record}
+    return line | {"first_sequence": config.sequences_before(done), "sequences": config.phase_at(done).sequences}
+
+
+def by_layer(record: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers: those of all layers in one array get a name each, such as layer_grad_norm/0."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if np.ndim(value) == 0:
+            flat[name] = float(value)
+        else:
+            flat |= {f"{name}/{number}": float(x) for number, x in enumerate(value)}
+    return flat

@@ -1,0 +1,130 @@
+"""The gradient noise scale (McCandlish et al., 2018, arXiv 1812.06162): what a larger batch would give, measured in training.
+
+Let g be the true gradient and S the covariance of one token's share in it. The gradient G of B tokens has E|G|^2 = |g|^2 +
+tr(S) / B, so batches of two sizes tell both. Every step has them: its K parts (parallel/squares.py) and the whole. Before
+clipping, and with the parts' squares averaged by their numbers of targets,
+
+    tr(S) / B = (mean |G_i|^2 - |G|^2) / (K - 1)          |g|^2 = |G|^2 - tr(S) / B
+
+The first is the variance of the parts. Neither has a bias, if the covariance of a part is in inverse proportion to its targets.
+
+tr(S) / |g|^2, in tokens, is the noise scale. Both are noisy, and |g|^2 may come out negative, so each is averaged over steps
+before one is divided by the other. The interval is Fieller's for a ratio of two means; where |g|^2 is not told from 0, it has
+no upper end.
+
+Reading. If steps and tokens to a loss are S_min (1 + b/B) and E_min (1 + B/b), with the noise scale for b, then of the tokens
+of a step the share w = B / (B + b) is wasted, and twice the batch takes (1 - w) / 2 fewer steps and w more tokens. That is a
+model: critical batches that were measured can be far larger (Merrill et al., 2025, arXiv 2505.23971). Nothing here changes a
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.parallel.squares import Parts
+from jaxllm.plan.noise_reading import Estimate
+
+WINDOW = 200.0
+"""Estimates that count in an average, once there are twice as many."""
+FEWEST = 2.0
+"""Degrees of freedom from which there is an interval: six estimates."""
+G2, S = "noise_g2", "noise_s"
+"""Metrics of a step: |g|^2, and tr(S) in tokens."""
+SCALE, LOW, HIGH = "noise_scale_tokens", "noise_scale_low", "noise_scale_high"
+"""Metrics of the run so far."""
+
+
+def estimates(parts: Parts, grad_norm: Any) -> dict[str, Any]:
+    """One step's |g|^2 and tr(S), of its parts and the norm of the whole gradient before clipping. Not finite of a single part.
+
+    Arrays of JAX, of numpy, or numbers.
+    """
+    whole = grad_norm * grad_norm
+    noise = (parts.mean_square - whole) / (parts.count - 1)
+    return {G2: whole - noise, S: noise * parts.tokens}
+
+
+class NoiseScale:
+    """Averages the estimates of steps.
+
+    The newest weighs 4 / (n + 3) of the average of n, and at least 2 / (window + 1). The first is polynomial-decay averaging
+    (Shamir and Zhang, 2013): at the start gradients shrink tenfold in a few steps, and an average over all would not forget it.
+
+    Args:
+      window: so many estimates count as much as a plain mean of them; infinity: all alike.
+    """
+
+    def __init__(self, window: float = WINDOW):
+        self._window, self._count = window, 0
+        # Of (|g|^2, tr(S)): weighted mean and covariance; and the sum of the squares of the weights, which sum to 1.
+        self._mean_2, self._covariance_22, self._squares = np.zeros(2), np.zeros((2, 2)), 0.0
+
+    def add(self, g2: float, s: float) -> None:
+        """One step's estimates; what is not finite is left out."""
+        new_2 = np.array([g2, s], float)
+        if not np.isfinite(new_2).all():
+            return
+        self._count += 1
+        n = self._count
+        weight = 1 / n if math.isinf(self._window) else max(4 / (n + 3), 2 / (self._window + 1))
+        away_2 = new_2 - self._mean_2
+        self._mean_2 = self._mean_2 + weight * away_2
+        self._covariance_22 = (1 - weight) * (self._covariance_22 + weight * np.outer(away_2, away_2))
+        self._squares = (1 - weight) ** 2 * self._squares + weight**2
+
+    def see(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Adds a step's metrics, if it measured and was not skipped; returns what its line says of the run so far."""
+        if G2 not in values:
+            return {}
+        if not values.get("skipped"):
+            self.add(values[G2], values[S])
+        return {} if self.found is None else dict(zip((SCALE, LOW, HIGH), self.found, strict=True))
+
+    def recall(self, metrics: Path, last_step: int) -> None:
+        """Takes up a run's estimates up to a step from its metrics.jsonl."""
+        if not metrics.exists():
+            return
+        with metrics.open(encoding="utf-8") as lines:
+            for text in lines:
+                # A crash may have cut off the last.
+                if G2 in text and text.endswith("\n"):
+                    line = json.loads(text)
+                    known = line.get(G2) is not None and line.get(S) is not None and not line.get("skipped")
+                    if known and line["step"] <= last_step:
+                        self.add(line[G2], line[S])
+
+    @property
+    def found(self) -> Estimate | None:
+        """None of no estimates."""
+        if not self._count:
+            return None
+        g2, s = map(float, self._mean_2)
+        return Estimate(s / g2 if g2 > 0 else math.inf, *self._interval(g2, s))
+
+    def _interval(self, g2: float, s: float) -> tuple[float, float]:
+        """All b for which s - b g2 is within t standard deviations of 0 (Fieller, 1954)."""
+        if self._squares >= 1 or (freedom := 1 / self._squares - 1) < FEWEST:
+            return 0.0, math.inf
+        # Of one estimate without bias, times the share of it that is left in the mean.
+        of_mean_22 = self._covariance_22 * self._squares / (1 - self._squares)
+        t2 = student_t(freedom) ** 2
+        p, q, r = g2 * g2 - t2 * of_mean_22[0, 0], g2 * s - t2 * of_mean_22[0, 1], s * s - t2 * of_mean_22[1, 1]
+        root = math.sqrt(max(q * q - p * r, 0.0))
+        if p > 0 and g2 > 0:
+            return max((q - root) / p, 0.0), max((q + root) / p, 0.0)
+        return (q - root) / p if p < 0 and r > 0 else 0.0, math.inf
+
+
+def student_t(freedom: float) -> float:
+    """The 97.5% point of Student's t, from 2 degrees of freedom on within 4% (Cornish and Fisher's expansion)."""
+    z = 1.959964
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
