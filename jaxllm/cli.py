@@ -254,6 +254,35 @@ def schedule(
     print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
 
 
+@app.command("report")
+def report_(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory: what run.dir was. Only read, but for the page.")],
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. Written over.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.yaml", help="Predict steps on this kind; default: as fast as they were, on any number."
+        ),
+    ] = None,
+    gpus_per_host: Annotated[int | None, typer.Option(min=1, help="Default: that kind's.")] = None,
+    loss: Annotated[
+        float | None, typer.Option(help="Count hours to this training loss (smoothed); default: the least it reached.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
+    ] = False,
+) -> None:
+    """How a run went, and what more data ranks would have given it: one HTML page."""
+    from jaxllm.run_page import FILE_NAME, write_page
+    from jaxllm.run_report import report_on
+
+    report = report_on(run, gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
+    page = None if as_json and out is None else write_page(report, Path(run) / FILE_NAME if out is None else out)
+    print(json.dumps(report.to_json()) if as_json else "\n".join([*report.lines(), "", f"page {page}"]))
+
+
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
