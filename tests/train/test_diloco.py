@@ -208,7 +208,7 @@ def test_inner_sgd_equals_data_parallel(tiny_config, mean_of_islands):
 
 APART = {
     "data": ("parallel.data=2",),
-    "pipe x tensor": ("parallel.pipe=2", "parallel.tensor=2", "train.microbatch_sequences=4"),
+    "pipe x tensor": ("parallel.data=1", "parallel.pipe=2", "parallel.tensor=2", "train.microbatch_sequences=4"),
     "data x context, ZeRO 3": ("parallel.data=2", "parallel.context=2", "parallel.zero=3"),
 }
 
@@ -409,24 +409,27 @@ def test_what_cannot_be_is_refused(tiny_config):
 
 
 @pytest.mark.slow
-def test_two_and_four_islands_learn_as_well_as_one(tiny_config):
+@pytest.mark.timeout(1500)
+def test_two_and_four_islands_learn_as_well_as_one(tmp_path):
     """H = 50, batch global / K each, after a fifth of the steps together: the held-out loss of data parallel within 2% at equal
-    tokens. Bytes of Python's own library.
+    tokens. Bytes of Python's own library. It takes 32 rounds: after 16, four islands were 3.8% behind.
     """
     model = {**TINY["model"], "hidden_size": 64, "intermediate_size": 192}
-    train = {"steps": 1000, "sequence_length": 64, "global_batch_sequences": 32}
+    train = {"steps": 2000, "sequence_length": 64, "global_batch_sequences": 32, "eval_batches": 100}
     values = {"model": model, "train": train, "optimizer": {"learning_rate": 4e-3, "warmup_tokens": 100_000}}
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(yaml.safe_dump(values | {"log": {"baselines": False}, "parallel": {"data": 1}}))
     losses = {}
     for islands in (1, 2, 4):
-        rounds = () if islands == 1 else ("train.diloco_steps=50", "train.diloco_after_steps=200")
-        axes = ("run.cpu_devices=8", f"parallel.replica={islands}", f"parallel.data={8 // islands}")
-        trainer = jaxllm.Trainer(jaxllm.load_config(values, [*axes, *rounds]))
-        for _ in trainer.steps(1000):
-            pass
-        losses[islands] = trainer.evaluate(100).loss
-        trainer.close()
-    # Bytes without context are at about 3.3.
-    assert losses[1] < 2.9
+        run = tmp_path / str(islands)
+        rounds = () if islands == 1 else ("train.diloco_steps=50", "train.diloco_after_steps=400")
+        axes = (f"run.cpu_devices={islands}", f"parallel.replica={islands}")
+        command = [sys.executable, "-m", "jaxllm.cli", "train", str(recipe), f"run.dir={run}", *axes, *rounds]
+        # Outside: the programs that this process compiles are slow to run.
+        done = subprocess.run(command, env=outside.environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        losses[islands] = records(run)[-1]["eval_loss"]
+    assert losses[1] < 1.1
     assert losses[2] < 1.02 * losses[1]
     assert losses[4] < 1.02 * losses[1]
 

@@ -1,0 +1,367 @@
+"""What a larger batch gives: steps and tokens to a held-out loss over a 16x range of batches, beside the measured noise scale.
+
+python benchmarks/batch_study.py RESULTS.jsonl [--workers 2] [--picture FILE.png]      on CPUs; goes on where it was stopped
+python benchmarks/batch_study.py RESULTS.jsonl --table                                 what is there, as Markdown
+python benchmarks/batch_study.py RESULTS.jsonl --dry-run                               the same motions at tiny sizes
+
+A Llama of about a million parameters reads the Python standard library, byte by byte. Part one: at every batch the learning
+rate (constant after ten steps) is swept by factors of two with one seed until the best lies inside; two more seeds then repeat
+the best. Each run ends when its held-out loss reaches the target. Every step measures the gradient noise scale by four parts.
+Part two: the same tokens for everybody, with a rate that falls to zero: the smallest batch, the largest, and the smallest up to
+half of the tokens and then the largest, the rate by the square root of the batch; rates swept likewise, three seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from jaxllm.config import Config, load_config
+from jaxllm.plan.data_ranks import needed_for
+from jaxllm.plan.flops import parameter_count
+from jaxllm.plots import new_figure, save
+
+SEQUENCE = 64
+PARTS = 4
+SEEDS = (0, 1, 2)
+GIVEN_UP = 1.5
+"""Times the best tokens of the same batch so far: a rate that needs more is not the best."""
+SPACING = 1.04
+"""Of two evaluations, in tokens."""
+NEAR = 0.25
+"""Nats: evaluated once the mean of the training losses has come so near to the target."""
+KINDS = ("small", "large", "ramp")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the study."""
+
+    model: tuple[str, ...]
+    batches: tuple[int, ...]
+    """Sequences."""
+    target: float
+    """Held-out loss in nats per byte."""
+    most_tokens: int
+    """Before a run counts as one that never reaches it."""
+    equal_tokens: int
+    """Of each run of part two."""
+    held_out: int
+    """Sequences in an evaluation."""
+
+
+FULL = Size(
+    ("model.num_layers=5", "model.hidden_size=128", "model.intermediate_size=352", "model.num_heads=4"),
+    (8, 16, 32, 64, 128),
+    target=2.2,
+    most_tokens=4_000_000,
+    equal_tokens=2**19,
+    held_out=256,
+)
+TINY = Size(
+    ("model.num_layers=1", "model.hidden_size=16", "model.intermediate_size=32", "model.num_heads=2"),
+    (8, 32),
+    target=4.6,
+    most_tokens=40_000,
+    equal_tokens=2**13,
+    held_out=16,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    batch: int
+    """Sequences; of a ramp, the last."""
+    rate: int
+    """The learning rate is 2**rate / 1000; of a ramp, the last batch's."""
+    seed: int
+    kind: str = "target"
+    """Or one of KINDS, for part two."""
+
+    @property
+    def learning_rate(self) -> float:
+        return 2.0**self.rate * 1e-3
+
+
+def configured(run: Run, size: Size) -> Config:
+    tokens = run.batch * SEQUENCE
+    overrides = [
+        *(*size.model, "model.vocab_size=256", "model.compute_dtype=float32", "model.scan_layers=false"),
+        *(
+            "parallel.data=1",
+            "parallel.remat=none",
+            "data.source=python_stdlib",
+            "data.held_out_fraction=0.03",
+            "run.cpu_devices=1",
+        ),
+        *(f"train.sequence_length={SEQUENCE}", f"train.seed={run.seed}", f"optimizer.learning_rate={run.learning_rate}"),
+        *("log.noise_scale_every=1", f"optimizer.warmup_tokens={10 * tokens}", "train.spike_deviations=null"),
+    ]
+    if run.kind == "target":
+        steps = math.ceil(size.most_tokens / tokens)
+        overrides += [f"train.global_batch_sequences={run.batch}", "optimizer.schedule=constant"]
+    else:
+        small, large = size.batches[0], size.batches[-1]
+        overrides += ["optimizer.schedule=linear", "optimizer.final_learning_rate_fraction=0.0"]
+        steps = size.equal_tokens // tokens
+        if run.kind == "ramp":
+            half = size.equal_tokens // 2
+            steps = half // (small * SEQUENCE) + half // tokens
+            overrides += [f"train.batch_schedule=[[{half}, {large}]]", "train.batch_lr=sqrt"]
+            overrides += [f"train.global_batch_sequences={small}", f"optimizer.warmup_tokens={10 * small * SEQUENCE}"]
+        else:
+            overrides += [f"train.global_batch_sequences={run.batch}"]
+    # A ramp's microbatches are the small batch's.
+    of_parts = size.batches[0] if run.kind == "ramp" else run.batch
+    return load_config({}, [*overrides, f"train.steps={steps}", f"train.microbatch_sequences={of_parts // PARTS}"])
+
+
+def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
+    """One run, in this process. `tokens` is null where the target was not reached within limit_tokens."""
+    config = configured(run, size)
+    # Slow to import, and for the children alone.
+    from jaxllm.train.trainer import Trainer
+
+    trainer = Trainer(config)
+
+    def held_out_loss() -> float:
+        return trainer.evaluate(size.held_out // config.microbatch_rows).loss
+
+    batches, scales, smooth = [], [], math.inf
+    found: dict[str, Any] = {"tokens": None, "steps": None}
+    next_tokens, before = 0.0, None
+
+    def remember(line: dict[str, Any]) -> None:
+        batches.append(config.phase_at(line["step"] - 1).sequences * SEQUENCE)
+        scales.append(trainer.noise.found.tokens if trainer.noise.found else math.inf)
+
+    for line in trainer.steps(config.train.steps):
+        loss, tokens = line["loss"], line["tokens"]
+        smooth = loss if math.isinf(smooth) else 0.9 * smooth + 0.1 * loss
+        remember(line)
+        if run.kind != "target":
+            continue
+        if tokens > limit_tokens or not math.isfinite(loss):
+            break
+        if smooth < size.target + NEAR and tokens >= next_tokens:
+            # The state is that of the step under way, if there is one.
+            if (under_way := trainer.finish()) is not None:
+                remember(under_way)
+            now, next_tokens = (math.log(trainer.step * batches[-1]), held_out_loss()), tokens * SPACING
+            if now[1] <= size.target:
+                share = 0.0 if before is None else (before[1] - size.target) / (before[1] - now[1])
+                reached = math.exp(now[0] if before is None else before[0] + share * (now[0] - before[0]))
+                found = {"tokens": reached, "steps": reached / batches[-1]}
+                break
+            before = now
+    if run.kind != "target":
+        found = {"tokens": size.equal_tokens, "steps": trainer.step, "loss": trainer.evaluate().loss}
+    noise = trainer.noise.found
+    trainer.close()
+    needed = needed_for(batches, filled(scales))
+    model = {"least_steps": needed.least_steps, "least_tokens": needed.least_tokens}
+    # Finite only: JSON knows no infinity.
+    figures = None if noise is None else [x if math.isfinite(x) else None for x in noise]
+    return {**asdict(run), **found, "noise": figures, **model, "parameters": parameter_count(config.model)}
+
+
+def filled(scales: list[float]) -> list[float]:
+    """With what is infinite (not known yet, or not told from it) as it was before, and at the start as it was first."""
+    known = next((scale for scale in scales if math.isfinite(scale)), 1.0)
+    return [known := scale if math.isfinite(scale) else known for scale in scales]
+
+
+class Study:
+    """What is done, and what is to be done next."""
+
+    def __init__(self, path: Path, size: Size):
+        self.path, self.size = path, size
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.results = {self.run_of(line): line for line in map(json.loads, lines)}
+
+    @staticmethod
+    def run_of(line: dict[str, Any]) -> Run:
+        return Run(line["batch"], line["rate"], line["seed"], line["kind"])
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.results[self.run_of(line)] = line
+        with self.path.open("a") as file:
+            print(json.dumps(line), file=file)
+
+    def score(self, run: Run) -> float:
+        """What is to be small: tokens to the target, or the loss at equal tokens."""
+        line = self.results[run]
+        value = line["tokens"] if run.kind == "target" else line["loss"]
+        return math.inf if value is None or not math.isfinite(value) else value
+
+    def groups(self) -> list[tuple[int, str]]:
+        small, *_, large = self.size.batches
+        return [*((batch, "target") for batch in self.size.batches), (small, "small"), (large, "large"), (large, "ramp")]
+
+    def rates(self, batch: int, kind: str) -> dict[int, float]:
+        """Learning rate -> score, of the first seed."""
+        return {run.rate: self.score(run) for run in self.results if (run.batch, run.kind, run.seed) == (batch, kind, SEEDS[0])}
+
+    def best(self, batch: int, kind: str) -> int | None:
+        """The best rate, if a worse one lies on each side of it."""
+        rates = self.rates(batch, kind)
+        if not rates:
+            return None
+        best = min(rates, key=rates.__getitem__)
+        return best if {best - 1, best + 1} <= rates.keys() and math.isfinite(rates[best]) else None
+
+    def wanted(self) -> Iterator[Run]:
+        """Not done yet, and worth doing whatever comes out of the others."""
+        for batch, kind in self.groups():
+            rates, best = self.rates(batch, kind), self.best(batch, kind)
+            if best is not None:
+                wanted = [Run(batch, best, seed, kind) for seed in SEEDS[1:]]
+            elif not rates:
+                # The root of the batch is a good first guess for Adam.
+                wanted = [Run(batch, 1 + round(math.log2(batch / self.size.batches[0]) / 2), SEEDS[0], kind)]
+            else:
+                # All infinite: all too low or too high; both sides are tried.
+                least = min(rates, key=rates.__getitem__)
+                wanted = [Run(batch, rate, SEEDS[0], kind) for rate in (least - 1, least + 1)]
+            yield from (run for run in wanted if run not in self.results)
+
+    def limit(self, run: Run) -> float:
+        if run.seed != SEEDS[0] or run.kind != "target":
+            return self.size.most_tokens
+        return min([self.size.most_tokens, *(GIVEN_UP * tokens for tokens in self.rates(run.batch, "target").values())])
+
+    def seeds_of(self, batch: int, kind: str) -> list[dict[str, Any]]:
+        """The lines of all seeds at the best rate."""
+        best = self.best(batch, kind)
+        runs = [] if best is None else [Run(batch, best, seed, kind) for seed in SEEDS]
+        return [self.results[run] for run in runs if run in self.results]
+
+
+def carry_out(study: Study, workers: int, command: Callable[[Run, float], list[str]]) -> None:
+    # One thread to a process: two small programs side by side are faster than one after the other with two.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+
+    def one(run: Run) -> dict[str, Any]:
+        finished = subprocess.run(command(run, study.limit(run)), env=environment, capture_output=True, text=True)
+        if finished.returncode:
+            raise SystemExit(f"{run} failed:\n{finished.stderr[-2000:]}")
+        return json.loads(finished.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor(workers) as pool:
+        under_way: dict[Any, Run] = {}
+        while True:
+            for run in study.wanted():
+                if len(under_way) < workers and run not in under_way.values():
+                    under_way[pool.submit(one, run)] = run
+            if not under_way:
+                return
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                del under_way[future]
+                study.add(line := future.result())
+                print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def table(study: Study) -> str:
+    lines = [
+        f"| batch, tokens | best rate | steps to {study.size.target} nats | tokens | seeds apart | noise scale there (95%) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for batch in study.size.batches:
+        if not (of_seeds := study.seeds_of(batch, "target")):
+            continue
+        tokens = [line["tokens"] or math.inf for line in of_seeds]
+        noise = ", ".join("-" if line["noise"] is None else _interval(line["noise"]) for line in of_seeds)
+        rate = f"{Run(batch, of_seeds[0]['rate'], 0).learning_rate:g}"
+        steps = mean(tokens) / (batch * SEQUENCE)
+        apart = f"{(max(tokens) - min(tokens)) / mean(tokens):.0%}"
+        lines.append(f"| {batch * SEQUENCE:,} | {rate} | {steps:,.0f} | {mean(tokens):,.0f} | {apart} | {noise} |")
+    lines += ["", "| at equal tokens | best rate | steps | held-out loss, each seed | mean |", "|---|---|---|---|---|"]
+    for batch, kind in study.groups():
+        if kind == "target" or not (of_seeds := study.seeds_of(batch, kind)):
+            continue
+        losses = [line["loss"] for line in of_seeds]
+        rate, steps = Run(batch, of_seeds[0]["rate"], 0).learning_rate, of_seeds[0]["steps"]
+        each = ", ".join(f"{loss:.3f}" for loss in losses)
+        lines.append(f"| {kind} | {rate:g} | {steps:,} | {each} | {mean(losses):.3f} |")
+    return "\n".join(lines)
+
+
+def _interval(noise: list[float | None]) -> str:
+    scale, low, high = (math.inf if x is None else x for x in noise)
+    return f"{scale:,.0f} ({low:,.0f} to {high:,.0f})"
+
+
+def picture(study: Study, path: str) -> None:
+    """Tokens and steps to the target, and as the middle batch's noise scale foretold them; the three ways at equal tokens."""
+    done = [batch for batch in study.size.batches if study.seeds_of(batch, "target")]
+    batch_tokens = [batch * SEQUENCE for batch in done]
+    figure = new_figure(12, 4, dpi=110)
+    tokens_axes, steps_axes, equal_axes = figure.subplots(1, 3)
+    middle = study.seeds_of(done[len(done) // 2], "target")
+    least_steps, least_tokens = (mean(line[key] for line in middle) for key in ("least_steps", "least_tokens"))
+    foretold = {"tokens": [least_steps * x + least_tokens for x in batch_tokens]}
+    foretold["steps"] = [tokens / x for tokens, x in zip(foretold["tokens"], batch_tokens, strict=True)]
+    scales = [line["noise"][0] for batch in done for line in study.seeds_of(batch, "target") if line["noise"][0]]
+    for axes, what in ((tokens_axes, "tokens"), (steps_axes, "steps")):
+        for batch in done:
+            values = [line[what] for line in study.seeds_of(batch, "target") if line[what]]
+            axes.plot([batch * SEQUENCE] * len(values), values, "o", color="#1f5fa6", markersize=5)
+        axes.plot(batch_tokens, foretold[what], "--", color="#b3401a", label="foretold by the noise scale of the middle batch")
+        axes.axvspan(min(scales), max(scales), color="#b3401a", alpha=0.12, label="noise scale at the target, all runs")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens of a batch")
+        axes.set_ylabel(f"{what} to {study.size.target} nats per byte")
+    tokens_axes.legend(fontsize=8)
+    names = [kind for batch, kind in study.groups() if kind != "target" and study.seeds_of(batch, kind)]
+    for place, (batch, kind) in enumerate(group for group in study.groups() if group[1] in names):
+        of_seeds = study.seeds_of(batch, kind)
+        equal_axes.plot([place] * len(of_seeds), [line["loss"] for line in of_seeds], "o", color="#1f5fa6")
+        equal_axes.annotate(f"{of_seeds[0]['steps']:,} steps", (place, max(line["loss"] for line in of_seeds)), (0, 8),
+                            textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+    equal_axes.set_xticks(range(len(names)), names)
+    equal_axes.margins(0.3)
+    equal_axes.set_ylabel(f"held-out loss after {study.size.equal_tokens:,} tokens")
+    save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--picture", metavar="FILE.png")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = TINY if options.dry_run else FULL
+    if options.one:
+        wanted = json.loads(options.one)
+        limit_tokens = wanted.pop("limit_tokens")
+        print(json.dumps(trained(Run(**wanted), size, limit_tokens)))
+        return
+    study = Study(options.results, size)
+
+    def command(run: Run, limit_tokens: float) -> list[str]:
+        one = json.dumps(asdict(run) | {"limit_tokens": limit_tokens})
+        return [sys.executable, __file__, str(options.results), *(["--dry-run"] if options.dry_run else []), "--one", one]
+
+    if not options.table:
+        carry_out(study, options.workers, command)
+    print(table(study))
+    if options.picture:
+        picture(study, options.picture)
+
+
+if __name__ == "__main__":
+    main()
