@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
+
+import apart
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -27,7 +28,7 @@ measured."""
 TOLERANCE = 0.03
 STEPS = 3
 CHILD_LIMIT_S = 600
-OUT_OF_MEMORY = "A device ran out of memory"
+OUT_OF_MEMORY = apart.OUT_OF_MEMORY
 
 STEP = ("train.sequence_length=8192", "train.global_batch_sequences=2", "train.microbatch_sequences=1")
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -87,16 +88,8 @@ def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
 
 def run_apart(overrides: Sequence[str], steps: int = STEPS) -> dict[str, Any]:
     """The same in a process of its own; `error` says why it failed."""
-    command = [sys.executable, __file__, "--child", str(steps), *overrides]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"error": f"It took more than {CHILD_LIMIT_S} s."}
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        ran_out = any(word in done.stderr for word in ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
-        return {"error": OUT_OF_MEMORY if ran_out else " | ".join(said[-3:])[-500:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    said, error = apart.run([sys.executable, __file__, "--child", str(steps), *overrides], CHILD_LIMIT_S)
+    return said[-1] if error is None else {"error": error}
 
 
 def excess(found: dict[str, Any]) -> float | None:

@@ -7,7 +7,8 @@ to the next, and losses are read one step behind: step n+1 is under way when the
 beforehand; loading data is not timed.
 
 transformers' side is LlamaForCausalLM as its users train it: SDPA attention, fused AdamW, gradient clipping, not compiled.
-Its weights and moments are in the compute dtype, where jaxllm keeps float32 masters of bfloat16 weights.
+Its weights and moments are in the compute dtype, where jaxllm keeps float32 masters of bfloat16 weights. benchmarks/gpu.py
+runs it compiled and otherwise (`Theirs`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,16 +180,16 @@ def our_side(trainer: Any, batches: list[Any]) -> tuple[Launch, float, int]:
     import jax
 
     with jax.set_mesh(trainer.mesh):
-        started = time.perf_counter()
-        compiled = trainer.jitted_step.lower(trainer.state, batches[0]).compile()
-        compile_s = time.perf_counter() - started
+        # As a run compiles it: with the options of its kind of GPU.
+        trainer.compile_step(batches[0])
+    compiled = trainer.compiled
 
     def launch(number: int) -> Any:
         with jax.set_mesh(trainer.mesh):
             trainer.state, metrics = compiled(trainer.state, batches[number])
         return metrics["loss"]
 
-    return launch, compile_s, compiled.memory_analysis().temp_size_in_bytes
+    return launch, trainer.compile_s, compiled.memory_analysis().temp_size_in_bytes
 
 
 def why_no_reference(devices: int) -> str | None:
@@ -205,8 +208,28 @@ def why_no_reference(devices: int) -> str | None:
     return None
 
 
-def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str) -> Launch:
+@dataclass(frozen=True)
+class Theirs:
+    """How transformers' side runs."""
+
+    compiled: bool = False
+    """torch.compile round forward pass and loss, all shapes fixed. On a CPU only traced: its compiler takes minutes there."""
+    kernel: str | None = None
+    """Of attention, and PyTorch may take no other: flash or cudnn. None: as transformers and PyTorch choose."""
+    float32_weights: bool = False
+    """Weights, gradients and moments in float32 and matmuls in the compute dtype (autocast), as jaxllm has them; else all in
+    the compute dtype."""
+    liger: bool = False
+    """Liger's kernels for norms, rotary angles and SwiGLU, and its loss without logits."""
+
+
+def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str, theirs: Theirs = Theirs()) -> Launch:
     """transformers' network and torch's AdamW, on batches [microbatch, sequence, position]."""
+    return their_launch(config, *their_network(config, device, theirs), rows, device, theirs)
+
+
+def their_network(config: Config, device: str, theirs: Theirs = Theirs()) -> tuple[Any, Any]:
+    """(network, optimizer)"""
     import torch
 
     if device == "cpu":
@@ -214,7 +237,14 @@ def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str) -
     # XLA multiplies float32 in TF32 on a GPU unless told otherwise.
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(config.train.seed)
-    network = llama(config.model).to(device)
+    if theirs.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    # Born where it will be: billions of random numbers take a CPU minutes.
+    with torch.device(device):
+        network = llama(config.model, "sdpa" if theirs.kernel is None else forced_attention())
+    network.to(torch.float32 if theirs.float32_weights else getattr(torch, config.model.compute_dtype))
     if config.parallel.remat == "full":
         network.gradient_checkpointing_enable()
     network.train()
@@ -224,32 +254,75 @@ def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str) -
         {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon, fused=True)
+    return network, adamw
+
+
+def their_launch(
+    config: Config, network: Any, adamw: Any, rows: list[dict[str, np.ndarray]], device: str, theirs: Theirs = Theirs()
+) -> Launch:
+    """Steps on batches of [microbatch, sequence, position]: of the same network in other microbatches, if that is asked for."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     batches = []
     for row in rows:
         targets = np.where(row["mask"], row["targets"], -100)
         count = int(row["mask"].sum())
         batches.append((*(torch.tensor(x, dtype=torch.long, device=device) for x in (row["tokens"], targets)), count))
 
+    def loss_sum(tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        if theirs.liger:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            h_TD = network.model(tokens_BS).last_hidden_state.flatten(0, 1)
+            return LigerFusedLinearCrossEntropyLoss(reduction="sum")(network.lm_head.weight, h_TD, targets_BS.flatten())
+        logits_TV = network(tokens_BS).logits.flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(logits_TV, targets_BS.flatten(), reduction="sum")
+
+    if theirs.compiled:
+        loss_sum = torch.compile(loss_sum, dynamic=False, backend="aot_eager" if device == "cpu" else "inductor")
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    # PyTorch's CPU has one kernel of its own.
+    forced = theirs.kernel is not None and device != "cpu"
+    dtype, clip_norm = getattr(torch, config.model.compute_dtype), config.optimizer.clip_norm
+
     def launch(number: int) -> torch.Tensor:
         adamw.zero_grad()
         total = torch.zeros((), device=device)
         tokens_MBS, targets_MBS, count = batches[number]
-        for tokens_BS, targets_BS in zip(tokens_MBS, targets_MBS, strict=True):
-            logits_TV = network(tokens_BS).logits.flatten(0, 1).float()
-            loss = torch.nn.functional.cross_entropy(logits_TV, targets_BS.flatten(), reduction="sum") / count
-            loss.backward()
-            total += loss.detach()
-        if o.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(network.parameters(), o.clip_norm)
+        with sdpa_kernel(backends[theirs.kernel]) if forced else nullcontext():
+            for tokens_BS, targets_BS in zip(tokens_MBS, targets_MBS, strict=True):
+                with torch.autocast(device, dtype, enabled=theirs.float32_weights):
+                    loss = loss_sum(tokens_BS, targets_BS) / count
+                loss.backward()
+                total += loss.detach()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
         adamw.step()
         return total
 
     return launch
 
 
-def llama(model: ModelConfig) -> Any:
-    """transformers' network of this shape, with weights of its own."""
+def forced_attention() -> str:
+    """The name of an attention without a mask, registered with transformers. Its own makes one as soon as it is compiled
+    (before PyTorch 2.14), and with a mask neither flash nor cuDNN would do.
+    """
     import torch
+    from transformers import AttentionInterface
+
+    def causal(module, query, key, value, attention_mask, scaling=None, **options):
+        out_BNSH = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out_BNSH.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("causal_sdpa", causal)
+    return "causal_sdpa"
+
+
+def llama(model: ModelConfig, attention: str = "sdpa") -> Any:
+    """transformers' network of this shape, with float32 weights of its own."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -275,9 +348,9 @@ def llama(model: ModelConfig) -> Any:
         max_position_embeddings=int(scaling.factor * scaling.original_max_position) if scaling else 2048,
         tie_word_embeddings=model.tie_embeddings,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
-    return LlamaForCausalLM(shape).to(getattr(torch, model.compute_dtype))
+    return LlamaForCausalLM(shape)
 
 
 # --------------------------------------------------------------------------------------------------------------- reporting

@@ -30,6 +30,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.hlo import Collective, Module, byte_size
 from jaxllm.jaxprs import matmul_flops, walk
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.overlap import Overlap, by_kind, play, sent_bytes
 from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.plan.cluster import hosts_of, require_devices
 from jaxllm.plan.flops import train_flops_per_token
@@ -145,7 +146,13 @@ class CompileReport:
     largest_results: tuple[LargeResult, ...]
     warnings: tuple[str, ...]
     jax_version: str
+    overlap: tuple[Overlap, ...] = ()
+    """What of the collectives shows, by kind and axes; none for devices that jaxllm has no figures of."""
     cached: bool = False
+
+    def __repr__(self) -> str:
+        verdict = {None: "", True: ", which fits", False: ", which does not fit"}[self.fits]
+        return f"<CompileReport for {self.gpus} x {self.gpu}: {readable(self.total_bytes)} on each{verdict}>"
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -165,6 +172,7 @@ def report_from_json(values: dict[str, Any]) -> CompileReport:
             "collectives": tupled(CollectiveLine, values["collectives"]),
             "largest_results": tupled(LargeResult, values["largest_results"]),
             "warnings": tuple(values["warnings"]),
+            "overlap": tupled(Overlap, values["overlap"]),
         }
     )
 
@@ -203,7 +211,7 @@ def compile_report(
         return found
     real = aot.gpu_devices(gpus // per_host, per_host, gpu, gpu.memory_bytes) if real_memory else None
     kind = (gpu.name, gpu.memory_bytes, gpu.capacity_bytes)
-    report = _compile(config, devices, real, kind, per_host, because)
+    report = _compile(config, devices, real, kind, gpu, per_host, because)
     if file is not None:
         _write(file, report)
     return report
@@ -222,7 +230,7 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     capacity = stats["bytes_limit"] - RESERVE_BYTES if "bytes_limit" in stats else known and known.capacity_bytes
     per_host, because = hosts_of(len(devices), per_host, max(1, jax.local_device_count()))
     named = (known.name if known else kind, known.memory_bytes if known else None, capacity)
-    return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, per_host, because)
+    return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
 
 
 def _compile(
@@ -230,10 +238,11 @@ def _compile(
     devices: Sequence[jax.Device],
     real: Sequence[jax.Device] | None,
     kind: tuple[str, int | None, int | None],
+    gpu: Gpu | None,
     per_host: int,
     because: str,
 ) -> CompileReport:
-    """Args: kind: name, memory and capacity of a device; real: the same devices, with the memory they have."""
+    """Args: kind: name, memory and capacity of a device; gpu: its figures; real: the same devices, with their own memory."""
     name, memory_bytes, capacity = kind
     options = xla_flags.compile_options(config, devices[0].platform)
     started = time.perf_counter()
@@ -241,7 +250,8 @@ def _compile(
     trace_s = time.perf_counter() - started
     compiled = step.lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - started
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text: str = compiled.as_text() or ""
+    memory: Any = compiled.memory_analysis()
     sizes = axis_sizes(config.parallel)
     module = Module(text, sizes)
     collectives = grouped(module.collectives(), sizes)
@@ -279,6 +289,7 @@ def _compile(
         largest_results=largest_results(module),
         warnings=tuple(warnings(config, collectives, text, capacity, fits)),
         jax_version=jax.__version__,
+        overlap=by_kind(play(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else (),
     )
 
 
@@ -287,8 +298,8 @@ def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int
     compiled = aot.compile_step(config, devices)
     compile_s = time.perf_counter() - started
     # XLA's name for an instruction that it computes again.
-    repeated = len(re.findall(r"^\s*(?:ROOT )?%\S+\.remat\S* = ", compiled.as_text(), re.MULTILINE))
-    memory = compiled.memory_analysis()
+    repeated = len(re.findall(r"^\s*(?:ROOT )?%\S+\.remat\S* = ", compiled.as_text() or "", re.MULTILINE))
+    memory: Any = compiled.memory_analysis()
     total = total_bytes(memory)
     changed = repeated > 0 or total < demand
     return RealMemory(changed, repeated, memory.temp_size_in_bytes, total, total <= capacity, compile_s)
@@ -313,9 +324,8 @@ def grouped(collectives: Iterable[Collective], sizes: dict[str, int]) -> tuple[C
     for key, members in groups.items():
         size = sum(c.executed * sum(byte_size(*buffer) for buffer in c.buffers) for c in members)
         n = math.prod(sizes[axis] for axis in key[1])
-        shares = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
-        sent = round(size * shares.get(key[0], (n - 1) / n))
-        lines.append(CollectiveLine(*key, len(members), sum(c.executed for c in members), size, sent))
+        sent = round(sent_bytes(key[0], size, n))
+        lines.append(CollectiveLine(*key, len(members), sum(c.executed for c in members), size, sent))  # type: ignore[call-arg]
     return tuple(sorted(lines, key=lambda line: -line.sent_bytes))
 
 
@@ -330,7 +340,10 @@ def largest_results(module: Module) -> tuple[LargeResult, ...]:
         groups.setdefault(key, []).append(result.in_loop)
         sizes[key] = result.size_bytes
     largest = sorted(groups, key=lambda key: -sizes[key])[:LARGEST]
-    return tuple(LargeResult(sizes[key], *key, len(groups[key]), all(groups[key])) for key in largest)
+    return tuple(
+        LargeResult(sizes[key], *key, len(groups[key]), all(groups[key]))  # type: ignore[call-arg]
+        for key in largest
+    )
 
 
 def origin(argument: str, op_name: str) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm.compile_report import CompileReport
+from jaxllm.overlap import total
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, readable
 from jaxllm.report import axes_line
 
@@ -45,6 +46,9 @@ def render(report: CompileReport) -> Group:
         left = len(report.collectives) - ROWS
         if left > 0:
             parts.append(Text(f"  and {left} kinds that send less; --json has all"))
+    if report.overlap:
+        parts += [Text("\nOf each kind, what no compute hides"), Padding(overlap_table(report), (0, 0, 0, 2))]
+        parts.append(Text("  bare: no matmul between start and done; shows: by a model's times"))
     if report.largest_results:
         parts += [Text("\nLargest results of instructions (some share memory, at different times)"), results_table(report)]
     if report.warnings:
@@ -123,6 +127,17 @@ def collectives_table(report: CompileReport) -> Table:
         axes = " x ".join(line.axes) or "-"
         where = "loops" if line.in_loops else ""
         table.add_row(line.kind, axes, line.dtype, f"{line.count:,}", readable(line.sent_bytes), how, where)
+    return table
+
+
+def overlap_table(report: CompileReport) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for heading in ("kind", "over", "sent", "bare", "shows", "TFLOP behind"):
+        table.add_column(heading, overflow="fold", justify="left" if heading in ("kind", "over") else "right")
+    for line in (*report.overlap[:ROWS], total(report.overlap)):
+        shares = (f"{line.bare_share:.0%}", f"{line.exposed_share:.0%}")
+        flops = teraflops(round(line.flops_behind))
+        table.add_row(line.kind, " x ".join(line.axes), readable(line.sent_bytes), *shares, flops)
     return table
 
 

@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from jaxllm import hf_config
 from jaxllm.batch_schedule import Phase, phase_at, phases_of, sequences_before
 from jaxllm.config_errors import ConfigError, one_sentence, refuse
+from jaxllm.html_tables import table
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -33,6 +34,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 AUTO = "auto"
+FP8_UNIT = 16
+"""Of what the dims of cuBLASLt's FP8 matmuls must be multiples (cuBLAS library documentation, cublasLtMatmul)."""
 
 
 class Section(BaseModel):
@@ -84,6 +87,9 @@ class ModelConfig(Section):
     """Standard deviation of all matrices at initialisation; those that write to the residual stream get std / sqrt(2 L)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are float32 always."""
+    matmul_dtype: Literal["compute_dtype", "fp8"] = "compute_dtype"
+    """Of the blocks' matmuls against weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale for
+    an array, taken from the array itself. Head, attention, embedding and all sums stay as they are."""
     attention: Literal["xla", "cudnn", "auto"] = "auto"
     """auto: cudnn on NVIDIA GPUs where it can run, else xla; the choice is logged."""
     scan_layers: Switch = True
@@ -220,11 +226,11 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
                 raise refuse(f"{where}.paths: no file matches {pattern!r}; check the path (it is relative to {Path.cwd()}).")
 
 
-def _one_path_is_a_list(paths: Any) -> Any:
-    return (paths,) if isinstance(paths, str) else paths
+def _one_is_a_list(given: Any) -> Any:
+    return (given,) if isinstance(given, str) else given
 
 
-Paths = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)]
 
 
 class SourceConfig(Section):
@@ -404,13 +410,22 @@ class LogConfig(Section):
     """[first, last]: write a profiler trace of these steps into run.dir/profile."""
 
 
+XlaOptions = Literal[
+    "latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "windowed_einsum", "more_at_once"
+]
+
+
 class RunConfig(Section):
     dir: str = "runs/default"
     """Checkpoints, metrics.jsonl and the config are kept here; a second start with the same directory resumes."""
     cpu_devices: PositiveInt | None = None
     """Run on this many CPU devices of this machine, to try any mesh at home. Of several processes, each has as many."""
     deterministic: Switch = False
-    """Bit-equal reruns on GPU, at some cost in speed."""
+    """Bit-equal reruns on GPU: XLA takes no kernel whose sums depend on which thread is first, and chooses none by timing.
+    Costs speed: matmuls run with untimed tiles, and attention's backward in cuDNN's slower way."""
+    xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(_one_is_a_list)] = ()
+    """Sets of XLA's options to try on GPUs, such as [double_buffering]; jaxllm/xla_flags.py says what each does. None is on by
+    itself: they change the order of the step and with it its memory, which `jaxllm compile` then tells, not the estimate."""
     allow_overcommit: Switch = False
     """Start even where the estimate says that a step does not fit into the GPU's memory."""
     peer_timeout_s: PositiveFloat = 60
@@ -426,7 +441,7 @@ class RunConfig(Section):
 
 
 class Config(Section):
-    """One run."""
+    """One run. Shown, it is a recipe of what differs from the defaults; `model_dump()` has every key."""
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -463,6 +478,8 @@ class Config(Section):
                 f"model.intermediate_size={size} is not a multiple of parallel.tensor={parallel.tensor}: "
                 f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
             )
+        if model.matmul_dtype == "fp8":
+            _check_fp8(model, parallel.tensor)
         # Each context rank holds two chunks of a sequence (parallel/zigzag.py), and each tensor rank a part of those.
         S, c = train.sequence_length, parallel.context
         unit = sequence_unit(c, parallel.tensor)
@@ -508,6 +525,19 @@ class Config(Section):
         if self.log.profile_steps and not 1 <= self.log.profile_steps[0] <= self.log.profile_steps[1] <= train.steps:
             raise refuse(f"log.profile_steps={list(self.log.profile_steps)} is not [first, last] within 1..{train.steps}.")
         return self
+
+    def __repr__(self) -> str:
+        changed = self.model_dump(mode="json", exclude_defaults=True)
+        recipe = yaml.safe_dump(changed, sort_keys=False, default_flow_style=None, width=78)
+        return f"# what differs from the defaults\n{recipe}"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        changed = self.model_dump(mode="json", exclude_defaults=True)
+        rows = [(section, "\n".join(f"{key}: {value}" for key, value in keys.items())) for section, keys in changed.items()]
+        tokens = f"{self.total_tokens:,} tokens in {self.train.steps:,} steps; what differs from the defaults"
+        return table(rows, left=2, caption=tokens)
 
     @property
     def step_tokens(self) -> int:
@@ -634,6 +664,24 @@ def sequence_unit(context: int, tensor: int) -> int:
     return context * math.lcm(2, tensor) if context > 1 else tensor
 
 
+def _check_fp8(model: ModelConfig, tensor: int) -> None:
+    """Raises if a dim of a block's matmuls, as a tensor rank has it, is none that FP8 multiplies."""
+    widths = {
+        "hidden_size": (model.hidden_size, 1),
+        "intermediate_size": (model.intermediate_size, tensor),
+        "num_heads x head_dim": (model.num_heads * model.head_dim, tensor),
+        # Whole on every rank where the heads do not divide.
+        "num_kv_heads x head_dim": (model.num_kv_heads * model.head_dim, 1 if model.num_kv_heads % tensor else tensor),
+    }
+    for key, (whole, ranks) in widths.items():
+        if (width := whole // ranks) % FP8_UNIT:
+            split = f" over parallel.tensor={tensor}" if ranks > 1 else ""
+            raise refuse(
+                f"model.matmul_dtype=fp8 multiplies {FP8_UNIT} numbers at a time, and model.{key}{split} is {width}: make it a "
+                f"multiple of {FP8_UNIT}, or set model.matmul_dtype=compute_dtype."
+            )
+
+
 def _all_have_layers(layers: int, chunks: int) -> bool:
     """Whether every chunk has a layer, where all but the last are full."""
     return layers > (chunks - 1) * math.ceil(layers / chunks)
@@ -749,17 +797,25 @@ def published_models() -> list[str]:
     return sorted(path.stem for path in (config_folder() / "models").glob("*.yaml"))
 
 
+def find_recipe(path: Path) -> Path:
+    """The file itself; where there is none, the recipe of that name that comes with jaxllm, if there is one."""
+    name = path.name if path.suffix == ".yaml" else f"{path.name}.yaml"
+    ours = config_folder() / name
+    return ours if not path.is_file() and path.parent in (Path(), Path("configs")) and ours.is_file() else path
+
+
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read a recipe.
 
     Args:
-      path: a YAML file, or its content as a mapping.
+      path: a YAML file, or its content as a mapping; or the name of a recipe that comes with jaxllm, such as quickstart or
+        configs/quickstart.yaml, if there is no such file here.
       overrides: `section.key=value` strings, the value in YAML; later ones win.
 
     Raises:
       ConfigError: one sentence that names the key and what to change.
     """
-    values = _read_yaml(Path(path)) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
+    values = _read_yaml(find_recipe(Path(path))) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
     # A section whose keys are all commented out is None in YAML.
     values = with_overrides(values, overrides)
     model = values.get("model")

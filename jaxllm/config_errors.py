@@ -50,7 +50,7 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
         override = "" if any(isinstance(part, int) for part in where) else f" or with {path}=VALUE"
         return f"{path} is missing: set it in the config{override}{hint}."
     if kind == "literal_error":
-        choices = _literal_choices(root, where) or first["ctx"]["expected"]
+        choices = _literal_choices(root, where) or first.get("ctx", {}).get("expected")
         return f"{path}={_plain(given)} is not one of the choices: use {choices}."
     if path == "parallel.data":
         return f"{path}={_plain(given)} is not valid: it should be a whole number of at least 1, or auto."
@@ -81,7 +81,12 @@ def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _literal_choices(root: type[BaseModel], where: Sequence[str | int]) -> str | None:
-    annotation = _section_class(root, where[:-1]).model_fields[str(where[-1])].annotation
+    places = sum(isinstance(part, int) for part in where[-1:])
+    *outer, key = where[: len(where) - places]
+    annotation = _section_class(root, outer).model_fields[str(key)].annotation
+    if places:
+        # Of a list, what each part may be.
+        annotation = get_args(annotation)[0]
     choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
     return ", ".join(choices) or None
 

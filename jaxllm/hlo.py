@@ -1,10 +1,11 @@
 """Reads XLA's optimised HLO text: which collectives run, how often, over which mesh axes, what moves between device and host,
-and what lies between the start and the done of either. Plain text work, no JAX.
+what lies between the start and the done of either, how many kernels there are. Plain text work, no JAX.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,23 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
-_BUFFER = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+"""bf16[8,128], pred[], f8e4m3fn[1024]."""
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
 ON_HOST = "S(5)"
 """How XLA marks arrays in the host's memory."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{([\d,]*)\}|ensions":\s*\[([^\]]*)\])')
+_SCORES = re.compile(r'intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
+_CAUSAL = re.compile(r'mask_type":\s*"[A-Z_]*CAUSAL')
+_RUNNING = ("while", "call", "conditional", "async-start")
+"""Operations that run other computations instruction by instruction."""
+NO_KERNELS = (*_PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
+"""Operations that launch nothing. Nor does the done of an asynchronous one."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,8 @@ class _Place:
     position: int
     executed: int
     loops: tuple[int, ...]
+    computation: str = ""
+    """The name of what it stands in."""
 
     @property
     def instruction(self) -> Instruction:
@@ -79,10 +92,25 @@ class Collective:
     """Whether a matmul or fused attention, or a loop or call that holds one, lies between start and done."""
     spans_loop: bool
     """Whether a whole loop that holds one does."""
+    flops_behind: int = 0
+    """Of the matmuls and attention that lie there, loops multiplied out; each time that it runs."""
+    name: str = ""
+    computation: str = ""
+    """Of the instruction, and of what it stands in."""
 
     @property
     def elements(self) -> int:
         return sum(math.prod(shape) for _, shape in self.buffers)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the device is told to do."""
+
+    op: str
+    """As HLO calls it: fusion, custom-call, copy, all-gather-start, ..."""
+    executed: int
+    """Times in one run of the program."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +158,7 @@ class Module:
     axes: Mapping[str, int]
     computations: dict[str, list[Instruction]] = field(init=False)
     entry: str = field(init=False)
+    _flops: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
         self.computations, current = {}, None
@@ -147,6 +176,28 @@ class Module:
             if kind := next((kind for kind in COLLECTIVES if place.instruction.op in (kind, f"{kind}-start")), None):
                 found.append(self._collective(kind, place))
         return found
+
+    def running(self) -> list[str]:
+        """Names of the computations whose instructions run one by one, the program's own and those of loops and calls; each
+        after all that it runs."""
+        order: dict[str, None] = {}
+
+        def visit(computation: str) -> None:
+            for instruction in self.computations[computation]:
+                for name in instruction.called if instruction.op in _RUNNING else ():
+                    visit(name)
+            order.setdefault(computation)
+
+        visit(self.entry)
+        return list(order)
+
+    def launches(self) -> list[Launch]:
+        """Every kernel, copy, library call and collective, where it runs; an asynchronous one once."""
+        return [
+            Launch(place.instruction.op, place.executed)
+            for place in self._walk(self.entry, 1, ())
+            if place.instruction.op not in NO_KERNELS and not place.instruction.op.endswith(("-done", "-update"))
+        ]
 
     def host_copies(self) -> list[HostCopy]:
         """Slices of arrays in the host's memory that are read from the device or written from it."""
@@ -180,15 +231,38 @@ class Module:
             place = _Place(place.among, place.among.index(inputs[0]), place.executed, place.loops)
         return ""
 
+    def flops(self, computation: str) -> int:
+        """Of the matmuls and fused attention of a computation, in one run of it: 2 for each product. A loop whose turns XLA
+        does not know counts as one turn, a conditional as all its branches, and what does not say its shapes as nothing."""
+        if computation not in self._flops:
+            among = self.computations.get(computation, [])
+            types = {instruction.name: instruction.result for instruction in among}
+            self._flops[computation] = sum(self.flops_of(instruction, types) for instruction in among)
+        return self._flops[computation]
+
+    def flops_of(self, instruction: Instruction, types: Mapping[str, str]) -> int:
+        """Of one instruction and what it calls.
+
+        Args:
+          types: the types of the results among which it stands, by name.
+        """
+        target = found[1] if (found := _TARGET.search(instruction.text)) else ""
+        if instruction.op == "dot" or re.search(r"gemm|cublas", target):
+            return _matmul_flops(instruction, types)
+        if "fmha" in target:
+            return _attention_flops(instruction, target, types)
+        inside = sum(self.flops(name) for name in instruction.called)
+        return inside * turns(instruction)
+
     def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[_Place]:
         instructions = self.computations[computation]
         for position, instruction in enumerate(instructions):
-            yield _Place(instructions, position, executed, loops)
+            yield _Place(instructions, position, executed, loops, computation)
             if instruction.op == "while":
-                trips = int(found[1]) if (found := _TRIPS.search(instruction.text)) else 1
+                trips = turns(instruction)
                 for name in instruction.called:
                     yield from self._walk(name, executed * trips, (*loops, trips))
-            elif instruction.op in ("call", "conditional", "async-start"):
+            elif instruction.op in _RUNNING:
                 for name in instruction.called:
                     yield from self._walk(name, executed, loops)
 
@@ -198,6 +272,7 @@ class Module:
         between, end = place.until(f"{kind}-done") if asynchronous else ([], start)
         buffers = tuple((dtype, _shape(dims)) for dtype, dims in _BUFFER.findall(end.result))
         spans = [instruction for instruction in between if self._has_matmul(instruction)]
+        types = {instruction.name: instruction.result for instruction in place.among if spans}
         return Collective(
             kind,
             buffers,
@@ -207,6 +282,9 @@ class Module:
             asynchronous,
             spans_matmul=bool(spans),
             spans_loop=any(instruction.op == "while" for instruction in spans),
+            flops_behind=sum(self.flops_of(instruction, types) for instruction in spans),
+            name=start.name,
+            computation=place.computation,
         )
 
     def _host_copy(self, place: _Place) -> HostCopy | None:
@@ -228,7 +306,7 @@ class Module:
         return HostCopy(to_host, largest, place.executed, place.loops, asynchronous, spans)
 
     def _has_matmul(self, instruction: Instruction) -> bool:
-        target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
+        target = _TARGET.search(instruction.text)
         if instruction.op == "dot" or (target and re.search(r"gemm|cublas|cudnn", target[1])):
             return True
         inner = itertools.chain.from_iterable(self.computations.get(name, []) for name in instruction.called)
@@ -249,6 +327,39 @@ def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of an array, by HLO's name of its dtype; what has less than a byte takes a whole one."""
     width = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
     return math.prod(shape) * max(1, width // 8)
+
+
+def turns(instruction: Instruction) -> int:
+    """Of a loop; 1 for anything else, and where XLA does not know."""
+    found = _TRIPS.search(instruction.text) if instruction.op == "while" else None
+    return int(found[1]) if found else 1
+
+
+def _matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
+    """2 x elements of the result x elements that each sums over. Of a library's call, which hands back its workspace too, the
+    first result is the product."""
+    left = _BUFFER.search(types.get(_first_operand(instruction), ""))
+    result, found = _BUFFER.search(instruction.result), _CONTRACTED.search(instruction.text)
+    if not (left and result and found):
+        return 0
+    contracted = _shape(re.sub(r'[" ]', "", found[1] or found[2] or ""))
+    return 2 * math.prod(_shape(result[2])) * math.prod(_shape(left[2])[dim] for dim in contracted)
+
+
+def _attention_flops(instruction: Instruction, target: str, types: Mapping[str, str]) -> int:
+    """cuDNN's: 4 products of scores and head size forward and 10 backward, which makes the scores again; half of them under a
+    causal mask."""
+    scores, query = _SCORES.search(instruction.text), _BUFFER.search(types.get(_first_operand(instruction), ""))
+    if not (scores and query):
+        return 0
+    square = math.prod(json.loads(f"[{scores[1]}]".replace('"', "")))
+    causal = 2 if _CAUSAL.search(instruction.text) else 1
+    return (10 if "Backward" in target else 4) * square * _shape(query[2])[-1] // causal
+
+
+def _first_operand(instruction: Instruction) -> str:
+    found = _OPERAND.search(instruction.text.split(f" {instruction.op}(", 1)[1])
+    return found[1] if found else ""
 
 
 def _instruction(line: str) -> Instruction:
@@ -280,8 +391,7 @@ def _groups(text: str, devices: int) -> list[list[int]]:
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return [list(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])]
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text):
-        groups = [_shape(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
-        return [list(group) for group in groups] or [list(range(devices))]
+        return [list(_shape(group)) for group in re.findall(r"\{([\d,]*)\}", listed[1])] or [list(range(devices))]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, dims = _shape(iota[1]), _shape(iota[2])
         order = _transposed(dims, _shape(iota[3]) if iota[3] else tuple(range(len(dims))))

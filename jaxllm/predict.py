@@ -143,8 +143,8 @@ def _note_length(say: Callable[[str], None], home: Folder, positions: int) -> No
 
 
 def _tokenizer(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:
-    if given is not None or home.tokenizer is not None:
-        return load_tokenizer(given or home.tokenizer, for_documents=False)
+    if (found := given or home.tokenizer) is not None:
+        return load_tokenizer(found, for_documents=False)
     if 2**8 <= home.model["vocab_size"] <= BYTE_VOCABULARY:
         if home.model["vocab_size"] > 2**8:
             say(f"note: {home.description} has no tokenizer.json, so text is read as bytes")

@@ -9,6 +9,7 @@ anywhere. Counted are weights, gradients and moments; activations are not.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from rich.console import Group
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -29,6 +30,7 @@ from rich.text import Text
 
 from jaxllm import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
+from jaxllm.html_tables import preformatted
 from jaxllm.mesh import CONTEXT, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block
@@ -40,6 +42,7 @@ from jaxllm.plan.activations import Held, bytes_per_token_and_layer, is_blockwis
 from jaxllm.plan.cluster import hosts_of, named_devices
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.hardware import GPUS, readable
+from jaxllm.plan.precision import Row, precision_table
 from jaxllm.sharding import STACK_DIMS, Parameter, is_shared_out, layout, vocab_rows, weight_rules
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -154,12 +157,19 @@ class Report:
     bytes_per_device: Bytes
     activations: Activations
     state_offload: StateOffload
+    precision: tuple[Row, ...]
     notes: tuple[str, ...]
     warnings: tuple[Warned, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
         return {**asdict(self), "total_bytes_per_device": self.bytes_per_device.total}
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.parameter_count:,} parameters on {axes_line(self.mesh)}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(in_columns(render(self)))
 
 
 def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int | None = None) -> Report:
@@ -195,6 +205,7 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
         bytes_per_device=held,
         activations=activations(config),
         state_offload=state_offload(config, held),
+        precision=precision_table(config),
         notes=tuple(notes(config, lines, padding)),
         warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, lines)),
     )
@@ -399,12 +410,33 @@ def render(report: Report) -> Group:
         bytes_table(report),
         Text(f"Total {readable(total)} per device ({total:,} bytes)"),
         *activation_lines(report),
+        Text("\nPrecision on a GPU: as multiplied or added, of sums inside, of the result"),
+        precision_lines(report),
         *(Text(f"\nNote: {note}") for note in report.notes),
     ]
     if report.warnings:
         parts.append(Text("\nWarnings"))
         parts += [Padding(line, (0, 0, 0, 2)) for line in warning_lines(report)]
     return Group(*parts)
+
+
+def precision_lines(report: Report) -> Padding:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("", "inputs", "sums", "result"):
+        table.add_column(heading, overflow="fold")
+    for row in report.precision:
+        table.add_row(row.what, row.inputs, row.sums, row.result)
+    return Padding(table, (0, 0, 0, 2))
+
+
+def in_columns(rendered: Group) -> str:
+    """What rich makes of it on WIDTH columns, without colours."""
+    # In a notebook rich would show an empty output of its own besides.
+    file = io.StringIO()
+    console = Console(width=WIDTH, file=file, color_system=None, force_jupyter=False, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(rendered)
+    return captured.get()
 
 
 def axes_line(sizes: dict[str, int]) -> str:

@@ -2,9 +2,12 @@
 distributed.py the only reader of the environment.
 
 What the user sets wins, and a flag that the installed jaxlib does not know is left out. A preset is here because it was
-measured, or because its maker documents it; a comment says which. Left out is what would change the order of the step, and with
-it the memory that `jaxllm estimate` and `jaxllm compile` answer for, until it is measured with both: the latency hiding
-scheduler, collectives pipelined or combined further by XLA, JAX_OPTIMIZATION_LEVEL.
+measured, or because its maker documents it; a comment says which.
+
+What would change the order of the step, and with it the memory that `jaxllm estimate` answers for, is on only where
+run.xla_options asks for it: OPTIONAL_GPU_OPTIONS. What each does to a step's transfers and memory is told without a GPU by
+`python benchmarks/overlap.py --options`; what it does to its speed, by a GPU alone. JAX_OPTIMIZATION_LEVEL, several of them at
+once, is left to the user.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import jaxlib
 
-from jaxllm.config import Config, RunConfig
+from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.plan.activations import policy_of
+from jaxllm.plan.flops import layer_matmul_parameters
 from jaxllm.plan.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
 
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
@@ -56,7 +61,12 @@ SEVERAL_CPU_DEVICES_FLAGS = {
     # order, and each has its core to share anyway.
     "xla_cpu_multi_thread_eigen": "false",
 }
-DETERMINISTIC_GPU_FLAGS = {"xla_gpu_deterministic_ops": "true"}
+DETERMINISTIC_GPU_FLAGS = {
+    # "Guarantees run-to-run determinism on GPU", says XLA of it: scatters are expanded into loops in order, cuDNN's attention
+    # takes its deterministic backward, and no kernel is chosen by timing it, as two runs might choose differently. The last is
+    # the price: matmuls run with default tiles. How much that is has not been measured.
+    "xla_gpu_deterministic_ops": "true",
+}
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """By compute capability."""
@@ -94,9 +104,50 @@ HOST_GPU_OPTIONS = {
     # for the estimate to refuse.
     "xla_gpu_memory_limit_slop_factor": 2000,
 }
+LAYER_BYTES = "layer"
+"""Stands for the bytes of one layer's weights in the compute dtype, as a rank multiplies them."""
+OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
+    # Moves starts up and dones down past compute. From Hopper on XLA schedules so by itself, by the speeds of the GPU that it
+    # compiles for; an A100's starts stay late without it.
+    "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    # Takes a loop's collective a turn ahead or behind. The layer loop of ZeRO 2 and 3 does that by hand, both ways
+    # (parallel/layer_loop.py): XLA's left the backward's bare where it was tried (JAX 0.11.2). Left is what tensor ranks send.
+    "pipelined_collectives": {
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+    },
+    # Unrolls loops by two, so that what one turn hands to the next need not be copied into place.
+    "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
+    # Collectives become one up to so many bytes. XLA's default joins a small model's layer; a large one's matrices travel one
+    # by one. With a layer's bytes they are one transfer a layer, with fewer launches.
+    "layer_combined": {
+        "xla_gpu_all_gather_combine_threshold_bytes": LAYER_BYTES,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": LAYER_BYTES,
+    },
+    # Cuts a gather or scatter over tensor into pieces, each behind a piece of the matmul that it belongs to.
+    "windowed_einsum": {"xla_gpu_threshold_for_windowed_einsum_mib": 0},
+    # As for pipelines: loops with collectives inside may run beside other collectives.
+    "more_at_once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4},
+}
 
 
-def compile_options(config: Config, platform: str) -> dict[str, int]:
+def optional_gpu_options(config: Config) -> dict[str, int]:
+    """Those that run.xla_options names."""
+    options: dict[str, int] = {}
+    for name in config.run.xla_options:
+        for option, value in OPTIONAL_GPU_OPTIONS[name].items():
+            # XLA takes no number for a switch.
+            options[option] = _layer_bytes(config) if isinstance(value, str) else value
+    return options
+
+
+def _layer_bytes(config: Config) -> int:
+    itemsize = {"bfloat16": 2, "float32": 4}[config.model.compute_dtype]
+    return itemsize * layer_matmul_parameters(config.model) // config.parallel.tensor
+
+
+def compile_options(config: Config, platform: str) -> dict[str, Any]:
     """Options to compile this config's train step with. What the user set in XLA_FLAGS wins."""
     if platform == "cpu":
         return {}
@@ -104,6 +155,9 @@ def compile_options(config: Config, platform: str) -> dict[str, int]:
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     options = options | (HOST_GPU_OPTIONS if offloads or config.parallel.offload_state != "none" else {})
+    # For steps that are compiled where nothing runs: in a run the flag is there from the start.
+    options = options | (dict.fromkeys(DETERMINISTIC_GPU_FLAGS, True) if config.run.deterministic else {})
+    options = options | optional_gpu_options(config)
     given = given_flags()
     return {name: value for name, value in options.items() if f"--{name}" not in given and is_known(name)}
 
@@ -138,8 +192,8 @@ def gpu_presets(kinds: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]
     """(XLA flags, environment variables) for a machine with GPUs of these kinds. Where kinds differ, or one is not in
     plan/hardware.py, it has what any GPU has.
     """
-    found = {gpu and gpu.chip.compute_capability for gpu in map(gpu_from_device_kind, kinds)}
-    (capability,) = found if len(found) == 1 else (None,)
+    found: set[Any] = {gpu and gpu.chip.compute_capability for gpu in map(gpu_from_device_kind, kinds)}
+    capability: Any = next(iter(found)) if len(found) == 1 else None
     return GPU_FLAGS_OF.get(capability, {}), GPU_ENVIRONMENT | GPU_ENVIRONMENT_OF.get(capability, {})
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What only a GPU can tell: launch/gpu_check.sh [--dry-run]
-# Runs the tests marked gpu and every benchmark, and keeps the output in $OUT/gpu_check.log, or in
-# runs/gpu_check/gpu_check.log without OUT. --dry-run goes through the same motions on a CPU at tiny sizes.
+# Runs the tests marked gpu and benchmarks/gpu.py, and keeps the output in $OUT/gpu_check.log, or in runs/gpu_check/gpu_check.log
+# without OUT, with gpu.jsonl beside it, which has the rows: started again, the benchmark goes on with those that are not there.
+# --dry-run goes through the same motions on a CPU at tiny sizes.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-benchmarks=(benchmarks/step.py)
 dry_run=false
 for argument in "$@"; do
   [[ "$argument" == --dry-run ]] || refuse "gpu_check.sh does not know $argument: it takes --dry-run or nothing."
@@ -33,7 +33,6 @@ collect_tests() {
 }
 
 check() {
-  local benchmark
   if $dry_run; then
     echo "no GPU used: dry run"
   else
@@ -43,18 +42,13 @@ check() {
   if $dry_run; then
     run_check "gpu tests, collected" collect_tests
     run_check "memory in use" "$python" benchmarks/memory_in_use.py --dry-run
+    run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --dry-run
   else
     # Its steps run in processes of their own, which must find the GPU free.
     run_check "memory in use" "$python" -m pytest -s -m gpu tests/gpu/test_memory_in_use.py
     run_check "gpu tests" "$python" -m pytest -m gpu --ignore tests/gpu/test_memory_in_use.py
+    run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --out "$out/gpu.jsonl"
   fi
-  for benchmark in "${benchmarks[@]}"; do
-    if $dry_run; then
-      run_check "$benchmark" "$python" "$benchmark" --dry-run
-    else
-      run_check "$benchmark" "$python" "$benchmark"
-    fi
-  done
   closing_summary
 }
 

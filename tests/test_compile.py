@@ -188,6 +188,16 @@ def test_collectives_are_grouped_and_counted(report):
 
 
 @needs_gpu_compiler
+def test_what_shows_of_the_collectives_is_told(report):
+    assert {(line.kind, line.axes) for line in report.overlap} == {(c.kind, c.axes) for c in report.collectives if c.axes}
+    assert sum(line.sent_bytes for line in report.overlap) == pytest.approx(sum(c.sent_bytes for c in report.collectives), 1e-6)
+    for line in report.overlap:
+        assert 0 <= line.bare_bytes <= line.sent_bytes
+        assert 0 <= line.exposed_share <= 1
+    assert "what no compute hides" in text_of(report)
+
+
+@needs_gpu_compiler
 def test_flops_are_those_of_the_closed_form(report):
     resolved = config().resolve(8)
     assert report.executed_flops == step_matmul_flops(resolved)

@@ -227,5 +227,5 @@ def test_gpu_check_goes_through_its_motions_on_a_cpu(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     log = (tmp_path / "gpu_check.log").read_text()
     assert "tests/gpu/test_cudnn_attention.py" in log
-    for part in ("gpu tests, collected", "memory in use", "benchmarks/step.py"):
+    for part in ("gpu tests, collected", "memory in use", "benchmarks/gpu.py"):
         assert re.search(rf"{re.escape(part)}\s+\d+ s  ok", log)

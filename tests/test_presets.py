@@ -1,11 +1,12 @@
 """Presets of XLA's flags and of CUDA's and NCCL's variables: by kind of GPU, what the user set wins, nothing jaxlib lacks."""
 
 import os
+from typing import get_args
 
 import pytest
 
 from jaxllm import xla_flags
-from jaxllm.config import RunConfig
+from jaxllm.config import ConfigError, RunConfig, XlaOptions
 from jaxllm.plan.hardware import GPUS
 from jaxllm.xla_flags import gpu_kinds, gpu_presets, unknown_flags
 
@@ -36,7 +37,7 @@ def test_every_flag_is_one_that_jaxlib_has():
     """Left out they would be without a word: is_known is there for other versions."""
     flags = [*xla_flags.CPU_FLAGS, *xla_flags.SEVERAL_CPU_DEVICES_FLAGS, *xla_flags.DETERMINISTIC_GPU_FLAGS]
     options = (xla_flags.PIPELINE_GPU_OPTIONS, xla_flags.OFFLOAD_GPU_OPTIONS, xla_flags.HOST_GPU_OPTIONS)
-    for names in (*options, *xla_flags.GPU_FLAGS_OF.values()):
+    for names in (*options, *xla_flags.GPU_FLAGS_OF.values(), *xla_flags.OPTIONAL_GPU_OPTIONS.values()):
         flags += names
     assert [name for name in flags if not xla_flags.is_known(name)] == []
 
@@ -89,6 +90,33 @@ def test_a_flag_of_another_jaxlib_is_left_out(driver, monkeypatch):
     driver(KIND["h100-80gb"])
     xla_flags.apply(RunConfig())
     assert "made_up" not in os.environ["XLA_FLAGS"]
+
+
+def test_a_deterministic_step_is_compiled_so_where_nothing_runs(tiny_config, driver):
+    """`jaxllm compile` sets none of the run's flags. A run has the flag from the start, and its step needs no option."""
+    name = "xla_gpu_deterministic_ops"
+    assert name not in xla_flags.compile_options(tiny_config(), "cuda")
+    assert xla_flags.compile_options(tiny_config("run.deterministic=true"), "cuda")[name] is True
+    xla_flags.apply(RunConfig(deterministic=True, cpu_devices=1))
+    assert f"--{name}=true" in os.environ["XLA_FLAGS"]
+    assert name not in xla_flags.compile_options(tiny_config("run.deterministic=true"), "cuda")
+
+
+def test_options_are_on_where_they_are_asked_for(tiny_config, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert set(xla_flags.OPTIONAL_GPU_OPTIONS) == set(get_args(XlaOptions))
+    assert xla_flags.compile_options(tiny_config(), "cuda") == {}
+    asked = tiny_config("run.xla_options=[double_buffering, layer_combined]", "parallel.tensor=2")
+    combined = "xla_gpu_all_gather_combine_threshold_bytes"
+    found = xla_flags.compile_options(asked, "cuda")
+    assert found["xla_gpu_enable_while_loop_double_buffering"] is True
+    # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks.
+    assert found[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2
+    assert xla_flags.compile_options(asked, "cpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{combined}=1")
+    assert combined not in xla_flags.compile_options(asked, "cuda")
+    with pytest.raises(ConfigError, match=r"run\.xla_options"):
+        tiny_config("run.xla_options=[faster]")
 
 
 @pytest.mark.parametrize(

@@ -282,3 +282,18 @@ def test_mistakes_end_in_one_sentence_and_code_2(recipe, arguments, sentence):
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_precision_is_told():
+    from jaxllm.plan.precision import precision_table
+
+    def by_what(*overrides):
+        return {row.what: (row.inputs, row.sums, row.result) for row in precision_table(published("llama-3.1-8b", *overrides))}
+
+    plain = by_what("parallel.tensor=2")
+    assert plain["block matmuls"] == ("bfloat16", "float32", "bfloat16")
+    assert plain["hidden states over tensor"] == ("bfloat16", "bfloat16", "bfloat16")
+    assert by_what("model.compute_dtype=float32")["head"] == ("TF32", "float32", "float32")
+    fp8 = by_what("model.matmul_dtype=fp8")
+    assert (fp8["block matmuls"][0], fp8["their gradients"][0]) == ("E4M3", "E5M2 x E4M3")
+    assert {what for what in fp8 if fp8[what] != plain[what]} == {"block matmuls", "their gradients"}

@@ -239,7 +239,7 @@ def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 
             halves = ((nothing[0], dq), (dk, nothing[1]), (dv, nothing[2]))
             parts = [_uncut(jnp.concatenate(pair, axis=1), shape) for pair in halves]
             sums = [total + part.astype(jnp.float32) for total, part in zip(sums, parts, strict=True)]
-        return tuple(sums)
+        return sums[0], sums[1], sums[2]
 
     return Kernel(off_diagonal.name, forward, backward)
 

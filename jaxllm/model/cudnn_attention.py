@@ -120,7 +120,8 @@ def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> G
     dq_BSNH, dk_BTKH, dv_BTKH = gradients[0], gradients[1][:, ::-1], gradients[2][:, ::-1]
     # What cuDNN writes past the lengths is its own business; here it is 0, as it is where no length is 0.
     dq_BSNH = jnp.where(q_seen_BS[..., None, None], dq_BSNH, 0)
-    return dq_BSNH, *(jnp.where(k_seen_BT[..., None, None], x, 0) for x in (dk_BTKH, dv_BTKH))
+    dk_BTKH, dv_BTKH = (jnp.where(k_seen_BT[..., None, None], x, 0) for x in (dk_BTKH, dv_BTKH))
+    return dq_BSNH, dk_BTKH, dv_BTKH
 
 
 def _padding(mask: Mask):

@@ -31,11 +31,16 @@ def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[A
     return table_VD.astype(jnp.float32)[ids_BS].astype(table_VD.dtype)
 
 
+Matmul = Callable[[str, jax.Array, jax.Array], jax.Array]
+"""(spec as of an einsum, activations, weights) -> activations: a block's matmuls against weights."""
+
+
 @dataclass(frozen=True)
 class Ops:
     """The functions a forward pass is built with, chosen before it is traced."""
 
     attend: Attend = xla_attention
+    matmul: Matmul = jnp.einsum
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up
     constrain: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, dims: x
 
@@ -124,14 +129,14 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
         dtype = x_BSD.dtype
-        q_BSNH = rotate(jnp.einsum("BSD,DNH->BSNH", x_BSD, self.query[...].astype(dtype)), rotary)
-        k_BSKH = rotate(jnp.einsum("BSD,DKH->BSKH", x_BSD, self.key[...].astype(dtype)), rotary)
-        v_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BSD, self.value[...].astype(dtype))
+        q_BSNH = rotate(ops.matmul("BSD,DNH->BSNH", x_BSD, self.query[...].astype(dtype)), rotary)
+        k_BSKH = rotate(ops.matmul("BSD,DKH->BSKH", x_BSD, self.key[...].astype(dtype)), rotary)
+        v_BSKH = ops.matmul("BSD,DKH->BSKH", x_BSD, self.value[...].astype(dtype))
         q_BSNH, k_BSKH, v_BSKH = (
             checkpoint_name(x, name) for x, name in ((q_BSNH, "query"), (k_BSKH, "key"), (v_BSKH, "value"))
         )
         o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
-        return jnp.einsum("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype))
+        return ops.matmul("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype))
 
 
 class SwiGLU(nnx.Module):
@@ -146,9 +151,11 @@ class SwiGLU(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         dtype, wide = x_BSD.dtype, ("batch", "sequence", "mlp")
         # Without these constraints XLA splits the backward by sequence too, and gathers the weights over tensor for it.
-        gate_BSF = checkpoint_name(ops.constrain(x_BSD @ self.gate[...].astype(dtype), wide), "mlp_gate")
-        up_BSF = checkpoint_name(ops.constrain(x_BSD @ self.up[...].astype(dtype), wide), "mlp_up")
-        return ops.constrain(jax.nn.silu(gate_BSF) * up_BSF, wide) @ self.down[...].astype(dtype)
+        gate_BSF, up_BSF = (
+            checkpoint_name(ops.constrain(ops.matmul("BSD,DF->BSF", x_BSD, w[...].astype(dtype)), wide), name)
+            for w, name in ((self.gate, "mlp_gate"), (self.up, "mlp_up"))
+        )
+        return ops.matmul("BSF,FD->BSD", ops.constrain(jax.nn.silu(gate_BSF) * up_BSF, wide), self.down[...].astype(dtype))
 
 
 class Block(nnx.Module):

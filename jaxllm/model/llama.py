@@ -18,7 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
+from jaxllm.html_tables import table
 from jaxllm.model.layers import Block, Ops, RMSNorm, Rotary, parameter, rotary_table
+from jaxllm.plan.flops import parameter_count
 
 Side = tuple[Rotary, Any]
 """What every layer reads and none changes: rotary tables and segment ids (or None)."""
@@ -97,6 +99,27 @@ class Llama(nnx.Module):
         h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, ops=ops)
         logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
         return logits_BSV[..., : self.config.vocab_size]
+
+    def __repr__(self) -> str:
+        return f"<Llama of {parameter_count(self.config):,} parameters in {self.config.num_layers} layers>"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Every parameter, its dims by name, and how it lies on the devices."""
+        rows = []
+        for path, variable in nnx.to_flat_state(nnx.state(self, nnx.Param)):
+            # Arrays on one device, and shapes without arrays, have no spec.
+            spec = getattr(getattr(variable[...], "sharding", None), "spec", None) or ()
+            dims = variable.get_metadata("out_sharding")
+            split = [f"{dim} over {_joined(axes)}" for dim, axes in zip(dims, spec, strict=False) if axes]
+            sizes = " x ".join(f"{dim} {size}" for dim, size in zip(dims, variable.shape, strict=True))
+            rows.append((".".join(map(str, path)), sizes, ", ".join(split) or "-", variable.dtype, f"{variable.size:,}"))
+        return table(rows, ("parameter", "dims", "split", "dtype", "numbers"), left=4, caption=repr(self).strip("<>"))
+
+
+def _joined(axes: str | tuple[str, ...]) -> str:
+    return axes if isinstance(axes, str) else " x ".join(axes)
 
 
 def apply_block(graph: nnx.GraphDef, ops: Ops, layer: Any, h_BSD: Float[Array, "B S D"], side: Side):

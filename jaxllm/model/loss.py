@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def _sums(
     *,
     dhead_VD=None,
     part: VocabularySlice = VocabularySlice(),
-):
+) -> tuple[Any, Any]:
     """((objective, loss), (dh_BSD, dhead_VD)); the gradients are None unless float32 dhead_VD is given to add to."""
     with_gradients = dhead_VD is not None
     B, S, D = h_BSD.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 from jaxllm.mesh import CONTEXT, batch_sharding
 from jaxllm.parallel.zigzag import order
 
-Read = Callable[[np.ndarray], Mapping[str, np.ndarray]]
+Read = Callable[[Any], Mapping[str, np.ndarray]]
 """Numbers of rows -> arrays [len(numbers), S]."""
 
 
@@ -21,7 +22,7 @@ def place(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: int) -> dic
     """
     (M, R), S = rows.shape, sequence_length
     sharding = batch_sharding(mesh)
-    indices = sharding.addressable_devices_indices_map((M, R, S)).values()
+    indices: Any = sharding.addressable_devices_indices_map((M, R, S)).values()
     mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
     # Context ranks hold an early and a late chunk of each sequence; nobody after this notices.
     dealt = order(S, mesh.shape[CONTEXT]) if mesh.shape[CONTEXT] > 1 else np.arange(S)

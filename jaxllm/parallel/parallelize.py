@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config import Config
+from jaxllm.config import Config, ModelConfig
 from jaxllm.mesh import (
     CONTEXT,
     DATA,
@@ -40,10 +40,12 @@ from jaxllm.mesh import (
 from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
 from jaxllm.model.attention_blocks import xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
-from jaxllm.model.layers import Ops
+from jaxllm.model.fp8 import fp8_matmul, require_fp8
+from jaxllm.model.layers import Matmul, Ops
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.embedding import look_up_over_ranks
+from jaxllm.parallel.fp8_ranks import fp8_per_tensor_rank
 from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
 from jaxllm.parallel.layer_norms import layer_norms_region
 from jaxllm.parallel.remat import remat
@@ -106,7 +108,8 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
 
     attention, attend = choose_attention(config, mesh.devices.flat[0])
     attend = attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR])
-    ops = Ops(attend=attend, look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]), constrain=constrainer(sizes))
+    look_up, matmul = look_up_over_ranks(sizes[PIPE], sizes[TENSOR]), choose_matmul(model, sizes[TENSOR], mesh.devices.flat[0])
+    ops = Ops(attend=attend, matmul=matmul, look_up=look_up, constrain=constrainer(sizes))
     ranks = sizes[DATA] * sizes[CONTEXT]
     # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
     level = parallel.zero if ranks > 1 else 0
@@ -359,6 +362,17 @@ def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
         return kernel, xla_attention
     # A ring of one rank is its local block alone.
     return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1) if in_blocks else fused_attention
+
+
+def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:
+    """What `model.matmul_dtype` means for a block. Raises ConfigError where this kind of device cannot."""
+    if model.matmul_dtype != "fp8":
+        return jnp.einsum
+    require_fp8(device)
+    if tensor == 1:
+        return fp8_matmul
+    # By the letters of layers.py: heads and feed-forward width; key-value heads where they divide.
+    return fp8_per_tensor_rank("NFK" if model.num_kv_heads % tensor == 0 else "NF")
 
 
 def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:

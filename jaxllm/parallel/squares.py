@@ -89,7 +89,8 @@ class SquaredNorms:
                     g = jax.lax.psum_scatter(flat, CONTEXT, scatter_dimension=0, tiled=True)
                 return jnp.sum(jnp.square(g)) / (1 if TENSOR in spec else self.tensor)
 
-            return sum(jax.tree.leaves(jax.tree.map(one, gradients, specs)))[None]
+            total: Any = sum(jax.tree.leaves(jax.tree.map(one, gradients, specs)))
+            return total[None]
 
         if self.context == self.tensor == 1:
             return local(gradients)
@@ -134,7 +135,8 @@ class StageSquares:
         squares = self._norms.of({"embedding" if self._tied else "head": head_VD})
         copies = self._stages * self._norms.context
         whole = [jax.lax.psum(g.astype(jnp.float32), (PIPE, CONTEXT)) for g in jax.tree.leaves(norm)]
-        squares += self._norms.of_scalar(sum(jnp.sum(jnp.square(g)) for g in whole) / copies)
+        total: Any = sum(jnp.sum(jnp.square(g)) for g in whole)
+        squares += self._norms.of_scalar(total / copies)
         if self._tied:
             if self._norms.context > 1:
                 total = over_tensor(lambda x: jax.lax.psum(x, CONTEXT), in_specs=(P(TENSOR),), out_specs=P(TENSOR))

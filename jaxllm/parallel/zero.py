@@ -68,7 +68,7 @@ def manual_spec(spot: Layout, share: bool) -> P:
     """A parameter's layout as the region sees it, without the axis left to the compiler: a rank's share of it as at rest, or as
     the train step reads it.
     """
-    entries = [PIPE if _has(PIPE, entry) else None for entry in spot.compute]
+    entries: list[Any] = [PIPE if _has(PIPE, entry) else None for entry in spot.compute]
     if share and spot.zero_dim is not None:
         entries[spot.zero_dim] = ZERO_AXES
     return P(*entries)

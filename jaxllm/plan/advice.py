@@ -220,7 +220,9 @@ class _Trial:
         for keys in ladder:
             config = changed(self.config, keys)
             memory = None if config is None or self._leaves_host(config) else self._estimated(config)
-            if memory is not None and memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
+            if config is None or memory is None:
+                continue
+            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
                 ratio = step_s / before_s if step_s and before_s else None
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)

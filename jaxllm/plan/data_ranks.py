@@ -157,7 +157,7 @@ def over_data_ranks(
         trial = with_ranks(config, ranks, microbatches)
         batch, devices = trial.step_tokens, trial.devices
         if gpu is None:
-            step_s = batch / (tokens_per_s_per_device * devices)
+            step_s = batch / (tokens_per_s_per_device * devices)  # type: ignore[operator]
         else:
             per_host, _ = hosts_of(devices, None, gpus_per_host or gpu.gpus_per_host)
             step_s = slower * estimate_step_time(trial, gpu, per_host).step_s

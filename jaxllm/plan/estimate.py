@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.html_tables import preformatted
 from jaxllm.plan import flops
 from jaxllm.plan.advice import Change, changes_that_fit
 from jaxllm.plan.cluster import HOST_GPUS, hosts_of, require_devices
@@ -79,6 +80,15 @@ class Estimate:
     """None without a GPU."""
     changes: tuple[Change, ...] = ()
     """What would fit with FIT_SHARE to spare, where jaxllm's own estimate says that this does not; cheapest first."""
+
+    def __repr__(self) -> str:
+        on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPUs"
+        verdict = {None: "", True: ", which fits", False: ", which does not fit"}[self.fits]
+        speed = f"; {self.speed.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted" if self.speed else ""
+        return f"<Estimate for {on}: {readable(self.peak_bytes)} on the fullest{verdict}{speed}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted("\n".join(self.lines()))
 
     @property
     def verdict(self) -> Verdict:

@@ -10,7 +10,7 @@ from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.plan.activations import policy_of
 
 
-def _layer_matmul_parameters(model: ModelConfig) -> int:
+def layer_matmul_parameters(model: ModelConfig) -> int:
     """D H (2 N + 2 K) for queries, keys, values and output, 3 D F for the gated feed-forward."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     return attention + 3 * model.hidden_size * model.intermediate_size
@@ -21,7 +21,7 @@ def parameter_count(model: ModelConfig) -> int:
 
     L (D H (2 N + 2 K) + 3 D F + 2 D) + D + V D (2 V D untied): two norms a layer and one at the end.
     """
-    layer = _layer_matmul_parameters(model) + 2 * model.hidden_size
+    layer = layer_matmul_parameters(model) + 2 * model.hidden_size
     vocabulary_matrices = 1 if model.tie_embeddings else 2
     return model.num_layers * layer + model.hidden_size + vocabulary_matrices * model.vocab_size * model.hidden_size
 
@@ -31,7 +31,7 @@ def matmul_parameters(model: ModelConfig) -> int:
 
     The V D is the head, tied or not; looking up an embedding is no matmul.
     """
-    return model.num_layers * _layer_matmul_parameters(model) + model.vocab_size * model.hidden_size
+    return model.num_layers * layer_matmul_parameters(model) + model.vocab_size * model.hidden_size
 
 
 def attention_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool) -> int:
@@ -92,7 +92,7 @@ def step_matmul_flops(config: Config, attention: str = "xla") -> int:
     share_forward, share_backward = _share_of_square(method, parallel.context)
     attention_forward = 2 * scores * share_forward
     attention_backward = (5 if method else 4) * scores * share_backward
-    weights = 2 * _layer_matmul_parameters(model)
+    weights = 2 * layer_matmul_parameters(model)
     again = _recomputed(config, attention_forward, in_blocks=bool(method))
     layer = 3 * weights + attention_forward + attention_backward + again
     head_rows = -(-model.vocab_size // (P * parallel.tensor)) * P * parallel.tensor

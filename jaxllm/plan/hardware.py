@@ -103,6 +103,12 @@ class Gpu:
     has other figures. '' where nobody has told us."""
 
     @property
+    def float8_flops(self) -> float | None:
+        """Peak FLOP/s of FP8 without sparsity: twice bfloat16's on every chip that has it (NVIDIA's data sheets of H100, H200
+        and B200). None before Ada."""
+        return 2 * self.dense_flops["bfloat16"] if self.chip.compute_capability >= (8, 9) else None
+
+    @property
     def capacity_bytes(self) -> int:
         """What one train step may take: XLA's share of the memory, less the reserve."""
         return int(self.memory_bytes * XLA_MEMORY_FRACTION) - RESERVE_BYTES

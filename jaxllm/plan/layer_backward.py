@@ -86,7 +86,7 @@ def layer_backward(step: Step) -> Moments:
             size += units["mlp"]
         if moment == "attention" and is_made_anew(step) and step.parallel.context > 1 and step.parallel.tensor > 1:
             size += units["whole"]
-        size += layers_of_weights(step) * units["layer"]
+        size += layers_of_weights(step) * units["layer"] + step.fp8_rounded
         if transposes(step):
             size += (1 + late_sequences(step, moment)) * units["whole"]
         moments[moment] = {"layer_copies": copies(step, moment), "working_set": size + attention(step, moment)}

@@ -328,6 +328,23 @@ class Step:
         whole = self.head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
         return self.itemsize * (layers + (share if self.accumulates else 0) + whole)
 
+    def fp8_layouts(self) -> dict[str, float]:
+        """FP8 matmuls want the dim that they sum over last, forward one dim of a weight and backward the other. XLA transposes
+        the stacks of queries', keys', values', gate's and up's weights before the loop, in the compute dtype (seen in one step
+        compiled for H100s; not fitted). Weights that are gathered by layer are transposed by layer."""
+        if self.model.matmul_dtype != "fp8" or self.zero == 3:
+            return {}
+        u, layers = self.units, self.config.chunk_layers * self.parallel.virtual_stages
+        columns = (u["query"] + 2 * u["key"] + 2 * u["mlp"]) / self.tokens
+        return {"fp8_layouts": layers * self.model.hidden_size * columns}
+
+    @property
+    def fp8_rounded(self) -> float:
+        """A byte for each number of the gradients of SwiGLU's products, of the gathered sequence, and of a layer's weights."""
+        if self.model.matmul_dtype != "fp8":
+            return 0
+        return (2 * self.units["mlp"] + self.units["whole"] + self.units["layer"]) / self.itemsize
+
     def gradients(self) -> dict[str, float]:
         """Sums over microbatches, float32, and those of the microbatch at hand beside them."""
         layers = self.layers.master if self.zero >= 2 else self.layers.compute
@@ -406,7 +423,7 @@ class Step:
 
     def moments(self) -> dict[str, dict[str, float]]:
         """Terms of each moment that may be the fullest."""
-        held = {"weights": self.weights(), **self.gradients(), **self.activations()}
+        held = {"weights": self.weights(), **self.gradients(), **self.activations(), **self.fp8_layouts()}
         gather = self.gather(held)
         moments = {"gather": gather} if gather else {}
         if self.pipelined:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -175,10 +176,10 @@ def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int
     t = np.arange(first_backward + M * V + P - 1)[:, None]
     forward = _dealt(t - np.arange(P), P, V, M)
     backward = _dealt(t - first_backward - np.arange(P)[::-1], P, V, M, backward=True)
-    writes = forward.valid.any(axis=1)
+    writes: Any = forward.valid.any(axis=1)
     for i in range(P):
-        numbers = (np.where(units.valid, units.chunk * M + units.microbatch, -1)[:, i] for units in (forward, backward))
-        forward.slot[:, i], backward.slot[:, i] = _allot(*numbers, writes)
+        stored, read = (np.where(units.valid, units.chunk * M + units.microbatch, -1)[:, i] for units in (forward, backward))
+        forward.slot[:, i], backward.slot[:, i] = _allot(stored, read, writes)
     outputs = _allot(_of_last(forward, V), _of_last(backward, V), writes, read_first=True)
     slots = _count(forward.slot, backward.slot)
     schedule = Schedule(name, P, V, M, forward, backward, slots, *outputs, _count(*outputs))
@@ -198,7 +199,8 @@ def forward_only(stages: int, microbatches: int, virtual_stages: int = 1) -> Sch
     forward = _dealt(np.arange(M * V + P)[:, None] - np.arange(P), P, V, M)
     backward = Units(*(np.zeros_like(array) for array in vars(forward).values()))
     stored = _of_last(forward, V)
-    outputs = _allot(stored, _a_tick_later(stored), forward.valid.any(axis=1), read_first=True)
+    writes: Any = forward.valid.any(axis=1)
+    outputs = _allot(stored, _a_tick_later(stored), writes, read_first=True)
     schedule = Schedule(name, P, V, M, forward, backward, 0, *outputs, _count(*outputs))
     check(schedule)
     return schedule
@@ -359,7 +361,7 @@ def check(schedule: Schedule) -> None:
     _check_runs(schedule)
 
 
-def _place(tick: int, stage: int, chunk: int, microbatch: int) -> str:
+def _place(tick: Any, stage: Any, chunk: Any, microbatch: Any) -> str:
     return f"Tick {tick}, stage {stage}, chunk {chunk}, microbatch {microbatch}"
 
 
@@ -410,7 +412,7 @@ def _check_handed_on(schedule: Schedule, ticks: np.ndarray, way: str, source: in
 def _check_residuals(schedule: Schedule, stage: int) -> None:
     """Each backward finds its forward's residuals, written in an earlier tick and not overwritten since."""
     forward, backward = schedule.forward, schedule.backward
-    writes = forward.valid.any(axis=1)
+    writes: Any = forward.valid.any(axis=1)
     held: dict[int, tuple[int, int]] = {}
     fresh = None
     for t in range(schedule.ticks):
@@ -432,7 +434,7 @@ def _check_residuals(schedule: Schedule, stage: int) -> None:
 def _check_outputs(schedule: Schedule) -> None:
     """Each head finds its microbatch's last output, written in an earlier tick and not overwritten since."""
     last, stored = schedule.virtual_stages - 1, _of_last(schedule.forward, schedule.virtual_stages)
-    writes = schedule.forward.valid.any(axis=1)
+    writes: Any = schedule.forward.valid.any(axis=1)
     held: dict[int, int] = {}
     for t, head in enumerate(schedule.heads.tolist()):
         taken, finished = int(schedule.taken[t]), int(schedule.finished[t])

@@ -94,6 +94,9 @@ class Candidate:
     def choice(self) -> Choice:
         return choice_in(self.config)
 
+    def __repr__(self) -> str:
+        return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
+
     def to_json(self) -> dict[str, Any]:
         choice = self.choice
         return {
@@ -151,6 +154,15 @@ class Plan:
     confirmed: int = 0
     unconfirmed_because: str | None = None
     """Why less were confirmed than asked for."""
+
+    def __repr__(self) -> str:
+        best = f"; the best {self.candidates[0]!r}" if self.candidates else ""
+        return f"<Plan for {self.gpus} x {self.gpu.name}: {len(self.candidates):,} configurations fit{best}>"
+
+    def _repr_html_(self) -> str:
+        from jaxllm.plan.search_text import as_html
+
+        return as_html(self)
 
     @property
     def capacity_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""A plan for a terminal. What `jaxllm plan` prints.
+"""A plan for a terminal, as `jaxllm plan` prints it, and for a notebook.
 
 Console().print(render(plan, rows=10))
 """
@@ -11,50 +11,63 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxllm.html_tables import preformatted, table
 from jaxllm.plan.cost import TrainingCost
 from jaxllm.plan.estimate import peak_flops
 from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, MESH, Plan
+from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
 from jaxllm.plan.space import remat_text, schedule_text
 from jaxllm.plan.sweep import PARAMETER_SERVER, Sweep
 
 GIB = 2**30
 WIDTH = 110
-"""Columns the tables want."""
+"""Columns the whole table of candidates wants. On a narrower terminal it has NARROW_HEADINGS, and takes 80."""
 HEADINGS = (
     *("#", "pipe", "data", "context", "tensor", "ZeRO", "micro-\nbatch", "schedule", "remat"),
     *("estimate\nGiB", "XLA\nGiB", "of\ncapacity", "tokens/s\n/GPU", "TFLOP/s\n/GPU (MFU)"),
 )
+NARROW_HEADINGS = (
+    *("pipe", "data", "con-\ntext", "ten-\nsor", "Ze-\nRO", "mi-\ncro-\nbatch", "schedule", "remat"),
+    *("GiB", "of\ncapa-\ncity", "tokens/s\n/GPU", "TFLOP/s\n(MFU)"),
+)
+WORDS = ("schedule", "remat")
+"""Columns that are no numbers."""
+NOTEBOOK_ROWS = 10
+SWEEP_HEADINGS = {PARAMETER_SERVER: "server"}
+SPLIT = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed", "hierarchical": "hier-\narchy"}
+NARROW_SWEEP_HEADINGS = {**SWEEP_HEADINGS, **SPLIT}
 
 
 def render(
-    plan: Plan, rows: int = 10, cost: TrainingCost | None = None, sweep: Sweep | None = None, objective: str | None = None
+    plan: Plan,
+    rows: int = 10,
+    cost: TrainingCost | None = None,
+    sweep: Sweep | None = None,
+    objective: str | None = None,
+    width: int = WIDTH,
 ) -> Group:
-    """The plan for a terminal of WIDTH columns, with so many candidates.
+    """The plan for a terminal of so many columns, with so many candidates.
 
     Args:
       objective: what was looked for, in words: a line below the heading.
+      width: 80 or more.
     """
-    hosts = plan.gpus // plan.gpus_per_host
-    train = plan.config.train
+    narrow = width < WIDTH
     parts = [
-        Text(
-            f"{plan.config.model.name or 'The model'} on {plan.gpus} x {plan.gpu.name}, {hosts} "
-            f"{'host' if hosts == 1 else 'hosts'} of {plan.gpus_per_host} ({plan.hosts_because})"
-        ),
-        Text(
-            f"  {train.global_batch_sequences:,} sequences of {train.sequence_length:,} tokens a step; a step may take "
-            f"{readable(plan.capacity_bytes)}, its estimate {FIT_SHARE:.0%} of that"
-        ),
+        *(Text(line) for line in heading_lines(plan)),
         *([] if objective is None else [Text(f"  {objective}")]),
         Text(""),
-        candidates_table(plan, rows),
-        *(Text(line) for line in verdict_lines(plan, rows)),
+        candidates_table(plan, rows, narrow=narrow),
+        *(Text(line) for line in verdict_lines(plan, rows, narrow=narrow)),
     ]
     if cost is not None:
         parts += [Text(""), *(Text(line) for line in cost.lines())]
     if sweep is not None:
-        parts += [Text("\nMore GPUs, the same global batch"), sweep_table(sweep), *(Text(line) for line in sweep_lines(sweep))]
+        parts += [
+            Text("\nMore GPUs, the same global batch"),
+            sweep_table(sweep, narrow),
+            *(Text(line) for line in sweep_lines(sweep)),
+        ]
     if plan.rejected:
         searched = plan.meshes - sum(line.count for line in plan.rejected if line.unit == MESH)
         parts += [
@@ -67,33 +80,71 @@ def render(
     return Group(*parts)
 
 
-def candidates_table(plan: Plan, rows: int) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    peak_tflops = peak_flops(plan.gpu, plan.config.model.compute_dtype) / 1e12
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("schedule", "remat") else "right", overflow="fold")
+def as_html(plan: Plan) -> str:
+    """The plan for a notebook: the best candidates, and what was left out."""
+    rows = [cells(plan, number, one) for number, one in enumerate(plan.candidates[:NOTEBOOK_ROWS], 1)]
+    below = "\n".join(verdict_lines(plan, NOTEBOOK_ROWS, in_terminal=False))
+    left_out = [(line.reason, line.example, f"{line.count:,}", line.unit) for line in plan.rejected]
+    return (
+        table(rows, HEADINGS, left=0, caption="\n".join(heading_lines(plan)))
+        + preformatted(below)
+        + (table(left_out, ("left out because", "such as", "count", "of"), left=2) if left_out else "")
+    )
+
+
+def heading_lines(plan: Plan) -> Iterator[str]:
+    hosts, train = plan.gpus // plan.gpus_per_host, plan.config.train
+    yield (
+        f"{plan.config.model.name or 'The model'} on {plan.gpus} x {plan.gpu.name}, {hosts} "
+        f"{'host' if hosts == 1 else 'hosts'} of {plan.gpus_per_host} ({plan.hosts_because})"
+    )
+    yield (
+        f"  {train.global_batch_sequences:,} sequences of {train.sequence_length:,} tokens a step; a step may take "
+        f"{readable(plan.capacity_bytes)}, its estimate {FIT_SHARE:.0%} of that"
+    )
+
+
+def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
+    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for heading in NARROW_HEADINGS if narrow else HEADINGS:
+        grid.add_column(heading, justify="left" if heading in WORDS else "right", overflow="fold")
     for number, one in enumerate(plan.candidates[:rows], 1):
-        choice, compiled = one.choice, one.compiled_bytes
-        table.add_row(
-            str(number),
-            *(str(size) for size in (choice.mesh.pipe, choice.mesh.data, choice.mesh.context, choice.mesh.tensor)),
-            str(choice.zero),
-            str(choice.microbatch_sequences),
-            schedule_text(choice.schedule, choice.virtual_stages) if choice.mesh.pipe > 1 else "-",
-            remat_text(choice.remat),
-            f"{one.estimate_bytes / GIB:.1f}",
-            "-" if compiled is None else f"{compiled / GIB:.1f}",
-            f"{(compiled or one.estimate_bytes) / plan.capacity_bytes:.0%}",
-            f"{one.tokens_per_s_per_gpu:,.0f}",
-            f"{one.tflops_per_gpu:,.0f} ({one.tflops_per_gpu / peak_tflops:.0%})",
-        )
-    return table
+        grid.add_row(*(narrow_cells(plan, one) if narrow else cells(plan, number, one)))
+    return grid
 
 
-def verdict_lines(plan: Plan, rows: int) -> Iterator[str]:
+def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
+    """Of one candidate, under HEADINGS."""
+    choice, compiled = one.choice, one.compiled_bytes
+    peak_tflops = peak_flops(plan.gpu, plan.config.model.compute_dtype) / 1e12
+    return [
+        str(number),
+        *(str(size) for size in (choice.mesh.pipe, choice.mesh.data, choice.mesh.context, choice.mesh.tensor)),
+        str(choice.zero),
+        str(choice.microbatch_sequences),
+        schedule_text(choice.schedule, choice.virtual_stages) if choice.mesh.pipe > 1 else "-",
+        remat_text(choice.remat),
+        f"{one.estimate_bytes / GIB:.1f}",
+        "-" if compiled is None else f"{compiled / GIB:.1f}",
+        f"{(compiled or one.estimate_bytes) / plan.capacity_bytes:.0%}",
+        f"{one.tokens_per_s_per_gpu:,.0f}",
+        f"{one.tflops_per_gpu:,.0f} ({one.tflops_per_gpu / peak_tflops:.0%})",
+    ]
+
+
+def narrow_cells(plan: Plan, one: Candidate) -> list[str]:
+    """Of one candidate, under NARROW_HEADINGS: XLA's bytes where it was compiled, else the estimate, marked ~."""
+    _, *where, schedule, remat, estimate, xla, share, speed, flops = cells(plan, 0, one)
+    schedule = schedule.replace("interleaved", "inter-\nleaved")
+    return [*where, schedule, remat, f"~{estimate}" if one.compiled_bytes is None else xla, share, speed, flops]
+
+
+def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: bool = True) -> Iterator[str]:
     left = len(plan.candidates) - rows
     if left > 0:
-        yield f"and {left:,} more that fit; --rows shows them, --json has all"
+        yield f"and {left:,} more that fit; " + ("--rows shows them, --json has all" if in_terminal else "candidates has all")
+    if narrow:
+        yield "GiB: XLA's where it was compiled, else the estimate (~)"
     yield "of capacity: XLA's bytes where it was compiled, else the estimate; speed predicted, causal attention counted"
     if plan.confirmed:
         yield f"The first {plan.confirmed} confirmed by compiling the real step"
@@ -104,29 +155,29 @@ def verdict_lines(plan: Plan, rows: int) -> Iterator[str]:
 
 
 def rejected_table(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("count", justify="right")
-    table.add_column("of", no_wrap=True)
-    table.add_column("because", overflow="fold")
-    table.add_column("such as", overflow="fold")
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    grid.add_column("count", justify="right")
+    grid.add_column("of", no_wrap=True)
+    grid.add_column("because", overflow="fold")
+    grid.add_column("such as", overflow="fold")
     for line in plan.rejected:
-        table.add_row(f"{line.count:,}", line.unit, Text(line.reason), Text(line.example))
-    return table
+        grid.add_row(f"{line.count:,}", line.unit, Text(line.reason), Text(line.example))
+    return grid
 
 
-def sweep_table(sweep: Sweep) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
+    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     with_days = any(row.days is not None for row in sweep.rows)
     ways = list(next((row.reduction_s for row in sweep.rows if row.reduction_s), {}))
     headings = ["GPUs", "tokens/s", "efficiency", "exposed", *(["days"] if with_days else []), *ways, "best"]
     for heading in headings:
-        name = {PARAMETER_SERVER: "server"}.get(heading, heading)
-        table.add_column(name, justify="left" if heading == "best" else "right", overflow="fold")
+        name = (NARROW_SWEEP_HEADINGS if narrow else SWEEP_HEADINGS).get(heading, heading)
+        grid.add_column(name, justify="left" if heading == "best" else "right", overflow="fold")
     for row in sweep.rows:
         if row.best is None:
-            table.add_row(f"{row.gpus:,}", *["-"] * (len(headings) - 2), "nothing fits")
+            grid.add_row(f"{row.gpus:,}", *["-"] * (len(headings) - 2), "nothing fits")
             continue
-        table.add_row(
+        grid.add_row(
             f"{row.gpus:,}",
             f"{row.tokens_per_s:,.0f}",
             f"{row.efficiency:.0%}",
@@ -135,7 +186,7 @@ def sweep_table(sweep: Sweep) -> Table:
             *(f"{row.reduction_s[way]:.3g}" for way in ways),
             Text(str(row.best.choice)),
         )
-    return table
+    return grid
 
 
 def sweep_lines(sweep: Sweep) -> Iterator[str]:

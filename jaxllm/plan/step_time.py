@@ -210,6 +210,13 @@ class _Step:
         self.peak_flops = gpu.dense_flops["tf32" if model.compute_dtype == "float32" else "bfloat16"]
         is_hopper = gpu.chip.compute_capability >= (9, 0)
         self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
+        self.is_fp8, float8_flops = model.matmul_dtype == "fp8", gpu.float8_flops
+        if self.is_fp8 and float8_flops is None:
+            raise ConfigError(
+                f"model.matmul_dtype=fp8 needs a GPU of Ada, Hopper or later, and {gpu.name} is none: set "
+                f"model.matmul_dtype=compute_dtype, or choose another --gpu."
+            )
+        self.block_flops = self.matmul_flops * (float8_flops / self.peak_flops if self.is_fp8 and float8_flops else 1.0)
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
         self.links = links_of(gpu, BANDWIDTH_SHARE)
 
@@ -268,7 +275,7 @@ class _Step:
         layers = self.config.chunk_layers
         matmuls_s, attention_s, moves_s = self.layer_matmuls_s(), self.attention_s(), self.moves_s()
         again, attention_again = self.recomputed()
-        repeated_s = sum(self.matmul_s(self.rows, *self.matmuls[name]) for name in again)
+        repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in again)
         repeated_s += attention_s[0] if attention_again else 0.0
         # What lies between matmuls is made again under every policy but none.
         repeats_moves = bool(again) if self.is_megatron else not self.policy.everything
@@ -278,6 +285,7 @@ class _Step:
             "matmuls": sum(matmuls_s),
             "attention": sum(attention_s),
             "memory_bound": sum(moves_s),
+            "fp8_rounding": self.rounding_s() if self.is_fp8 else 0.0,
             "gradient_sums": self.gradient_sums_s(),
             "recomputation": repeated_s,
             "launches": kernels * KERNEL_S,
@@ -321,6 +329,24 @@ class _Step:
         traffic = self.itemsize * (rows * length + length * columns + rows * columns)
         return max(2 * rows * columns * length / (self.matmul_flops * share), self.moved_s(traffic))
 
+    def block_matmul_s(self, rows: int, columns: int, length: int) -> float:
+        """The same of a block's: in FP8, where that is asked for, at its peak's multiple of the speed, with inputs of a byte.
+        That FP8 reaches the same share of its peak as bfloat16 is a guess."""
+        if not self.is_fp8:
+            return self.matmul_s(rows, columns, length)
+        share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
+        traffic = rows * length + length * columns + self.itemsize * rows * columns
+        return max(2 * rows * columns * length / (self.block_flops * share), self.moved_s(traffic))
+
+    def rounding_s(self) -> float:
+        """Of FP8, forward and backward: an array is read for its largest number, read again and written in a byte, each input
+        and weight both ways, each output's gradient once. Queries, keys and values share an input, so do gate and up; what a
+        fusion saves is not counted, nor what is computed again."""
+        D, N, K, F = self.model.hidden_size, self.query_width, self.key_width, self.mlp_width
+        inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
+        numbers = self.rows * (2 * inputs + gradients) + 2 * self.layer_parameters
+        return self.moved_s(numbers * (2 * self.itemsize + 1))
+
     def moved_s(self, size_bytes: float) -> float:
         return size_bytes / self.memory_bytes_per_s
 
@@ -328,8 +354,8 @@ class _Step:
         """(forward, backward): backward one for the gradient of each matmul's input and one for that of its weight."""
         forward_s = backward_s = 0.0
         for columns, length in self.matmuls.values():
-            forward_s += self.matmul_s(self.rows, columns, length)
-            backward_s += self.matmul_s(self.rows, length, columns) + self.matmul_s(length, columns, self.rows)
+            forward_s += self.block_matmul_s(self.rows, columns, length)
+            backward_s += self.block_matmul_s(self.rows, length, columns) + self.block_matmul_s(length, columns, self.rows)
         return forward_s, backward_s
 
     def attention_s(self) -> tuple[float, float]:

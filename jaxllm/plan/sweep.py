@@ -97,7 +97,7 @@ def sweep_gpus(
       known: a plan of the same config and options, confirmed or not, to take for its number of GPUs.
     """
     plans = []
-    counts = sorted({*_doubling(gpus), *([] if known is None else [known.gpus])})
+    counts: list[int] = sorted({*_doubling(gpus), *([] if known is None else [known.gpus])})
     for number, count in enumerate(counts):
         if known is not None and count == known.gpus:
             plans.append(known)
@@ -133,7 +133,7 @@ def _row(plan: Plan, least: Candidate | None, tokens: float | None) -> SweepRow:
 def _stops_paying(rows: list[SweepRow]) -> tuple[int | None, str]:
     fitting = [row for row in rows if row.best is not None]
     for row in fitting:
-        later = next((other for other in rows if other.gpus > row.gpus), None)
+        later: Any = next((other for other in rows if other.gpus > row.gpus), None)
         if later is None:
             break
         times = later.gpus / row.gpus

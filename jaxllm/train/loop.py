@@ -164,7 +164,7 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
     """
     before, now = meta["config"], config.model_dump(mode="json")
     # What the text is, its fingerprint says, wherever it lies now.
-    free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype")}
+    free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
     free |= {("data", key) for key in ("paths", "tokenizer", "chat_template")}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
     keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]

@@ -47,6 +47,9 @@ class Loaded:
     description: str
     """For people: where the weights were."""
 
+    def __repr__(self) -> str:
+        return f"<Loaded {self.description}, on {self.mesh.size} devices>"
+
     @property
     def model(self) -> Llama:
         return merge_model(self.config, self.params)
@@ -119,7 +122,8 @@ def load_model(
 
 def config_of(source: Source, overrides: Sequence[str], sequence_length: int) -> Config:
     """A config for using weights: the model they are of, with the overrides applied. Touches no device."""
-    model = {name: value for name, value in source.model.items() if name != "name"}
+    # What a run multiplied in is for training; FP8 would be refused where the model may be used.
+    model = {name: value for name, value in source.model.items() if name not in ("name", "matmul_dtype")}
     if source.opened is not None:
         stored = "bfloat16" if source.opened.common_dtype == DTYPES["BF16"] else "float32"
         model = {"compute_dtype": stored, **model}

@@ -15,7 +15,7 @@ from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
 from jaxllm.model.attention_blocks import RESIDUALS, xla_kernel
 from jaxllm.model.layers import MATMUL_OUTPUTS, Block, Ops, rotary_table, rotate
 from jaxllm.model.llama import apply_block
-from jaxllm.parallel.parallelize import attend_per_tensor_rank, choose_attention, parallelize
+from jaxllm.parallel.parallelize import attend_per_tensor_rank, choose_attention, choose_matmul, parallelize
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.residuals import absent, keep, kept_names, waits_on_host
 from jaxllm.parallel.ring_attention import ring_attention
@@ -112,7 +112,8 @@ def one_block(config, function):
     if config.data.mask_documents:
         attend = ring_attention(xla_kernel(), CONTEXT, parallel.context)
     attend = attend_per_tensor_rank(attend, model.num_kv_heads, parallel.tensor)
-    ops = Ops(attend=attend, constrain=constrainer(axis_sizes(config.parallel)))
+    matmul = choose_matmul(model, parallel.tensor, mesh.devices.flat[0])
+    ops = Ops(attend=attend, matmul=matmul, constrain=constrainer(axis_sizes(config.parallel)))
     shape = (2, config.train.sequence_length // parallel.context)
     found = []
 
@@ -144,6 +145,17 @@ def test_residuals_are_known_by_name(tiny_config, blockwise, remat_name):
     assert set(absent(names, policy.offload)) == attention & set(policy.offload)
     assert names[0] == BLOCK_INPUT
     assert sum(waits_on_host(names, policy)) == len(set(policy.offload) - attention)
+
+
+@pytest.mark.parametrize("mesh", ["one", "tensor", "replicated keys"])
+def test_fp8_keeps_the_same_tensors(tiny_config, mesh):
+    """No rounded copy, no scale, and no weight: those would fill a pipeline's ring."""
+    policy, sizes = policy_of("selective"), ("model.hidden_size=64", "data.mask_documents=false", *MESHES[mesh])
+    for chosen in ("compute_dtype", "fp8"):
+        config = tiny_config(*sizes, f"model.matmul_dtype={chosen}")
+        names = one_block(config, lambda block, *at: kept_names(remat(policy, block, True), *at))
+        assert set(jax.tree.leaves(names)) == {*policy.keep} - set(ATTENTION_RESULTS)
+        assert None not in jax.tree.leaves(names, is_leaf=lambda x: x is None)
 
 
 def test_a_residual_is_the_tensor_it_is_named_for(tiny_config):

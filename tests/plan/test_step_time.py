@@ -333,3 +333,23 @@ def test_a_search_can_afford_it():
         for config in CONFIGS:
             step(config, convention=convention)
     assert (time.process_time() - started) / (len(CONVENTIONS) * len(CONFIGS)) < 2e-3
+
+
+# ------------------------------------------------------------------------------------------------------------------- fp8
+
+
+def test_fp8_makes_matmuls_faster_and_adds_rounding():
+    model = {"name": "llama-3.1-8b"}
+    plain, fp8 = (step(configured(8, model=model | more, zero=3)) for more in ({}, {"matmul_dtype": "fp8"}))
+    assert fp8.terms_s["matmuls"] == pytest.approx(plain.terms_s["matmuls"] / 2, rel=0.1)
+    assert "fp8_rounding" not in plain.terms_s
+    assert 0 < fp8.terms_s["fp8_rounding"] < plain.terms_s["matmuls"] / 2
+    assert fp8.step_s < plain.step_s
+    same = ("attention", "head", "optimizer", "memory_bound")
+    assert {name: fp8.terms_s.get(name) for name in same} == {name: plain.terms_s.get(name) for name in same}
+
+
+def test_fp8_is_refused_where_the_chip_has_none():
+    config = configured(8, model={"name": "llama-3.1-8b", "matmul_dtype": "fp8"})
+    with pytest.raises(ConfigError, match=r"a100-80gb is none: set model\.matmul_dtype=compute_dtype, or choose another --gpu"):
+        step(config, GPUS["a100-80gb"])

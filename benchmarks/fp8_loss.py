@@ -1,0 +1,71 @@
+"""The loss curve of FP8 beside bfloat16's and float32's: the quickstart model, the same texts in the same order.
+
+python benchmarks/fp8_loss.py [section.key=value ...] [--seeds N] [--json FILE]      three runs of the quickstart a seed
+python benchmarks/fp8_loss.py --dry-run                                              the same motions at tiny sizes
+
+On a CPU the rounding is FP8's and the sums are float32's; on a GPU from Ada on both are the hardware's. Printed are means of
+the training loss (nats per token) over tenths of the run, and how far each is from bfloat16's, step by step on the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.config import load_config
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+SIDES = {
+    "float32": ("model.compute_dtype=float32",),
+    "bfloat16": ("model.compute_dtype=bfloat16",),
+    "fp8": ("model.compute_dtype=bfloat16", "model.matmul_dtype=fp8"),
+}
+TINY = ("model.num_layers=1", "model.hidden_size=64", "model.intermediate_size=128", "train.steps=10", "run.cpu_devices=1")
+QUIET = ("train.eval_every_steps=null", "log.baselines=false", "log.sample_tokens=0", "checkpoint.every_minutes=null")
+TENTHS = 10
+
+
+def losses(side: str, seed: int, overrides: Sequence[str], folder: str) -> list[float]:
+    # After the options, which may be refused without JAX.
+    from jaxllm.train.trainer import Trainer
+
+    chosen = [*QUIET, *overrides, *SIDES[side], f"train.seed={seed}", f"run.dir={folder}/{side}-{seed}"]
+    trainer = Trainer(load_config(QUICKSTART, chosen))
+    found = [line["loss"] for line in trainer.steps(trainer.config.train.steps)]
+    trainer.close()
+    return found
+
+
+def tenths(values: Sequence[float]) -> list[float]:
+    return [float(np.mean(part)) for part in np.array_split(np.asarray(values), TENTHS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every loss of every step")
+    options = parser.parse_intermixed_args()
+    overrides = [*(TINY if options.dry_run else ()), *options.overrides]
+    with tempfile.TemporaryDirectory() as folder:
+        found = {side: [losses(side, seed, overrides, folder) for seed in range(options.seeds)] for side in SIDES}
+    print(f"Mean loss of {options.seeds} seed(s) by tenths of the run\n")
+    print("| | " + " | ".join(f"{10 * (n + 1)}%" for n in range(TENTHS)) + " |\n|---|" + "---|" * TENTHS)
+    base = np.mean(found["bfloat16"], axis=0)
+    for side, runs in found.items():
+        mean = np.mean(runs, axis=0)
+        print(f"| {side} | " + " | ".join(f"{x:.4f}" for x in tenths(mean)) + " |")
+        if side != "bfloat16":
+            print(f"| {side} - bfloat16 | " + " | ".join(f"{x:+.4f}" for x in tenths(mean - base)) + " |")
+    if options.json:
+        options.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

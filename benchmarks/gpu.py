@@ -1,0 +1,406 @@
+"""How fast one GPU trains, beside what it can do and beside PyTorch: everything in one run, the most important first.
+
+    python benchmarks/gpu.py [--minutes 30]        goes on where it stopped: rows that are there are not measured again
+    python benchmarks/gpu.py --dry-run             the same motions at tiny sizes, on what is here
+    python benchmarks/gpu.py --only 8B             cases of such names; --table: none, only the tables of the rows so far
+
+Ceilings first: a large copy, and bfloat16 matmuls on random numbers. Then Llama 3.2 1B and 3B whole and Llama 3.1 8B with as
+many layers as fit (by the estimate, `selective`, 8,192 tokens), at 4,096, 8,192 and 32,768 tokens a sequence, with every remat
+policy, each with the largest microbatch that fits by the estimate. The same model, batch and dtype in PyTorch, with the
+largest microbatch that fits there: transformers with torch.compile, flash attention and fused AdamW, and variants (`Theirs` in
+step.py). Parts of the step alone; a ring's blocks; and the targets. A step has 65,536 tokens on every side.
+
+Every case has a process of its own (gpu_cases.py says what it does there): what runs out of memory, or crashes, costs one row.
+Rows are JSON lines in --out, by default gpu.jsonl in $OUT or runs/gpu; what is in --known is read too. Standard error of the
+cases goes into gpu.log beside it. A case that the time left has no room for is left for the next run, as is one that it cuts
+off; one that failed is not tried again without --again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import apart
+import gpu_table
+from gpu_cases import config_of
+
+from jaxllm.config import ConfigError
+from jaxllm.plan.hardware import gpu_from_device_kind
+from jaxllm.plan.memory import estimate_memory
+from jaxllm.plan.search import FIT_SHARE
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+CASES = Path(__file__).with_name("gpu_cases.py")
+
+MODELS = {"1B": "llama-3.2-1b", "3B": "llama-3.2-3b", "8B": "llama-3.1-8b"}
+VARIANTS = {
+    "": (),
+    "documents": ("data.mask_documents=true",),
+    "fp8": ("model.matmul_dtype=fp8",),
+    "unrolled": ("model.scan_layers=false",),
+    "deterministic": ("run.deterministic=true",),
+}
+"""Of jaxllm's step, by name: other than one text a sequence in bfloat16, through a loop over layers."""
+STEP_TOKENS = 65_536
+STEPS, DRY_RUN_STEPS = 8, 2
+DRY_RUN_MODEL = (
+    *("model.num_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=4", "model.num_kv_heads=2"),
+    *("model.head_dim=8", "model.vocab_size=256"),
+)
+DRY_RUN_LENGTH, DRY_RUN_SEQUENCES = 32, 4
+
+EXPECTED_S = {"ceilings": 45, "train": 90, "transformers": 200, "parts": 90, "ring": 90}
+"""Of a case, before one of its kind was measured here. Guesses."""
+LIMIT_S = 420
+"""Of a case."""
+VARIABLES = {
+    # Room for PyTorch's blocks to grow.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # Its threads on a CPU would spin while they wait.
+    "OMP_WAIT_POLICY": "passive",
+}
+KILLED_S = 5
+"""Kept of the time left, to write down what was found."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kind: str
+    """A function of gpu_cases.py."""
+    options: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    """What tables call it by."""
+
+
+# ------------------------------------------------------------------------------------------------------------------- cases
+
+
+def ceilings(dry: bool) -> Case:
+    sizes = {"copy_bytes": 2**16, "matmul_sizes": [64]} if dry else {"copy_bytes": 2**31, "matmul_sizes": [4096, 8192, 16384]}
+    return Case("ceilings", "ceilings", sizes)
+
+
+def cases(found: Row, dry: bool) -> list[Case]:
+    """All others, the most important first. Needs what `ceilings` found: layers of 8B follow from the GPU's memory."""
+    if dry:
+        tiny = about("1B", DRY_RUN_LENGTH, DRY_RUN_MODEL, DRY_RUN_SEQUENCES)
+        return [
+            train(tiny, "selective", steps=DRY_RUN_STEPS, traced=True),
+            parts(tiny, sequences=2, head_chunks=[32]),
+            Case("ring", "ring", {"overrides": overrides(tiny), "ranks": [2]}, {"model": "1B"}),
+            *their_cases(tiny, "flash", compiled=False, steps=DRY_RUN_STEPS),
+        ]
+    layers = layers_that_fit(found)
+    of = {
+        (model, S): about(model, S, [f"model.num_layers={layers}"] if model == "8B" else [])
+        for model in MODELS
+        for S in (4096, 8192, 32768)
+    }
+    main = [of[model, 8192] for model in ("1B", "8B", "3B")]
+    lengths = [of[model, S] for S in (32768, 4096) for model in ("1B", "8B", "3B")]
+    few_layers = about("8B", 8192, ["model.num_layers=4"])
+    ring_of = overrides(about("8B", 32768, ["model.num_layers=1"]))
+    chunks = [1024, 2048, 4096, 8192, 16384]
+    return [
+        *(case for one in main for case in (train(one, "selective", traced=True), *their_cases(one, "flash"))),
+        Case("ring", "ring", {"overrides": ring_of, "ranks": [2, 4, 8]}, {"model": "8B"}),
+        parts(of["1B", 8192], sequences=4, head_chunks=chunks),
+        parts(few_layers, sequences=4, head_chunks=chunks),
+        train(of["1B", 8192], "none", traced=True),
+        train(of["8B", 8192], "full", traced=True),
+        *(train(one, long_remat(one)) for one in lengths),
+        *(case for one in main for case in their_cases(one, "flash", liger=True)),
+        *their_cases(of["1B", 8192], "cudnn"),
+        *their_cases(of["1B", 8192], "flash", float32_weights=True),
+        train(of["3B", 8192], "full"),
+        train(of["1B", 8192], "full"),
+        train(of["3B", 8192], "none"),
+        train(of["1B", 8192], "selective", "unrolled"),
+        train(of["8B", 8192], "full", "fp8"),
+        train(of["8B", 8192], "selective", "fp8"),
+        train(of["1B", 8192], "selective", "documents"),
+        *(case for one in lengths for case in their_cases(one, "flash")),
+        *(case for one in main[1:] for case in their_cases(one, "cudnn")),
+        *(case for one in main[1:] for case in their_cases(one, "flash", float32_weights=True)),
+        train(of["1B", 8192], "offload"),
+        train(of["1B", 8192], "selective", "fp8"),
+        train(of["1B", 8192], "selective", "deterministic"),
+        train(of["8B", 8192], "none"),
+        parts(of["3B", 8192], sequences=4),
+    ]
+
+
+def about(model: str, S: int, changes: Sequence[str], sequences: int | None = None) -> dict[str, Any]:
+    return {
+        "model": model,
+        "sequence_length": S,
+        "sequences": sequences or STEP_TOKENS // S,
+        "changes": list(changes),
+    }
+
+
+def overrides(of: dict[str, Any]) -> list[str]:
+    return [
+        f"model.name={MODELS[of['model']]}",
+        *of["changes"],
+        f"train.sequence_length={of['sequence_length']}",
+        f"train.global_batch_sequences={of['sequences']}",
+    ]
+
+
+def name_of(of: dict[str, Any]) -> str:
+    return f"{of['model']}, S {of['sequence_length']}"
+
+
+def train(of: dict[str, Any], remat: str, variant: str = "", steps: int = STEPS, traced: bool = False) -> Case:
+    name = ", ".join([name_of(of), remat, *([variant] if variant else [])])
+    extra = [f"parallel.remat={remat}", *VARIANTS[variant]]
+    options = {"overrides": [*overrides(of), *extra], "steps": steps, "traced": traced}
+    return Case(name, "train", options, {**of, "remat": remat, "variant": variant})
+
+
+def long_remat(of: dict[str, Any]) -> str:
+    """8B with the layers that fit at 8,192 tokens does not fit with `selective` at four times as many."""
+    return "full" if of["model"] == "8B" and of["sequence_length"] > 8192 else "selective"
+
+
+def their_cases(
+    of: dict[str, Any],
+    kernel: str,
+    liger: bool = False,
+    float32_weights: bool = False,
+    compiled: bool | None = None,
+    steps: int = STEPS,
+) -> Iterator[Case]:
+    """One, if it is installed. Liger's kernels run as its users run them, not compiled."""
+    if any(find_spec(package) is None for package in ("torch", "transformers", *(["liger_kernel"] if liger else []))):
+        return
+    side = f"{kernel}{', Liger' if liger else ''}{', float32 weights' if float32_weights else ''}"
+    options = {
+        "overrides": overrides(of),
+        "steps": steps,
+        "kernel": kernel,
+        "compiled": not liger if compiled is None else compiled,
+        "liger": liger,
+        "float32_weights": float32_weights,
+    }
+    yield Case(f"{name_of(of)}, PyTorch, {side}", "transformers", options, {**of, "side": side})
+
+
+def parts(of: dict[str, Any], sequences: int, head_chunks: Sequence[int] = ()) -> Case:
+    options = {"overrides": overrides(of), "sequences": sequences, "head_chunks": list(head_chunks)}
+    return Case(f"{name_of(of)}, parts", "parts", options, of)
+
+
+def layers_that_fit(found: Row) -> int:
+    """Of 8B: the most that fit by the estimate with one sequence of 8,192 and `selective`; 8 where the memory is not known."""
+    if not found.get("capacity_bytes"):
+        return 8
+    gpu = gpu_from_device_kind(found["device"])
+
+    def fits(layers: int) -> bool:
+        of = about("8B", 8192, [f"model.num_layers={layers}"])
+        config = config_of(overrides(of), microbatch_sequences=1)
+        return estimate_memory(config, gpu).peak_bytes <= FIT_SHARE * found["capacity_bytes"]
+
+    return next((layers for layers in range(32, 1, -1) if fits(layers)), 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------- running
+
+
+@dataclass
+class Runner:
+    """Measures cases as long as there is time, and knows what was measured before."""
+
+    out: Path
+    known: list[Path]
+    until: float
+    """By time.monotonic."""
+    again: str | None = None
+    """A pattern: rows of such names, and failed ones, are measured anew."""
+    rows: dict[str, Row] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    """Names of cases that there was no time for."""
+
+    def __post_init__(self):
+        for file in [*self.known, self.out]:
+            if file.exists():
+                for line in file.read_text(encoding="utf-8").splitlines():
+                    row = json.loads(line)
+                    self.rows[row["name"]] = row
+        if self.again is not None:
+            kept = lambda row: "error" not in row and not re.search(self.again, row["name"])  # noqa: E731
+            self.rows = {name: row for name, row in self.rows.items() if kept(row)}
+
+    def is_done(self, case: Case) -> bool:
+        row = self.rows.get(case.name)
+        return row is not None and row["options"] == case.options
+
+    def remaining_s(self) -> float:
+        return self.until - time.monotonic()
+
+    def expected_s(self, kind: str) -> float:
+        took = [row["took_s"] for row in self.rows.values() if row["kind"] == kind and "took_s" in row]
+        return statistics.median(took) if took else EXPECTED_S[kind]
+
+    def run(self, group: Sequence[Case]) -> None:
+        """Measures what is not there yet of cases that share a process."""
+        group = [case for case in group if not self.is_done(case)]
+        if not group:
+            return
+        expected_s = sum(self.expected_s(case.kind) for case in group)
+        if self.remaining_s() < expected_s + KILLED_S:
+            self.left += [case.name for case in group]
+            return
+        for case in group:
+            say(f"{case.name} ({case.kind}; about {self.expected_s(case.kind):.0f} s, {self.remaining_s():.0f} s left)")
+        limit_s = min(LIMIT_S, self.remaining_s() - KILLED_S)
+        started = time.monotonic()
+        said, error = apart.run(
+            [sys.executable, str(CASES), json.dumps([dataclasses.asdict(case) for case in group])],
+            limit_s,
+            {"CUDA_VISIBLE_DEVICES": first_gpu(), **VARIABLES},
+            self.out.with_suffix(".log"),
+        )
+        took_s = time.monotonic() - started
+        for case in group:
+            found: Row = {}
+            for part in said:
+                found |= part if part["name"] == case.name else {}
+            if "finished" not in found and "error" not in found:
+                # What it had measured before it died counts.
+                measured = "tokens_per_s" in found
+                if not measured and limit_s < LIMIT_S and apart.is_late(error):
+                    self.left.append(case.name)
+                    continue
+                found["died" if measured else "error"] = error or "It said nothing."
+            if found.get("error") == apart.OUT_OF_MEMORY and case.kind == "train" and found.get("microbatch", 1) > 1:
+                self._with_smaller_microbatch(case, found["microbatch"])
+                continue
+            found.pop("finished", None)
+            self._write(
+                {
+                    **dataclasses.asdict(case),
+                    **found,
+                    "took_s": took_s / len(group),
+                    "python": platform.python_version(),
+                    "date": time.strftime("%Y-%m-%d"),
+                }
+            )
+
+    def _with_smaller_microbatch(self, case: Case, too_large: int) -> None:
+        say(f"  {apart.OUT_OF_MEMORY} with {too_large} sequences a microbatch")
+        self.rows.pop(case.name, None)
+        self.run([dataclasses.replace(case, options={**case.options, "at_most": too_large - 1})])
+        if case.name in self.rows:
+            # Known by what was asked for.
+            self._write({"ran_out_at": too_large, **self.rows[case.name], "options": case.options})
+
+    def _write(self, row: Row) -> None:
+        self.rows[row["name"]] = row
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if "error" in row:
+            say(f"  {row['error']}")
+        elif "tokens_per_s" in row:
+            say(f"  {row['tokens_per_s']:,.0f} tokens/s, {row['tflops_full_square']:.1f} TFLOP/s full-square")
+
+
+def first_gpu() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    # A run that is told to stop ends its case too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    until = time.monotonic() + 60 * options.minutes
+    try:
+        runner = Runner(options.out, options.known, until, options.again)
+        if not options.table:
+            measure(runner, options.dry_run, re.compile(options.only))
+    except ConfigError as error:
+        say(f"benchmarks/gpu.py: {error}")
+        sys.exit(2)
+    report(runner, options.json)
+    if options.dry_run and any("error" in row for row in runner.rows.values()):
+        sys.exit(1)
+
+
+def measure(runner: Runner, dry: bool, only: re.Pattern[str]) -> None:
+    first = ceilings(dry)
+    runner.out.parent.mkdir(parents=True, exist_ok=True)
+    if dry:
+        # JAX's in one process, PyTorch's in another beside it: to start them is what takes time here.
+        rest = cases({}, dry)
+        of_jax = [case for case in rest if case.kind != "transformers"]
+        of_torch = [case for case in rest if case.kind == "transformers"]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(runner.run, [[first, *of_jax], of_torch]))
+        return
+    runner.run([first])
+    found = runner.rows.get(first.name)
+    if found is None or "error" in found:
+        say("Without ceilings nothing else is measured.")
+        return
+    for case in cases(found, dry):
+        if only.search(case.name):
+            runner.run([case])
+
+
+def report(runner: Runner, as_json: bool) -> None:
+    if as_json:
+        verdicts = [verdict._asdict() for verdict in gpu_table.verdicts(runner.rows)]
+        print(json.dumps({"rows": list(runner.rows.values()), "verdicts": verdicts, "left": runner.left}))
+        return
+    print(gpu_table.text(runner.rows))
+    if runner.left:
+        print(f"\nNo time for {len(runner.left)} cases: {'; '.join(runner.left)}. The same command goes on with them.")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = Path(os.environ.get("OUT", CHECKOUT / "runs" / "gpu"))
+    parser.add_argument("--minutes", type=float, default=60, help="begin no case that would end later; default: 60")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="rows, read and added to; default: gpu.jsonl in $OUT or runs/gpu"
+    )
+    parser.add_argument("--known", type=Path, nargs="*", default=[], metavar="FILE", help="rows of earlier runs")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="cases of such names, and the ceilings")
+    parser.add_argument("--again", metavar="PATTERN", help="measure rows of such names anew, and all that failed")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--json", action="store_true", help="one JSON object, alone on standard output")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on what is here")
+    options = parser.parse_args(arguments)
+    # A dry run is to measure something each time.
+    options.out = options.out or (Path(tempfile.mkdtemp()) if options.dry_run else folder) / "gpu.jsonl"
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,630 @@
+"""What benchmarks/gpu.py measures on one GPU: each function is one kind of case, and returns its figures.
+
+    python benchmarks/gpu_cases.py '[{"name": ..., "kind": ..., "options": {...}}, ...]'
+
+says them on standard output, a JSON object a line: `name`, and beside it what is known so far. `tell` says a part of them
+early, so that a crash does not take them along.
+
+Token ids are drawn by Zipf's law over the whole vocabulary, as words of a text are: with a few ids, the gradient of the
+embedding would be other work. Losses are then near ln(vocabulary) in the first step, on every side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import apart
+import numpy as np
+import step
+
+import jaxllm
+from jaxllm.config import Config, ModelConfig, load_config
+from jaxllm.plan.flops import attention_flops_per_token, parameter_count, train_flops_per_token
+from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
+from jaxllm.plan.memory import estimate_memory
+from jaxllm.plan.search import FIT_SHARE
+
+Figures = dict[str, Any]
+Tell = Callable[..., None]
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+BASE = {
+    "model": {},
+    # Any text will do: its tokens are replaced.
+    "data": {"source": "files", "paths": [str(CHECKOUT / "jaxllm" / "**" / "*.py")], "mask_documents": False},
+    "parallel": {"data": 1},
+    "train": {"steps": 1000},
+    "run": {"dir": "runs/gpu"},
+}
+ADAMW_BYTES = 32
+"""Of each float32 parameter in an update: the gradient read for its norm and again, the parameter and two moments read and
+written."""
+MOST_TIMED_S = 20
+TRACED_STEPS = 2
+PROBED_SHARE = 0.7
+"""Of what PyTorch's uncompiled step takes for a sequence, what its compiled one is first given: too little ends in another
+compilation, too much in a microbatch that is too small."""
+TORCH_SHARE = 0.95
+"""Of the GPU's memory, what PyTorch may take: the rest is for the CUDA context and for gaps between its blocks. Chosen."""
+
+
+def config_of(overrides: Sequence[str], **train: int) -> Config:
+    """Of one device. `train`: keys of that section."""
+    return load_config(BASE, [*overrides, *(f"train.{key}={value}" for key, value in train.items())]).resolve(1)
+
+
+def token_rows(config: Config, number: int) -> dict[str, np.ndarray]:
+    """Batch `number`: tokens and targets, int32 [sequence, position], the same for both sides."""
+    S, G = config.train.sequence_length, config.train.global_batch_sequences
+    uniform = np.random.default_rng(number).random((G, S + 1))
+    # Log-uniform: id n comes in proportion to 1 / n.
+    ids = (np.exp(uniform * math.log(config.model.vocab_size)) - 1).astype(np.int32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def speed(config: Config, times_s: Sequence[float], device_kind: str) -> Figures:
+    """tokens_per_s, and what follows from it. MFU: None for a device that plan/hardware.py does not know."""
+    lower, median, upper = np.percentile(times_s, [25, 50, 75]).tolist()
+    model, S = config.model, config.train.sequence_length
+    rate = config.step_tokens / median
+    causal, full = (rate * train_flops_per_token(model, S, causal=causal) for causal in (True, False))
+    gpu = gpu_from_device_kind(device_kind)
+    peak = gpu.dense_flops["tf32" if model.compute_dtype == "float32" else "bfloat16"] if gpu else None
+    return {
+        "device": device_kind,
+        "parameters": parameter_count(model),
+        "layers": model.num_layers,
+        "tokens_per_step": config.step_tokens,
+        "step_s": {"median": median, "lower_quartile": lower, "upper_quartile": upper},
+        "tokens_per_s": rate,
+        "tflops_causal": causal / 1e12,
+        "tflops_full_square": full / 1e12,
+        "mfu_causal": causal / peak if peak else None,
+        "mfu_full_square": full / peak if peak else None,
+    }
+
+
+def time_steps(launch: step.Launch, steps: int) -> tuple[float, list[float]]:
+    """(loss of the first step, seconds of each of `steps` later ones; of fewer, but three, where they take long)."""
+    first_loss = float(launch(0))
+    (warm_s,) = step.time_block(launch, 1)
+    steps = max(min(steps, 3), min(steps, int(MOST_TIMED_S / warm_s)))
+    gc.collect()
+    gc.disable()
+    try:
+        return first_loss, step.time_block(launch, steps)
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------------------------------------------------------ jaxllm
+
+
+def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False, at_most: int | None = None) -> Figures:
+    """A run's own train step, with the largest microbatch that fits by the estimate.
+
+    Args:
+      traced: look into two more steps with the profiler.
+      at_most: sequences of a microbatch.
+    """
+
+    from jaxllm.compile_report import total_bytes
+
+    device = start_jax()
+    gpu = gpu_from_device_kind(device.device_kind)
+    rows = largest_microbatch(overrides, capacity_of(device), gpu, at_most)
+    tell(microbatch=rows)
+    config = config_of(overrides, microbatch_sequences=rows)
+    estimate = estimate_memory(config, gpu)
+    trainer = jaxllm.Trainer(config)
+    batches = [batch_of(trainer, number) for number in range(step.BATCHES)]
+    launch, compile_s, _ = step.our_side(trainer, batches)
+    tell(
+        microbatches=config.num_microbatches,
+        attention=trainer.parallelized.attention,
+        compile_s=compile_s,
+        estimate_bytes=estimate.peak_bytes,
+        compiled_bytes=total_bytes(trainer.compiled.memory_analysis()),
+    )
+    first_loss, times_s = time_steps(launch, steps)
+    in_use = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    found = {"first_loss": first_loss, "in_use_bytes": in_use, **speed(config, times_s, device.device_kind)}
+    if traced:
+        tell(**found)
+        found["trace"] = trace(launch, op_names(trainer.compiled.as_text()))
+    return found
+
+
+def start_jax() -> Any:
+    """JAX as a run starts it; the device."""
+    import jax
+
+    from jaxllm import distributed
+    from jaxllm.config import RunConfig
+
+    distributed.start(RunConfig())
+    return jax.local_devices()[0]
+
+
+def capacity_of(device: Any) -> int | None:
+    from jaxllm.train.fits import capacity_of
+
+    return capacity_of(device)
+
+
+def largest_microbatch(
+    overrides: Sequence[str], capacity_bytes: int | None, gpu: Gpu | None, at_most: int | None = None
+) -> int:
+    """Sequences, a divisor of the batch: the most whose estimate leaves what the planner leaves. 1 where none does; where the
+    capacity is not known, at most 2.
+    """
+    batch = config_of(overrides).train.global_batch_sequences
+    limit = at_most if capacity_bytes else min(at_most or 2, 2)
+    sizes = [b for b in range(batch, 0, -1) if batch % b == 0 and b <= (limit or batch)]
+    if capacity_bytes is None:
+        return sizes[0]
+    fits = lambda b: (  # noqa: E731
+        estimate_memory(config_of(overrides, microbatch_sequences=b), gpu).peak_bytes <= FIT_SHARE * capacity_bytes
+    )
+    return next((b for b in sizes if fits(b)), 1)
+
+
+def batch_of(trainer: Any, number: int) -> dict[str, Any]:
+    """A batch of the run, with other tokens. Where documents are masked, they end where the run's own text has it."""
+    import jax
+
+    batch = trainer.train_batch(number)
+    for name, ids in token_rows(trainer.config, number).items():
+        batch[name] = jax.device_put(ids.reshape(batch[name].shape), batch[name].sharding)
+    return batch
+
+
+# ------------------------------------------------------------------------------------------------------------------- a trace
+
+ATTENTION = re.compile(r"cudnn|sdpa|fmha|flash", re.IGNORECASE)
+BACKWARD = re.compile(r"bprop|bwd|backward|dgrad|dot_do_o|convert_dq", re.IGNORECASE)
+MATMUL = re.compile(r"gemm|nvjet|cutlass|wgmma|xmma|cublas|dot", re.IGNORECASE)
+"""In names of kernels: of cuDNN's and cuBLAS's own, and of those that XLA writes."""
+
+
+def trace(launch: step.Launch, op_name_of: dict[str, str]) -> Figures:
+    """Where a step's time goes, by the profiler: seconds of a step by kind of kernel, the longest kernels, and for how long any
+    kernel runs.
+    """
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        # Python's own calls would slow the launches down.
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(folder, profiler_options=options)
+        for number in range(TRACED_STEPS):
+            loss = launch(number % step.BATCHES)
+        float(loss)
+        jax.profiler.stop_trace()
+        file = next(Path(folder).rglob("*.xplane.pb"))
+        kernels = list(kernels_of(jax.profiler.ProfileData.from_file(str(file))))
+    seconds, calls, by_kind = Counter(), Counter(), Counter()
+    for name, op, start, end in kernels:
+        kind = kind_of(name, op_name_of.get(op, ""))
+        by_kind[kind] += end - start
+        seconds[name, kind] += end - start
+        calls[name, kind] += 1
+    spans = [(start, end) for *_, start, end in kernels]
+    whole = max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
+    a_step = 1e-9 / TRACED_STEPS
+    return {
+        "span_s": whole * a_step,
+        "busy_s": covered(spans) * a_step,
+        "by_kind_s": {kind: total * a_step for kind, total in by_kind.most_common()},
+        "named": sum(op in op_name_of for _, op, *_ in kernels) / max(len(kernels), 1),
+        "longest": [
+            {"kernel": name[:120], "kind": kind, "s": total * a_step, "calls": calls[name, kind] / TRACED_STEPS}
+            for (name, kind), total in seconds.most_common(40)
+        ],
+    }
+
+
+def kernels_of(profile: Any):
+    """(kernel, HLO instruction or '', start, end in ns): what ran on the GPU's streams; on a CPU, XLA's own operations."""
+    planes = list(profile.planes)
+    gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    for plane in gpus or planes:
+        for line in plane.lines:
+            if gpus and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                op = str(dict(event.stats).get("hlo_op", ""))
+                if gpus or op:
+                    yield event.name, op, event.start_ns, event.start_ns + event.duration_ns
+
+
+def kind_of(kernel: str, op_name: str) -> str:
+    if ATTENTION.search(kernel):
+        return "attention_backward" if BACKWARD.search(kernel) else "attention_forward"
+    if MATMUL.search(kernel):
+        return "matmul"
+    if kernel.lower().startswith(("memcpy", "memset")):
+        return "copy"
+    return "optimizer" if "optimizer" in op_name else "other"
+
+
+def op_names(hlo: str) -> dict[str, str]:
+    """Name of an instruction -> where in the traced program it comes from."""
+    return dict(re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="((?:[^"\\]|\\.)*)"', hlo, re.MULTILINE))
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of their union."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+# ------------------------------------------------------------------------------------------------------------ parts, alone
+
+
+def seconds_of(function: Callable[..., Any], *arguments: Any, least_s: float = 0.1, blocks: int = 5) -> float:
+    """Of one call: the median over blocks of calls that follow each other without waiting."""
+    import jax
+
+    jax.block_until_ready(function(*arguments))
+    started = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    calls = max(1, min(30, round(least_s / (time.perf_counter() - started))))
+    times_s = []
+    for _ in range(blocks):
+        started = time.perf_counter()
+        for _ in range(calls):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        times_s.append((time.perf_counter() - started) / calls)
+    return float(np.median(times_s))
+
+
+def normal(number: int, *shape: int, dtype: str = "bfloat16") -> Any:
+    """Random: products of zeros take a GPU less power, and run faster."""
+    import jax
+
+    return jax.jit(partial(jax.random.normal, shape=shape, dtype=dtype))(jax.random.key(number))
+
+
+def ceilings(tell: Tell, copy_bytes: int, matmul_sizes: Sequence[int]) -> Figures:
+    """What this GPU can do: bytes per second of a large copy, read and written ones counted, and FLOP/s of a square bfloat16
+    matmul on random numbers.
+    """
+    import jax
+
+    device = start_jax()
+    x = normal(0, 2, copy_bytes // 4)
+    copies = {"copy": lambda x: x.copy(), "fusion": lambda x: -x}
+    rates = {name: 2 * x.nbytes / seconds_of(jax.jit(function), x) for name, function in copies.items()}
+    del x
+    multiply, flops = jax.jit(lambda a, b: a @ b), {}
+    for n in matmul_sizes:
+        flops[str(n)] = 2 * n**3 / seconds_of(multiply, normal(1, n, n), normal(2, n, n))
+    return {
+        "device": device.device_kind,
+        "jax": f"{jax.__version__}, {device.client.platform_version.splitlines()[0]}",
+        "capacity_bytes": capacity_of(device),
+        "copy_bytes_per_s": max(rates.values()),
+        "copies": rates,
+        "matmul_flops": max(flops.values()),
+        "matmuls": flops,
+    }
+
+
+def parts(tell: Tell, overrides: Sequence[str], sequences: int, head_chunks: Sequence[int] = ()) -> Figures:
+    """Pieces of a step alone, at the shapes they have in it with `sequences` in a microbatch: attention, each matmul forward
+    and both ways backward, a norm, the head with its loss at several chunks, and the whole optimizer.
+    """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
+    from jaxllm.model.layers import RMSNorm
+    from jaxllm.model.loss import cross_entropy
+
+    device, config = start_jax(), config_of(overrides)
+    model, S = config.model, config.train.sequence_length
+    D, H, T = model.hidden_size, model.head_dim, sequences * S
+    kernel = choose_kernel(model, device, in_blocks=False)
+    attend = fused_attention if kernel == "cudnn" else xla_attention
+    dtype = model.compute_dtype
+
+    q, k, v, do = (
+        normal(n, sequences, S, heads, H, dtype=dtype)
+        for n, heads in enumerate((model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads))
+    )
+    forward_s = seconds_of(jax.jit(attend), q, k, v)
+    both_s = seconds_of(jax.jit(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do)), q, k, v, do)
+    forward_flops = T * attention_flops_per_token(model, S, causal=True) // model.num_layers
+    attention = {"kernel": kernel, "forward_s": forward_s, "forward_backward_s": both_s, "forward_flops": forward_flops}
+    del q, k, v, do
+    tell(tokens=T, attention=attention)
+    tell(matmuls=matmuls(model, T))
+    chunk = min(config.train.loss_chunk_tokens, T)
+    tell(head_products=products(chunk, D, model.vocab_size, dtype, sums="float32"))
+
+    with nnx.use_eager_sharding(False):
+        norm = RMSNorm(D, model.norm_eps, rngs=nnx.Rngs(0))
+    graph, scale = nnx.split(norm)
+    apply = lambda scale, x: nnx.merge(graph, scale)(x)  # noqa: E731
+    x, dy = normal(0, sequences, S, D, dtype=dtype), normal(1, sequences, S, D, dtype=dtype)
+    tell(
+        norm={
+            "forward_s": seconds_of(jax.jit(apply), scale, x),
+            "forward_bytes": 2 * x.nbytes,
+            "backward_s": seconds_of(jax.jit(lambda scale, x, dy: jax.vjp(apply, scale, x)[1](dy)), scale, x, dy),
+            "backward_bytes": 3 * x.nbytes,
+        }
+    )
+    del dy
+
+    head, ids = normal(2, model.vocab_size, D, dtype=dtype), jnp.zeros((sequences, S), jnp.int32)
+    weights, heads = jnp.full((sequences, S), 1 / T), {}
+    for chunk in head_chunks:
+        loss = lambda h, head, chunk=chunk: cross_entropy(h, head, ids, weights, model.vocab_size, chunk, 0.0)[0]  # noqa: E731
+        heads[str(chunk)] = seconds_of(jax.jit(jax.grad(loss, argnums=(0, 1))), x, head)
+    tell(head_s=heads, head_flops=6 * T * D * model.vocab_size)
+    del x, head
+    return {"device": device.device_kind, "optimizer": optimizer(config)}
+
+
+def matmuls(model: ModelConfig, tokens: int) -> list[Figures]:
+    """Of each shape of matrix of a layer: what `products` has, and how often a layer has it."""
+    D, F, H = model.hidden_size, model.intermediate_size, model.head_dim
+    keys, queries = model.num_kv_heads * H, model.num_heads * H
+    shapes = Counter([(D, queries), (D, keys), (D, keys), (queries, D), (D, F), (D, F), (F, D)])
+    return [{"count": count, **products(tokens, *shape, model.compute_dtype)} for shape, count in shapes.items()]
+
+
+def products(tokens: int, inputs: int, outputs: int, dtype: str, sums: str | None = None) -> Figures:
+    """FLOPs of one product with a matrix [inputs, outputs], and its seconds forward, backward for the input and backward for
+    the weight; `sums`: the dtype of the first and the last of these, if another.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    ways = {
+        "forward_s": lambda x, w, dy: jnp.einsum("TK,KN->TN", x, w, preferred_element_type=sums),
+        "input_s": lambda x, w, dy: jnp.einsum("TN,KN->TK", dy, w),
+        "weight_s": lambda x, w, dy: jnp.einsum("TK,TN->KN", x, dy, preferred_element_type=sums),
+    }
+    shapes = ((tokens, inputs), (inputs, outputs), (tokens, outputs))
+    x, w, dy = (normal(number, *shape, dtype=dtype) for number, shape in enumerate(shapes))
+    times = {way: seconds_of(jax.jit(function), x, w, dy) for way, function in ways.items()}
+    return {"shape": [tokens, inputs, outputs], "flops": 2 * tokens * inputs * outputs, **times}
+
+
+def optimizer(config: Config) -> Figures:
+    """Of a step: norm of the gradients, verdict, clipping and AdamW, by the step's own functions."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm.mesh import make_mesh
+    from jaxllm.train.build import build_training
+    from jaxllm.train.optimizer import make_learning_rate, make_optimizer
+    from jaxllm.train.step import make_train_step, make_update
+
+    mesh = make_mesh(config.parallel)
+    with jax.set_mesh(mesh):
+        training = build_training(config, mesh)
+        state = training.create_state(0)
+        gradients = jax.jit(lambda params: jax.tree.map(lambda p: 0.01 * p + 1e-4, params))(state.params)
+        given = lambda params, batch: (jnp.zeros(()), batch)  # noqa: E731
+        update = make_update(make_optimizer(config, training.functions.table))
+        apply = make_train_step(given, update, make_learning_rate(config), config.optimizer.clip_norm)
+        apply = jax.jit(apply, donate_argnums=0)
+
+        def once() -> Any:
+            nonlocal state
+            state, metrics = apply(state, gradients)
+            return metrics["grad_norm"]
+
+        update_s = seconds_of(once)
+    elements = sum(x.size for x in jax.tree.leaves(state.params))
+    return {"s": update_s, "bytes": ADAMW_BYTES * elements}
+
+
+def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
+    """One rank's program of a ring, its hops left out, beside one fused call over the whole sequence. By zigzag all ranks work
+    alike, so c ranks cost c times as much; that over the fused call's time is what cutting attention into blocks costs.
+    """
+    import jax
+
+    from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
+    from jaxllm.model.attention_blocks import xla_kernel
+    from jaxllm.model.cudnn_attention import cudnn_kernel
+    from jaxllm.parallel.ring_attention import ring_attention
+
+    device, config = start_jax(), config_of(overrides)
+    model, S = config.model, config.train.sequence_length
+    fused = choose_kernel(model, device, in_blocks=True) == "cudnn"
+    whole, kernel = (fused_attention, cudnn_kernel()) if fused else (xla_attention, xla_kernel())
+
+    def times(attend: Callable[..., Any], length: int) -> Figures:
+        q, k, v, do = (
+            normal(n, 1, length, heads, model.head_dim, dtype=model.compute_dtype)
+            for n, heads in enumerate((model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads))
+        )
+        both = jax.jit(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do))
+        return {"forward_s": seconds_of(jax.jit(attend), q, k, v), "forward_backward_s": seconds_of(both, q, k, v, do)}
+
+    tell(device=device.device_kind, kernel=kernel.name, sequence_length=S, whole=times(whole, S))
+    played = []
+    for c in ranks:
+        stay = mock.patch.object(jax.lax, "ppermute", lambda x, axis_name, perm: x)
+        # The rank in the middle. What depends on it is chosen by `where`, so a known rank could spare work: it is read, as
+        # on a ring, from memory.
+        at = jax.device_put(np.int32(c // 2))
+        here = mock.patch.object(jax.lax, "axis_index", lambda axis_name, at=at: jax.lax.optimization_barrier(at))
+        with stay, here:
+            rank = times(ring_attention(kernel, "context", c), S // c)
+        played.append({"ranks": c, **rank})
+    return {"played": played}
+
+
+# ----------------------------------------------------------------------------------------------------------- transformers
+
+
+def transformers(
+    tell: Tell,
+    overrides: Sequence[str],
+    steps: int,
+    kernel: str | None = "flash",
+    compiled: bool = True,
+    float32_weights: bool = False,
+    liger: bool = False,
+) -> Figures:
+    """The same model and batches in PyTorch, with the largest microbatch that fits; with gradient checkpointing where not even
+    one sequence fits without.
+    """
+    import torch
+    from transformers import __version__ as version
+
+    config = config_of(overrides)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    theirs = step.Theirs(compiled, kernel, float32_weights, liger)
+    network, adamw = step.their_network(config, device, theirs)
+    rows = [token_rows(config, number) for number in range(step.BATCHES)]
+
+    def launch_of(b: int, theirs: step.Theirs, sequences: int | None = None) -> step.Launch:
+        """Steps in microbatches of b, of whole batches or of their first sequences."""
+        cut = [{name: ids[:sequences].reshape(-1, b, ids.shape[1]) for name, ids in row.items()} for row in rows]
+        marked = [{**row, "mask": np.ones(row["tokens"].shape, bool)} for row in cut]
+        return step.their_launch(config, network, adamw, marked, device, theirs)
+
+    def measure(b: int) -> Figures:
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        launch = launch_of(b, theirs)
+        # On a GPU not of fresh weights: finding the microbatch takes steps too.
+        first_loss = float(launch(0))
+        compile_s = time.perf_counter() - started
+        _, times_s = time_steps(launch, steps)
+        return {
+            "microbatch": b,
+            "microbatches": batch // b,
+            "checkpointing": checkpointing,
+            "first_loss": first_loss,
+            "compile_s": compile_s,
+            "in_use_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+            **speed(config, times_s, torch.cuda.get_device_name() if gpu else "cpu"),
+        }
+
+    gpu, batch = device == "cuda", config.train.global_batch_sequences
+    sizes = [b for b in range(1, batch + 1) if batch % b == 0]
+    at, checkpointing, fixed_bytes = probe(sizes, network, adamw, launch_of, theirs) if gpu else (min(2, batch), False, 0)
+    b, best, too_large = at, None, batch + 1
+    while True:
+        try:
+            found = measure(b)
+        except torch.cuda.OutOfMemoryError:
+            if b == 1:
+                raise
+            found, too_large = None, b
+        # Outside the handler: what failed holds memory there.
+        adamw.zero_grad()
+        if compiled:
+            torch.compiler.reset()
+        if gpu:
+            forget(torch)
+        if found is None and best is None:
+            b = max(size for size in sizes if size < b)
+            continue
+        if found is not None:
+            if best is None or found["tokens_per_s"] > best["tokens_per_s"]:
+                best = found
+            tell(**best)
+            larger = next((size for size in sizes if b < size < too_large), None)
+            # By what a sequence takes of it, one size more may fit.
+            if gpu and larger and fixed_bytes + larger * (found["in_use_bytes"] - fixed_bytes) / b <= torch_room(torch):
+                b = larger
+                continue
+        return {**best, "torch": torch.__version__, "transformers": version}
+
+
+def torch_room(torch: Any) -> float:
+    return TORCH_SHARE * torch.cuda.mem_get_info()[1]
+
+
+def probe(
+    sizes: Sequence[int], network: Any, adamw: Any, launch_of: Callable[..., step.Launch], theirs: step.Theirs
+) -> tuple[int, bool, int]:
+    """(microbatch to begin with, whether with gradient checkpointing, bytes that do not depend on it), from what the uncompiled
+    step takes for one sequence.
+    """
+    import torch
+
+    plain = dataclasses.replace(theirs, compiled=False)
+    checkpointing = False
+    while True:
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            launch = launch_of(1, plain, 1)
+            for number in range(2):
+                float(launch(number))
+            break
+        except torch.cuda.OutOfMemoryError:
+            if checkpointing:
+                raise
+        launch, checkpointing = None, True
+        network.gradient_checkpointing_enable()
+        adamw.zero_grad()
+        forget(torch)
+    peak = torch.cuda.max_memory_allocated()
+    adamw.zero_grad()
+    launch = None
+    forget(torch)
+    # Weights and moments, and gradients of the weights' dtype.
+    fixed = torch.cuda.memory_allocated() + sum(p.nbytes for p in network.parameters())
+    fits = (torch_room(torch) - fixed) / max(PROBED_SHARE * (peak - fixed), 1)
+    return max((size for size in sizes if size <= fits), default=1), checkpointing, fixed
+
+
+def forget(torch: Any) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+# ------------------------------------------------------------------------------------------------------------------ the cases
+
+KINDS = {"ceilings": ceilings, "train": train, "parts": parts, "ring": ring, "transformers": transformers}
+
+
+def main() -> None:
+    for case in json.loads(sys.argv[1]):
+
+        def tell(name: str = case["name"], **figures: Any) -> None:
+            print(json.dumps({"name": name, **figures}), flush=True)
+
+        try:
+            tell(**KINDS[case["kind"]](tell, **case["options"]), finished=True)
+        except Exception:
+            told = traceback.format_exc()
+            print(told, file=sys.stderr, flush=True)
+            tell(error=apart.reason(told))
+
+
+if __name__ == "__main__":
+    main()

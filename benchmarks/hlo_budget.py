@@ -1,0 +1,116 @@
+"""What XLA makes of a few small steps for H100s, in numbers that should not grow: kernels, fusions, collectives, temporaries.
+
+python benchmarks/hlo_budget.py [NAME ...] [--write REASON]      (needs the extra aot)
+
+Without --write it prints what grew or shrank against benchmarks/hlo_budget.json, and ends with code 1 if something grew. With
+it, the file is written anew, and the reason kept with the date: a growth that somebody explained is no regression. Counts
+belong to one version of jaxlib and of NVIDIA's packages; under others nothing can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jaxlib
+
+from jaxllm import aot
+from jaxllm.config import Config, load_config
+from jaxllm.hlo import COLLECTIVES, Module
+from jaxllm.mesh import axis_sizes
+
+BUDGET = Path(__file__).with_name("hlo_budget.json")
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 8192,
+}
+TRAIN = {"steps": 10, "sequence_length": 2048, "global_batch_sequences": 32, "microbatch_sequences": 1}
+STEPS: Mapping[str, tuple[int, Sequence[str]]] = {
+    "one": (1, ("train.global_batch_sequences=4",)),
+    "tensor": (8, ("parallel.tensor=2",)),
+    "zero3": (8, ("parallel.zero=3",)),
+    "pipe-context-tensor": (8, ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
+    "tensor-fp8": (8, ("parallel.tensor=2", "model.matmul_dtype=fp8")),
+}
+"""Name -> (H100s, overrides)."""
+
+
+def configured(name: str) -> Config:
+    gpus, overrides = STEPS[name]
+    return load_config({"model": SHAPE, "train": TRAIN, "data": {"mask_documents": False}}, overrides).resolve(gpus)
+
+
+def counts(config: Config) -> dict[str, int]:
+    """Of one compiled step. Instructions are counted once each, launches as often as they run."""
+    compiled = aot.compile_step(config, aot.gpu_devices(1, config.devices))
+    module = Module(compiled.as_text(), axis_sizes(config.parallel))
+    launches = module.launches()
+    by_op = Counter(launch.op.removesuffix("-start") for launch in launches)
+    found = {
+        "kernels": len(launches),
+        "launches": sum(launch.executed for launch in launches),
+        "fusions": by_op["fusion"],
+        "library calls": by_op["custom-call"],
+        "copies": by_op["copy"],
+        **{kind: by_op[kind] for kind in COLLECTIVES},
+        "temporary bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
+    return {name: number for name, number in found.items() if number}
+
+
+def versions() -> list[str]:
+    """What the counts depend on besides jaxllm."""
+    return [f"jaxlib {jaxlib.__version__}", *aot.versions()]
+
+
+def grown(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """'fusions 40 -> 44', of what is more than it was."""
+    return [f"{name} {before.get(name, 0):,} -> {now[name]:,}" for name in now if now[name] > before.get(name, 0)]
+
+
+def read(file: Path = BUDGET) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"versions": [], "steps": {}, "reasons": []}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(STEPS))
+    parser.add_argument("--write", metavar="REASON", help="why the counts are what they are now")
+    chosen = parser.parse_args(arguments)
+    names = chosen.names or list(STEPS)
+    if unknown := [name for name in names if name not in STEPS]:
+        parser.error(f"there is no step {unknown[0]}: choose of {', '.join(STEPS)}")
+    budget = read()
+    if chosen.write and chosen.names and budget["versions"] != versions():
+        parser.error(f"the file is of {', '.join(budget['versions']) or 'nothing'}: write all steps")
+    worse = False
+    for name in names:
+        now, before = counts(configured(name)), budget["steps"].get(name, {})
+        more, less = grown(before, now), grown(now, before)
+        print(f"{name}: grew: {'; '.join(more) or 'nothing'}. Shrank: {'; '.join(less) or 'nothing'}", flush=True)
+        worse |= bool(more)
+        budget["steps"][name] = now
+    if chosen.write:
+        budget["versions"] = versions()
+        budget["steps"] = {name: budget["steps"][name] for name in STEPS if name in budget["steps"]}
+        budget["reasons"].append(f"{datetime.date.today().isoformat()}: {chosen.write}")
+        BUDGET.write_text(json.dumps(budget, indent=2) + "\n", encoding="utf-8")
+        return 0
+    return int(worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

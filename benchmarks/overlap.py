@@ -1,0 +1,152 @@
+"""What of a step's transfers no compute hides: the real step compiled for 8 and 64 H100s without one, and its schedule played
+against a clock (jaxllm/overlap.py). Nothing is run: the schedule is XLA's own, the times are a model's.
+
+python benchmarks/overlap.py [NAME ...] [--write] [--options] [--json FILE]      (needs the extra aot; a few minutes)
+
+    NAME         steps to take, of those in STEPS; default: all
+    --write      puts the table into benchmarks/RESULTS.md, between its marks
+    --options    instead: what each of run.xla_options (jaxllm/xla_flags.py) changes in a step
+
+Columns: bytes that a GPU sends in a step; of these the share of collectives with no matmul and no attention between start and
+done (bare); the share of bytes whose time shows (shows); FLOPs of matmuls and attention between starts and dones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+from jaxllm.aot import compile_step, gpu_devices
+from jaxllm.config import Config, load_config
+from jaxllm.hlo import Module
+from jaxllm.mesh import axis_sizes
+from jaxllm.overlap import Overlap, by_kind, play, total
+from jaxllm.plan.hardware import GPUS
+from jaxllm.xla_flags import OPTIONAL_GPU_OPTIONS
+
+GPU = GPUS["h100-80gb"]
+GPUS_PER_HOST = 8
+RESULTS = Path(__file__).with_name("RESULTS.md")
+BEGIN, END = "<!-- overlap: begin -->", "<!-- overlap: end -->"
+
+STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
+    "8b-zero3": (8, "llama-3.1-8b", ("parallel.zero=3",)),
+    "8b-zero3-tensor": (8, "llama-3.1-8b", ("parallel.zero=3", "parallel.tensor=2")),
+    "8b-pipe-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.tensor=2")),
+    "8b-pipe-context-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
+    "8b-zero3-64": (64, "llama-3.1-8b", ("parallel.zero=3",)),
+    "70b-4d": (64, "llama-3.1-70b", ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4")),
+    "70b-4d-interleaved": (
+        64,
+        "llama-3.1-70b",
+        (
+            *("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4"),
+            *("parallel.schedule=interleaved", "parallel.virtual_stages=4"),
+        ),
+    ),
+}
+"""Name -> (GPUs, model, overrides); data takes what the other axes leave."""
+MICROBATCHES = 8
+
+
+def configured(name: str, *more: str) -> Config:
+    gpus, model, overrides = STEPS[name]
+    sections = {
+        "model": {"name": model},
+        "data": {"mask_documents": False},
+        "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1, "microbatch_sequences": 1},
+    }
+    parallel = load_config(sections, overrides).parallel
+    data = gpus // (parallel.pipe * parallel.context * parallel.tensor)
+    return load_config(sections, [*overrides, *more, f"train.global_batch_sequences={MICROBATCHES * data}"]).resolve(gpus)
+
+
+def compiled(config: Config) -> tuple[tuple[Overlap, ...], int, float]:
+    """(what shows, bytes of temporaries, seconds to compile)."""
+    started = time.perf_counter()
+    devices = gpu_devices(config.devices // GPUS_PER_HOST, GPUS_PER_HOST, GPU)
+    step = compile_step(config, devices)
+    lines = by_kind(play(Module(step.as_text(), axis_sizes(config.parallel)), GPU, GPUS_PER_HOST))
+    return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started
+
+
+def rows_of(name: str, lines: Sequence[Overlap]) -> list[str]:
+    """Of Markdown: a line for each kind and axes, and one for all."""
+    rows = []
+    for line in (*lines, total(lines)):
+        cells = [name, line.kind, " x ".join(line.axes) or "-", f"{line.count:,}", f"{line.sent_bytes / 2**30:.3g}"]
+        cells += [f"{line.bare_share:.0%}", f"{line.exposed_share:.0%}", f"{line.flops_behind / 1e12:,.3g}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def table(found: Mapping[str, Sequence[Overlap]]) -> str:
+    head = [
+        "| step | collective | over | times | GiB sent | bare | shows | TFLOP behind |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *(row for name, lines in found.items() for row in rows_of(name, lines))])
+
+
+def write(text: str, file: Path = RESULTS) -> None:
+    """Between the marks of a file."""
+    before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        raise SystemExit(f"{file} has no {BEGIN} and {END}: put them where the table is to be.")
+    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def compare_options(names: Sequence[str]) -> None:
+    print(f"JAX {jax.__version__}, for {GPU.name}\n")
+    print("| step | run.xla_options | bare | shows | s of transfers that show | GiB of temporaries | compiled in s |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for name in names:
+        for what in ("none", *OPTIONAL_GPU_OPTIONS):
+            more = () if what == "none" else (f"run.xla_options=[{what}]",)
+            lines, temporary_bytes, taken_s = compiled(configured(name, *more))
+            every = total(lines)
+            figures = [f"{every.bare_share:.0%}", f"{every.exposed_share:.0%}", f"{every.exposed_s:.3f}"]
+            figures += [f"{temporary_bytes / 2**30:.2f}", f"{taken_s:.0f}"]
+            print(f"| {name} | {what} | {' | '.join(figures)} |", flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(STEPS))
+    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--options", action="store_true", help="compare XLA's options")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures, all of them")
+    chosen = parser.parse_args(arguments)
+    names = chosen.names or list(STEPS)
+    if unknown := [name for name in names if name not in STEPS]:
+        parser.error(f"there is no step {unknown[0]}: choose of {', '.join(STEPS)}")
+    if chosen.options:
+        compare_options(names)
+        return
+    found = {}
+    for name in names:
+        found[name], _, taken_s = compiled(configured(name))
+        print(f"{name}: {taken_s:.0f} s", file=sys.stderr, flush=True)
+    text = (
+        f"JAX {jax.__version__}; {GPU.name}, S 8192, {MICROBATCHES} microbatches of one sequence, bfloat16.\n\n{table(found)}"
+    )
+    print(text)
+    if chosen.write:
+        write(text)
+    if chosen.json:
+        chosen.json.write_text(json.dumps({name: [asdict(line) for line in lines] for name, lines in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

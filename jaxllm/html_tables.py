@@ -1,0 +1,41 @@
+"""Small HTML tables for notebooks: what `_repr_html_` of a config, a mesh, a model and a plan are made of.
+
+No styles but alignment: a notebook's own theme, light or dark, shows through.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+
+def escaped(text: object) -> str:
+    return html.escape(str(text))
+
+
+def table(rows: Iterable[Sequence[object]], headings: Sequence[str] = (), *, left: int = 1, caption: str = "") -> str:
+    """An HTML table; cells are escaped, and a line break in one is kept.
+
+    Args:
+      left: so many columns from the left are aligned left, the others right.
+    """
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        sides = ("left" if column < left else "right" for column in range(len(cells)))
+        inside = (
+            f'<{tag} style="text-align:{side}">{_in_lines(cell)}</{tag}>' for side, cell in zip(sides, cells, strict=True)
+        )
+        return f'<tr style="vertical-align:top">{"".join(inside)}</tr>'
+
+    above = f'<caption style="text-align:left;caption-side:top"><b>{_in_lines(caption)}</b></caption>' if caption else ""
+    head = f"<thead>{line(headings, 'th')}</thead>" if headings else ""
+    return f"<table>{above}{head}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+
+
+def preformatted(text: str) -> str:
+    """Text as a terminal would show it."""
+    return f'<pre style="line-height:1.2">{escaped(text)}</pre>'
+
+
+def _in_lines(cell: object) -> str:
+    return escaped(cell).replace("\n", "<br>")

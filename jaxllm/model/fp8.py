@@ -1,0 +1,123 @@
+"""Matmuls of a block in FP8 (Micikevicius et al., 2022, "FP8 formats for deep learning"): `model.matmul_dtype=fp8`.
+
+    ops = Ops(matmul=fp8_matmul)
+    y_BSF = fp8_matmul("BSD,DF->BSF", x_BSD, w_DF)
+
+Inputs and weights are rounded to E4M3 (4 bits of exponent, 3 of mantissa, up to 448), gradients of outputs to E5M2 (up to
+57,344), each under one scale for the whole array, and multiplied with float32 sums. Of three matmuls, forward, gradient of the
+input, gradient of the weight, all are FP8.
+
+Scaling is current: an array's scale comes from its own largest magnitude, so there is no state, no history that a jump in the
+gradients outruns, and nothing for checkpoints, accumulation, a pipeline's ring or DiLoCo to carry. The price is a pass over the
+array before it is rounded. Scales are powers of two: rounding is then all that FP8 changes, and it costs no precision, only up
+to a bit of range, of which a block's tensors need little.
+
+The route is public: `lax.dot_general` takes FP8 arrays, and XLA makes the multiplication by the inverse scales the matmul's
+epilogue. It chooses between Triton's kernel and cuBLASLt's (`__cublas$lt$matmul$f8`) by timing both; told not to use Triton, it
+takes cuBLASLt for all three. The other patterns, as compiled for a H100 with JAX 0.10.2:
+
+    arrays cast back to bfloat16, scaled and multiplied (Flax's fake quantisation): without a device to time on, XLA fuses the
+    casts with the rounding, and multiplies bfloat16: correct numbers and no gain. So the operands of the dot are FP8 here;
+    jax.nn.scaled_matmul and scaled_dot_general: blocks of 32 under one scale, which Blackwell alone multiplies;
+    Flax's Fp8DirectDotGeneralOp: as here, with delayed scaling, whose history is a variable that the backward pass overwrites.
+
+Every rank of a mesh scales what it has (parallel/fp8_ranks.py), so that no maximum travels. Losses on two meshes therefore
+differ by FP8's rounding, not by float32's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ConfigError
+from jaxllm.plan.hardware import gpu_from_device_kind
+
+FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+LARGEST_SCALE = 2.0**100
+"""Near 2^127 a scale's inverse would leave float32. Arrays whose largest number is below 448 / 2^100 lose digits."""
+EXPONENT_BITS = 0x7F800000
+"""Of a float32."""
+
+
+def require_fp8(device: jax.Device) -> None:
+    """Raises ConfigError unless a device multiplies FP8. A CPU does it in float32, with the same rounding: for tests."""
+    if device.platform == "cpu":
+        return
+    capability = getattr(device, "compute_capability", None)
+    if capability is None and (gpu := gpu_from_device_kind(device.device_kind)):
+        # Descriptions of devices that are not there have a name alone.
+        capability = ".".join(map(str, gpu.chip.compute_capability))
+    if device.platform not in ("gpu", "cuda") or (capability is not None and float(capability) < 8.9):
+        kind = f"{device.device_kind} has {capability}" if capability is not None else f"this is {device.platform}"
+        raise ConfigError(
+            f"model.matmul_dtype=fp8 needs an NVIDIA GPU of Ada, Hopper or later (compute capability 8.9), and {kind}: set "
+            f"model.matmul_dtype=compute_dtype."
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fp8_matmul(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """An einsum of two arrays of one dtype, which the result has too. Where they are split over tensor: parallel/fp8_ranks.py.
+
+    Args:
+      spec: as jnp.einsum takes it, "BSD,DNH->BSNH": every letter in exactly two of the three, so that its gradients are einsums
+        too.
+    """
+    return product(spec, x, w)
+
+
+# Kept as they are, as a bfloat16 matmul's are: x is a named tensor or follows from one, w is at hand, and a rounded w among the
+# residuals would fill every slot of a pipeline's ring.
+fp8_matmul.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), lambda spec, kept, dy: gradients(spec, *kept, dy))
+
+
+def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The matmul alone."""
+    return _multiply(spec, *_rounded(x, FORWARD), *_rounded(w, FORWARD), x.dtype)
+
+
+def gradients(spec: str, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(that of x, that of w) for the gradient dy of the result.
+
+    HIGHEST turns cuBLASLt's fast accumulation off, as Flax's FP8 and Transformer Engine do for gradients: on Hopper that keeps
+    some 14 bits of a running sum.
+    """
+    of_x, of_w, result = letters(spec)
+    rounded = _rounded(dy, GRADIENT)
+    dx = _multiply(f"{result},{of_w}->{of_x}", *rounded, *_rounded(w, FORWARD), x.dtype, jax.lax.Precision.HIGHEST)
+    dw = _multiply(f"{of_x},{result}->{of_w}", *_rounded(x, FORWARD), *rounded, w.dtype, jax.lax.Precision.HIGHEST)
+    return dx, dw
+
+
+def letters(spec: str) -> tuple[str, str, str]:
+    """Of the two inputs and of the result."""
+    inputs, result = spec.split("->")
+    of_x, of_w = inputs.split(",")
+    return of_x, of_w, result
+
+
+def _rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(x times a scale in an FP8 dtype, the inverse of that scale: a power of two, float32).
+
+    One number that is not finite makes the inverse NaN, and so the whole product, whether or not a kernel's rounding saturates:
+    the step is skipped.
+    """
+    largest = jnp.max(jnp.abs(x.astype(jnp.float32)))
+    room = jnp.minimum(float(jnp.finfo(dtype).max) / jnp.where(largest == 0, 1.0, largest), LARGEST_SCALE)
+    # Rounded down to a power of two: the exponent alone. exp2 and log2 are not exact on all devices.
+    bits = jax.lax.bitcast_convert_type(room, jnp.int32) & EXPONENT_BITS
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return (x.astype(jnp.float32) * scale).astype(dtype), jnp.where(jnp.isfinite(largest), 1.0 / scale, jnp.nan)
+
+
+def _multiply(
+    spec: str, x: jax.Array, from_x: jax.Array, w: jax.Array, from_w: jax.Array, dtype: Any, precision: Any = None
+) -> jax.Array:
+    # The result in `dtype` at once, or cuBLASLt would write float32 for another kernel to read: taking off a power of two
+    # afterwards changes nothing. One inverse after the other: their product may leave float32.
+    y = jnp.einsum(spec, x, w, precision=precision, preferred_element_type=dtype)
+    return y * from_x.astype(dtype) * from_w.astype(dtype)

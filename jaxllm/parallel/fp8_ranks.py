@@ -1,0 +1,57 @@
+"""FP8 matmuls (model/fp8.py) on a mesh: each tensor rank rounds and multiplies what it has.
+
+Left to the compiler, a matmul over split heads would be summed over ranks before its scales are taken off, and a multiplication
+between an all-reduce and the slice behind it keeps XLA from making a reduce-scatter of both; every array's largest magnitude
+would be a collective besides. So a rank takes its scales off first, and parts of a sum leave the region with a leading rank
+dim: what XLA sees outside is a sum of parts, as without FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.mesh import TENSOR
+from jaxllm.model import fp8
+from jaxllm.model.layers import Matmul
+from jaxllm.sharding import over_tensor
+
+
+def fp8_per_tensor_rank(split: str) -> Matmul:
+    """fp8_matmul for arrays of which some dims are split over tensor.
+
+    Args:
+      split: the letters of those dims, in every spec that has them.
+    """
+
+    def lies(letters: str) -> P:
+        return P(*[TENSOR if letter in split else None for letter in letters])
+
+    def run(function: Callable[..., Sequence[jax.Array]], inputs: Sequence[str], results: Sequence[str], *arrays: Any):
+        """`function` on each rank's part. A result without a split letter that the product has is a part of a sum."""
+        multiplied = {letter for letters in inputs for letter in letters if letter in split}
+        is_part = [not multiplied <= set(letters) for letters in results]
+
+        def local(*arrays):
+            return tuple(x[None] if part else x for x, part in zip(function(*arrays), is_part, strict=True))
+
+        out_specs = tuple(P(TENSOR, *lies(x)) if part else lies(x) for x, part in zip(results, is_part, strict=True))
+        found = over_tensor(local, in_specs=tuple(map(lies, inputs)), out_specs=out_specs)(*arrays)
+        # In the parts' own dtype: jnp.sum would have float32 travel.
+        return tuple(jax.lax.reduce_sum(x, (0,)) if part else x for x, part in zip(found, is_part, strict=True))
+
+    def forward(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        of_x, of_w, result = fp8.letters(spec)
+        return run(lambda x, w: (fp8.product(spec, x, w),), (of_x, of_w), (result,), x, w)[0]
+
+    def backward(spec: str, kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        of_x, of_w, result = fp8.letters(spec)
+        # In one region: dy is gathered once for both, and rounded once.
+        return run(lambda *arrays: fp8.gradients(spec, *arrays), (of_x, of_w, result), (of_x, of_w), *kept, dy)
+
+    matmul = jax.custom_vjp(forward, nondiff_argnums=(0,))
+    matmul.defvjp(lambda spec, x, w: (forward(spec, x, w), (x, w)), backward)
+    return matmul

@@ -1,0 +1,144 @@
+"""FP8 in the train step: within rounding of float32, and of one device, on every kind of mesh; and as compiled for H100s."""
+
+import re
+
+import numpy as np
+import pytest
+from meshes import Run, assert_close
+from tiny import SMALL_MODEL
+
+from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.config import ConfigError, load_config
+from jaxllm.hlo import Module
+from jaxllm.mesh import axis_sizes
+from jaxllm.overlap import by_kind, play
+from jaxllm.plan.hardware import GPUS
+
+M, ROWS, S = 2, 8, 32
+FP8 = "model.matmul_dtype=fp8"
+SIZES = (
+    *("model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=4", "model.num_kv_heads=2", "model.num_layers=2"),
+    *(f"train.sequence_length={S}", f"train.global_batch_sequences={M * ROWS}"),
+    *("optimizer.learning_rate=1e-2", "train.steps=20"),
+)
+MESHES = {
+    "data, zero 3, tensor": ("parallel.data=4", "parallel.tensor=2", "parallel.zero=3"),
+    "pipe, tensor": ("parallel.pipe=2", "parallel.data=1", "parallel.tensor=2"),
+    "context, tensor past the key-value heads": ("parallel.data=1", "parallel.context=2", "parallel.tensor=4"),
+}
+needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    shape = (M, ROWS, S)
+    ids = rng.integers(0, 256, (M, ROWS, S + 1)).astype(np.int32)
+    return {
+        "tokens": ids[..., :-1],
+        "targets": ids[..., 1:],
+        "mask": rng.random(shape) < 0.9,
+        "positions": np.broadcast_to(np.arange(S, dtype=np.int32), shape).copy(),
+        "segments": (np.arange(S) >= rng.integers(1, S, (M, ROWS, 1))).astype(np.int32) + 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def make_run(tiny_config):
+    """With one batch in every step: so a dozen steps learn it."""
+    return lambda *overrides: Run(tiny_config(*SIZES, *overrides), lambda seed: batch())
+
+
+@pytest.fixture(scope="module")
+def one(make_run):
+    return make_run(FP8, "parallel.data=1", f"train.microbatch_sequences={ROWS}")
+
+
+@pytest.fixture(scope="module")
+def gradients_of_one(one):
+    loss, gradients = one.gradients()
+    return float(loss), one.plain(gradients)
+
+
+def test_one_device_is_within_rounding_of_float32(make_run, gradients_of_one):
+    exact = make_run("parallel.data=1", f"train.microbatch_sequences={ROWS}")
+    loss, gradients = exact.gradients()
+    assert gradients_of_one[0] == pytest.approx(float(loss), rel=2e-3)
+    assert gradients_of_one[0] != float(loss)
+    assert_close(gradients_of_one[1], exact.plain(gradients), 0.2)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_is_within_rounding_of_one_device(make_run, gradients_of_one, name):
+    overrides = MESHES[name]
+    data = int(next(o for o in overrides if o.startswith("parallel.data="))[-1])
+    run = make_run(FP8, f"train.microbatch_sequences={ROWS // data}", *overrides)
+    loss, gradients = run.gradients()
+    assert float(loss) == pytest.approx(gradients_of_one[0], rel=2e-3)
+    assert_close(run.plain(gradients), gradients_of_one[1], 0.2)
+
+
+def test_it_learns(one):
+    losses = one.losses(12)
+    assert losses[-1] < losses[0] - 0.3
+
+
+# --------------------------------------------------------------------------------------------------- compiled for H100s
+
+
+def config(*overrides):
+    train = {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16, "microbatch_sequences": 2}
+    sections = {"model": SMALL_MODEL, "parallel": {"tensor": 2}, "train": train, "data": {"mask_documents": False}}
+    return load_config(sections, overrides)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    devices = gpu_devices(1, 8)
+    return {dtype: compile_step(config(f"model.matmul_dtype={dtype}"), devices).as_text() for dtype in ("compute_dtype", "fp8")}
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_xla_multiplies_fp8(compiled):
+    """In Triton's kernels, as no device is there to time cuBLASLt's on. A layer's products forward, and both gradients: XLA
+    joins some that share an input."""
+
+    def products(text):
+        types = dict(re.findall(r"%([\w.\-]+) = (f8e4m3fn|f8e5m2|bf16|f32)\[", text))
+        pairs = re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", text)
+        return [{types.get(a), types.get(b)} for a, b in pairs]
+
+    found = products(compiled["fp8"])
+    assert {"f8e4m3fn"} in found
+    assert {"f8e4m3fn", "f8e5m2"} in found
+    assert not any("f8" in str(kinds) and kinds & {"bf16", "f32"} for kinds in found)
+    assert not any("f8" in str(kinds) for kinds in products(compiled["compute_dtype"]))
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_xla_takes_cublaslt_where_it_may_not_take_triton():
+    step = lower_step(config(FP8, "parallel.tensor=1"), gpu_devices(1, 8))
+    text = step.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    # Forward, the gradients of inputs, those of weights.
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') >= 3 * 4
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_nothing_more_is_sent(compiled):
+    def sent(text):
+        sizes = axis_sizes(config().resolve(8).parallel)
+        lines = by_kind(play(Module(text, sizes), GPUS["h100-80gb"], 8))
+        return {(line.kind, line.axes): line.sent_bytes for line in lines if line.sent_bytes > 2**16}
+
+    plain, fp8 = sent(compiled["compute_dtype"]), sent(compiled["fp8"])
+    assert fp8.keys() <= plain.keys()
+    for key, size in fp8.items():
+        assert size <= 1.01 * plain[key], key
+
+
+@needs_gpu_compiler
+def test_a_kind_of_gpu_without_it_is_refused_before_anything_is_compiled():
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU of Ada, Hopper or later"):
+        lower_step(config(FP8), gpu_devices(1, 8, GPUS["a100-80gb"]))
