@@ -1,6 +1,7 @@
 """jaxllm: train Llama-family models with JAX on NVIDIA GPUs. Everything a notebook needs is re-exported here, lazily."""
 
 import importlib
+import sys
 import types
 
 from jaxllm import plan
@@ -12,6 +13,8 @@ _HOMES = {
     "Config": "config",
     "ConfigError": "config",
     "Trainer": "api",
+    "fit": "api",
+    "inspect_config": "api",
     "load_model": "api",
     "open_model": "api",
     "estimate": "plan.estimate",
@@ -36,8 +39,12 @@ class _Plan(types.ModuleType):
         return importlib.import_module("jaxllm.planner").plan(*args, **options)
 
 
-plan.__class__ = _Plan
+plan.__class__ = _Plan  # type: ignore[assignment]
 
 
 def __dir__():
     return sorted({*globals(), *_HOMES})
+
+
+if "IPython" in sys.modules:
+    importlib.import_module("jaxllm.notebook").register()

@@ -9,10 +9,11 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
+from jaxllm import __version__
 from jaxllm.config import Config, ConfigError, json_schema, load_config
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -31,13 +32,24 @@ Recipe = Annotated[
     list[str],
     typer.Argument(
         metavar="CONFIG [SECTION.KEY=VALUE]...",
-        help="A YAML recipe, such as configs/quickstart.yaml, and keys to override, such as train.steps=100, in any order.",
+        help="A YAML recipe, or one that comes with jaxllm by its name, such as quickstart; and keys to override, such as "
+        "train.steps=100, in any order.",
     ),
 ]
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxllm {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def callback() -> None:
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print jaxllm's version and leave.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Trains Llama-family models with JAX."""
 
 
@@ -108,10 +120,10 @@ def estimate(
     """Bytes of one device by term and stage, whether they fit, and how fast it will be; by closed forms, in a moment."""
     from jaxllm.plan.estimate import estimate as estimate_config
 
-    report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, convention)
+    report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
     if over is not None and picture is None:
         raise ConfigError(f"--over={over} draws a picture: say where to with --picture FILE.png.")
-    if over == "step":
+    if over == "step" and picture is not None:
         from jaxllm.step_picture import draw_step
 
         draw_step(report, picture)
@@ -207,7 +219,7 @@ def plan(
         gpus=gpus,
         gpus_per_host=gpus_per_host,
         compile=compile_,
-        objective=objective,
+        objective=cast(Any, objective),
         keep=tuple(keep or ()),
         across_hosts=across_hosts,
         host_gib_per_gpu=host_gib_per_gpu,

@@ -157,7 +157,7 @@ def memory(processes: Sequence[Facts]) -> Iterator[Row]:
             most = max(card.used_bytes for one in busy for card in one.cards)
             found += f"; before it took them, up to {readable(most)} of a GPU were in use: {_processes(busy)}"
             yield Row("gpu memory", WARN, found, "end what else runs there (nvidia-smi shows it), if this job may use all GPUs")
-        elif min(limits) < 0.98 * due:
+        elif gpu and min(limits) < 0.98 * due:
             found += f", less than {XLA_MEMORY_FRACTION:.0%} of the {readable(gpu.memory_bytes)} that a {gpu.name} has"
             yield Row("gpu memory", WARN, found, "unset XLA_CLIENT_MEM_FRACTION and its like, or count on less")
         else:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -292,6 +292,8 @@ def _open_line(joined: Joined, rank: int, silence_s: float) -> None:
 
 def _part() -> None:
     """At the end of this process, before JAX waits for the others."""
+    if _line is None:
+        return
     # Printed by Python, so nobody caught it: the others would wait for this process in vain.
     if (error := getattr(sys, "last_value", None)) is not None and not hasattr(sys, "ps1"):
         _line.failed(_in_a_sentence(error), 1)
@@ -329,7 +331,7 @@ def _look_round(told_cpu: bool) -> None:
         raise ConfigError(sentence)
 
 
-def _client():
+def _client() -> Any:
     # JAX has no public name for its key-value store.
     from jax._src import distributed
 

@@ -76,7 +76,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     if found.get("max_position_embeddings") is not None:
         _integer(found, "max_position_embeddings", where)
     _refuse_window(found, kind, where)
-    section = {ours: _integer(found, theirs, where) for ours, theirs in SIZES.items()}
+    section: dict[str, Any] = {ours: _integer(found, theirs, where) for ours, theirs in SIZES.items()}
     kv_heads = found.get("num_key_value_heads", DEFAULTS[kind]["num_key_value_heads"])
     kv_heads = section["num_heads"] if kv_heads is None else kv_heads
     section["num_kv_heads"] = _integer({"num_key_value_heads": kv_heads}, "num_key_value_heads", where)
@@ -133,7 +133,7 @@ def hugging_face_config(
     if max_position is not None:
         config["max_position_embeddings"] = max_position
     window = {**DEFAULTS[kind], **config}.get("sliding_window")
-    if None not in (window, max_position) and window < max_position:
+    if window is not None and max_position is not None and window < max_position:
         # It was as wide as the context, which has become longer.
         config["sliding_window"] = None
     scaling: dict[str, Any] = {"rope_type": "default"}
@@ -191,7 +191,7 @@ def _kind(found: Mapping[str, Any], where: str) -> str:
         return CLASSES[name]
     if kind not in CLASSES.values():
         raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm takes {' and '.join(CLASSES.values())}.")
-    return kind
+    return str(kind)
 
 
 def _refuse_window(found: Mapping[str, Any], kind: str, where: str) -> None:

@@ -54,7 +54,7 @@ def group_of(term: str) -> str:
 
 def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
     """The bytes of each of GROUPS."""
-    sums = dict.fromkeys(GROUPS, 0)
+    sums: dict[str, int] = dict.fromkeys(GROUPS, 0)
     for term, size in terms_bytes.items():
         sums[group_of(term)] += size
     return sums
@@ -80,13 +80,13 @@ def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = 
     return _stacked(labels, _without_slivers([stage.terms_bytes for _, stage in columns]), "", capacity_bytes, title)
 
 
-def over_picture(points: Sequence[tuple[int, Mapping[str, int]]], path: str | Path, **options: Any) -> None:
+def over_picture(points: Sequence[tuple[int | str, Mapping[str, int]]], path: str | Path, **options: Any) -> None:
     """Writes over_figure(points, **options)."""
     save(over_figure(points, **options), path)
 
 
 def over_figure(
-    points: Sequence[tuple[int, Mapping[str, int]]],
+    points: Sequence[tuple[int | str, Mapping[str, int]]],
     *,
     x_label: str,
     capacity_bytes: int | None = None,
@@ -102,7 +102,8 @@ def over_figure(
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    labels, values = [f"{value:,}" for value, _ in points], [value for value, _ in points]
+    values = [value for value, _ in points]
+    labels = [value if isinstance(value, str) else f"{value:,}" for value in values]
     place = values.index(own) if own in values else None
     return _stacked(labels, [grouped(terms) for _, terms in points], x_label, capacity_bytes, title, place)
 

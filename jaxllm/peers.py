@@ -247,7 +247,7 @@ class Line:
             if now >= next_beat_s:
                 self._beat()
                 next_beat_s = now + self._beat_s
-            due_s = min([next_beat_s, *([self._tell_at_s] if self._lost else [])])
+            due_s = min(next_beat_s, self._tell_at_s) if self._lost else next_beat_s
             for key, _ in self._selector.select(max(due_s - now, 0.01)):
                 if key.data is None:
                     self._answer()
@@ -307,8 +307,10 @@ class Line:
             return
         others = [one for one in self._everyone() if one.seen.phase != "step"]
         self._behind = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
-        seen = slowest and slowest.seen
-        told = slowest and [slowest.rank, slowest.host, seen.phase, seen.step, round(seen.seconds, 1)]
+        told = None
+        if slowest is not None:
+            seen = slowest.seen
+            told = [slowest.rank, slowest.host, seen.phase, seen.step, round(seen.seconds, 1)]
         for link in list(self._links):
             link.send(behind=told)
 

@@ -165,7 +165,7 @@ class Outcome:
         console = Console(highlight=False, markup=False)
         if not console.is_terminal:
             console = Console(highlight=False, markup=False, width=WIDTH)
-        console.print(render(self.plan, rows, self.cost, self.sweep, self.looked_for))
+        console.print(render(self.plan, rows, self.cost, self.sweep, self.looked_for, console.width))
 
 
 def outcome(config: Config, request: Request, progress: Progress | None = None) -> Outcome:

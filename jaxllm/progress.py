@@ -57,7 +57,7 @@ _lock = threading.Lock()
 _phase, _step, _since_s = "start", 0, time.monotonic()
 _spent_s = {"step": 0.0, "data": 0.0, "wait": 0.0}
 """Since the last at_step. The batch of a step is waited for before it begins."""
-_total_s = dict.fromkeys(PHASES, 0.0)
+_total_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 _data_s = 0.0
 _in_a_row = 0
 _steps: deque[StepTime] = deque(maxlen=KEPT_STEPS)

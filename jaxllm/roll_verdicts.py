@@ -169,7 +169,8 @@ def by_host(calls: Iterable[Call]) -> list[list[Call]]:
 
 def _too_few(on_host: Sequence[Call]) -> str:
     """Fewer GPUs are seen on a host than were asked for."""
-    return too_few(on_host[0].host, {gpu for call in on_host for gpu in call.gpus}, max(c.gpus_asked or 0 for c in on_host))
+    seen = {gpu for call in on_host for gpu in call.gpus or ()}
+    return too_few(on_host[0].host, seen, max(call.gpus_asked or 0 for call in on_host))
 
 
 def too_few(host: str, seen: Collection[str], asked: int | None) -> str:
@@ -190,15 +191,16 @@ def too_few(host: str, seen: Collection[str], asked: int | None) -> str:
 def _cannot_share(on_host: Sequence[Call]) -> str:
     first, name = on_host[0], on_host[0].host
     if all(call.gpus == first.gpus for call in on_host):
-        if len(first.gpus) % len(on_host) == 0:
+        count = len(first.gpus or ())
+        if count % len(on_host) == 0:
             return ""
         return (
-            f"{len(on_host)} processes on {name} cannot share {_gpus(len(first.gpus))} evenly: start one for each host or one "
+            f"{len(on_host)} processes on {name} cannot share {_gpus(count)} evenly: start one for each host or one "
             f"for each GPU."
         )
     owners: dict[str, Call] = {}
     for call in on_host:
-        for gpu in call.gpus:
+        for gpu in call.gpus or ():
             if gpu in owners:
                 return (
                     f"Processes {owners[gpu].rank} and {call.rank} on {name} both see {gpu}, but not otherwise the same GPUs: "
@@ -209,7 +211,7 @@ def _cannot_share(on_host: Sequence[Call]) -> str:
 
 
 def _uneven(calls: Sequence[Call]) -> str:
-    counts = [len(call.gpus if share is None else share) for call, share in zip(calls, shares(calls), strict=True)]
+    counts = [len((call.gpus or ()) if share is None else share) for call, share in zip(calls, shares(calls), strict=True)]
     odd = next((call for call in calls if counts[call.rank] != counts[0]), None)
     if odd is None:
         return ""
@@ -237,7 +239,7 @@ def is_here(host: str) -> bool:
     except OSError:
         return False
     for address in addresses:
-        with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe:
             try:
                 probe.bind(address)
                 return True

@@ -140,8 +140,8 @@ def batch_chart(history: History) -> str:
     noise = _above_zero(history.column("noise_scale_tokens"))
     if (measured := np.flatnonzero(np.isfinite(noise))).size:
         measured = measured[:: math.ceil(measured.size / MOST_POINTS)]
-        ends = (_above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
-        lines.append(Line("noise scale", history.tokens[measured], noise[measured], ORANGE, *ends))
+        low, high = (_above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
+        lines.append(Line("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
     title = "Batch and noise scale" if len(lines) > 1 else "Batch (noise scale not measured)"
     return line_chart(title, lines, x_label="tokens", y_label="tokens of a step", y_log=True)
 

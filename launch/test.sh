@@ -40,6 +40,7 @@ run_tests() {
 prepare_environment test
 if $all && [[ "$venv" != none ]]; then
   install_reference 2>/dev/null || say "PyTorch cannot be installed here: tests against it are skipped."
+  install_jaxllm notebook 2>/dev/null || say "Jupyter's kernel cannot be installed here: notebooks are not run."
   install_jaxllm aot 2>/dev/null || say "NVIDIA's compiler cannot be installed here: compiling for GPUs is not tested."
 fi
 

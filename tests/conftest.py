@@ -27,7 +27,7 @@ LONGEST = [
     *("test_pipeline_parity", "test_mesh_parity", "test_multiprocess", "test_slurm", "test_memory_accuracy"),
     *("test_pipeline_memory", "test_smollm2_inference", "test_context_parity", "test_checkpoint", "test_compile"),
     *("test_offload", "test_kill", "test_pipeline_compiled", "test_context_compiled", "test_trainer", "test_quickstart"),
-    *("test_collectives", "test_faults", "test_ssh", "test_mpi", "test_hybrid", "test_diloco"),
+    *("test_notebooks", "test_collectives", "test_faults", "test_ssh", "test_mpi", "test_hybrid", "test_diloco"),
 ]
 """Files that take minutes, longest first."""
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import jaxllm
 from jaxllm.config import config_folder
 
 ROOT = config_folder().parent
@@ -42,6 +43,10 @@ def test_overrides_may_stand_anywhere():
     result = run("train", "train.stpes=3", "configs/quickstart.yaml")
     assert result.returncode == 2
     assert "did you mean train.steps?" in result.stderr
+
+
+def test_the_version_is_the_package_s():
+    assert run("--version").stdout == f"jaxllm {jaxllm.__version__}\n"
 
 
 def test_schema_prints_json_alone():

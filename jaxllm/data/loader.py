@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grain
 import numpy as np
@@ -162,7 +162,7 @@ class SampleStream:
           ValueError: a negative sample number.
           ConfigError: the text does not fit the vocabulary, or cannot be read.
         """
-        wanted: list[list[tuple[int, int]]] = [[] for _ in self.sources]
+        wanted: list[list[Any]] = [[] for _ in self.sources]
         rows: list[list[int]] = [[] for _ in self.sources]
         for row, k in enumerate(np.asarray(ks).tolist()):
             source, *place = self.locate(k)

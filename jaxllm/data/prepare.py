@@ -289,7 +289,7 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
 def _check_same_origin(folder: Path, origin: Origin) -> None:
     """Raises ConfigError if shards of another origin are there."""
     for file in sorted(folder.glob("tokens-*-of-*.json")):
-        there = read_json(file)
+        there: Any = read_json(file)
         # What says nothing of its origin is made again, as a shard without its .json.
         if not is_shard(there):
             continue
@@ -350,7 +350,8 @@ def _run_workers(job: _Job, tasks: Sequence[Task], count: int, shows: _Progress)
     """Hands each worker one task at a time; the first error ends all."""
     spawn = multiprocessing.get_context("spawn")
     waiting = iter(tasks)
-    workers: dict[Connection, multiprocessing.process.BaseProcess] = {}
+    workers: dict[Any, Any] = {}
+    """Connection -> process."""
     try:
         # The terminal sends Ctrl-C to the workers too: they ignore it, and this process ends them.
         with _interrupts_ignored():
@@ -361,7 +362,8 @@ def _run_workers(job: _Job, tasks: Sequence[Task], count: int, shows: _Progress)
                 theirs.close()
                 workers[ours] = worker
         while workers:
-            for connection in wait(list(workers)):
+            ready: list[Any] = wait(list(workers))
+            for connection in ready:
                 try:
                     kind, *content = connection.recv()
                     if kind in ("ready", "written"):

@@ -111,7 +111,7 @@ def write_shard(
 
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     """The content of a shard's .json; None unless it and its files are there, each with its size."""
-    shard = read_json(folder / f"{name}.json")
+    shard: Any = read_json(folder / f"{name}.json")
     if not is_shard(shard):
         return None
     try:

@@ -180,7 +180,7 @@ def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplat
     """The template of data.source=chat: data.chat_template, or the tokenizer's own."""
     if not any(part.source == "chat" for part in data.sources):
         return None
-    return load_chat_template(tokenizer.folder, data.chat_template, knows_date=False)
+    return load_chat_template(None if tokenizer is None else tokenizer.folder, data.chat_template, knows_date=False)
 
 
 def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:

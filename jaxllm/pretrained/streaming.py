@@ -35,8 +35,11 @@ Advance = Callable[[int], Any]
 class Elements(Protocol):
     """A run of elements that can be read in pieces; folder.Slab is one."""
 
-    size: int
-    dtype: np.dtype
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
     def read(self, begin: int, end: int) -> np.ndarray: ...
 

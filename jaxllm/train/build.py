@@ -47,7 +47,8 @@ class Training:
     def create_state(self, seed: int) -> State:
         """The state of step 0. Compiled with its shardings, so no device ever holds more than its share."""
         # LLVM spends ten seconds on the unrolled rounds of the random numbers; unoptimised they compile in one and run once.
-        on_cpu = self.shardings.step.mesh.devices.flat[0].platform == "cpu"
+        step: Any = self.shardings.step
+        on_cpu = step.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
         return jax.jit(self.create, out_shardings=self.shardings, compiler_options=options)(seed)
 
@@ -86,7 +87,8 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         step = make_train_step(value_and_grad, update, make_learning_rate(config), config.optimizer.clip_norm, **chosen)
         return diloco.inner_step(step) if in_rounds else step
 
-    step, measuring_step = make_step(functions.value_and_grad), None
+    step: Any = make_step(functions.value_and_grad)
+    measuring_step: Any = None
     if config.log.noise_scale_every is not None:
         measuring_step = make_step(functions.value_grad_and_parts)
     if config.log.noise_scale_every == 1:

@@ -272,9 +272,11 @@ ORPHANS = ("Event loop is closed", "Encountered error while reading array index"
 
 def silence_orphans() -> None:
     """After the first array that fails, Orbax closes its event loop, and asyncio, TensorStore (writing) or Python (reading)
-    print a traceback for each array that finishes later. They say nothing, and would bury the sentence that does.
+    print a traceback for each array that finishes later. They say nothing, and would bury the sentence that does. Nor does what
+    Orbax itself logs, by way of absl: it raises the errors too, and its warnings would stand below a notebook's cell.
     """
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    for name in ("asyncio", "absl"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
     if getattr(before, "silences_orphans", False):
         return
@@ -471,6 +473,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
       ConfigError: an array is not there, or has another shape; the message names it.
       Exception: the files are damaged, or see NOT_DAMAGE.
     """
+    silence_orphans()
     handler = ocp.PyTreeCheckpointHandler()
     found = handler.metadata(folder)
     saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
@@ -531,18 +534,18 @@ def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[i
     """`like`, an array with `stacked` dims that count layers, as one with the dims `leading` instead: split over the same axes,
     and with zero layers at its end where that takes them to divide.
     """
-    sharding, leading = like.sharding, list(leading)
+    sharding, sizes = like.sharding, list(leading)
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
         axis = next((entry for entry in spec[:stacked] if entry is not None), None)
         ways = 1 if axis is None else sharding.mesh.shape[axis]
         # One dim may have layers added; of three, the one that divides, or none.
-        home = next((i for i, size in enumerate(leading) if size % ways == 0), 0 if len(leading) == 1 else None)
+        home = next((i for i, size in enumerate(sizes) if size % ways == 0), 0 if len(sizes) == 1 else None)
         if home is not None:
-            leading[home] = -(-leading[home] // ways) * ways
-        entries = [axis if i == home else None for i in range(len(leading))]
+            sizes[home] = -(-sizes[home] // ways) * ways
+        entries = [axis if i == home else None for i in range(len(sizes))]
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries, *spec[stacked:]), memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct((*leading, *like.shape[stacked:]), like.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((*sizes, *like.shape[stacked:]), like.dtype, sharding=sharding)
 
 
 def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,15 +1,31 @@
-"""What a run prints: a live bar on a terminal, plain lines anywhere else."""
+"""What a run prints: a live bar on a terminal, a live line in a notebook, plain lines anywhere else.
+
+Colours and the bar are rich's: off with NO_COLOR and where output is no terminal.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxllm.html_tables import escaped
 from jaxllm.plan.cost import short
 from jaxllm.train.metrics import Record
+
+NOTEBOOK_REFRESH_S = 0.2
+"""Between two changes of a notebook's line: each is a message, and a tiny model makes hundreds of steps a second."""
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a Jupyter kernel's front end."""
+    # Only a kernel has brought it in already, and has a shell.
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class Console:
@@ -19,10 +35,13 @@ class Console:
         self._total, self._main = total_steps, main
         self._console = RichConsole(highlight=False, soft_wrap=True, markup=False)
         self._bar: Progress | None = None
+        self._line: NotebookLine | None = None
         self._first: tuple[float, int] | None = None
 
     def __enter__(self) -> Console:
-        if self._main and self._console.is_terminal:
+        if self._main and in_notebook():
+            self._line = NotebookLine(self._total)
+        elif self._main and self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("starting", total=self._total)
@@ -32,6 +51,8 @@ class Console:
     def __exit__(self, *error) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if self._line is not None:
+            self._line.flush()
 
     def say(self, line: str) -> None:
         if not self._main:
@@ -43,6 +64,8 @@ class Console:
 
     def step(self, record: Record, mfu: float | None, due: bool) -> None:
         """Shows one step's metrics; `due` says whether it gets a line of its own."""
+        if not self._main:
+            return
         line = (
             f"step {record['step']}/{self._total}  tokens {short(record['tokens'])}  loss {record['loss']:.4f}  "
             f"{short(record['tokens_per_s_per_device'])} tokens/s/device"
@@ -53,6 +76,8 @@ class Console:
             line += f"  noise scale {short(record['noise_scale_tokens'])} tokens"
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=line)
+        elif self._line is not None:
+            self._line.show(int(record["step"]), line + self._remaining(int(record["step"])))
         elif due:
             self.say(line + self._remaining(int(record["step"])))
 
@@ -64,3 +89,33 @@ class Console:
         started, first = self._first
         seconds = (now - started) / max(step - first, 1) * (self._total - step)
         return f"  {int(seconds // 60)}:{int(seconds % 60):02d} left"
+
+
+class NotebookLine:
+    """One output of a cell that changes in place: a bar and the newest step's line. The last of them is saved with the cell."""
+
+    def __init__(self, total: int):
+        self._total = total
+        self._handle: Any = None
+        self._shown_s = 0.0
+        self._newest: tuple[int, str] | None = None
+
+    def show(self, step: int, line: str) -> None:
+        self._newest = step, line
+        if time.monotonic() - self._shown_s >= NOTEBOOK_REFRESH_S or step >= self._total:
+            self.flush()
+
+    def flush(self) -> None:
+        """Shows what came since."""
+        if self._newest is None:
+            return
+        from IPython.display import display  # type: ignore[import-not-found]
+
+        (step, line), self._newest = self._newest, None
+        bar = f'<progress value="{step}" max="{self._total}"></progress>'
+        content = {"text/plain": line, "text/html": f"{bar} <code>{escaped(line)}</code>"}
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        self._shown_s = time.monotonic()

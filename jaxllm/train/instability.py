@@ -95,7 +95,7 @@ def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:
 
     def norms(gradients: Any) -> jax.Array:
         # Stacks in chunks are in the order of layers when flattened, and identity layers come last.
-        total = sum(jax.tree.leaves(jax.tree.map(squares, table["layers"], gradients["layers"])))
+        total: Any = sum(jax.tree.leaves(jax.tree.map(squares, table["layers"], gradients["layers"])))
         return jnp.sqrt(total[:num_layers])
 
     return norms

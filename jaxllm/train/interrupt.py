@@ -3,7 +3,9 @@
 The first SIGTERM or SIGINT lets the step under way finish; a second leaves at once, also while the main thread sits in C++ (a
 compilation, a collective that nobody joins): Python would run a handler only afterwards, but the signal's number is written to
 a pipe at once, and a thread reads it. Where somebody restarts the run, a second SIGTERM changes nothing: launchers pass on what
-they were sent themselves, schedulers send it again at the end of the time, and both mean SIGKILL when they want no save.
+they were sent themselves, schedulers send it again at the end of the time, and both mean SIGKILL when they want no save. In a
+notebook or at Python's prompt the process is the user's whole session: a second SIGINT raises KeyboardInterrupt there, and the
+last save is what remains of the run.
 
 Until the first step there is nothing to save. Where somebody restarts the run, a process that is told to stop by then leaves at
 once and takes the others along (`leave_early`): a compilation may take longer than a scheduler waits. `begin` ends that: all
@@ -22,10 +24,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -36,6 +41,30 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STEPS_AHEAD = 4
 SAME_SIGNAL_S = 0.5
 """`timeout` and some schedulers send a signal to the process and then to its group: two within this time are one."""
+
+
+def interactive() -> bool:
+    """Whether somebody types: a notebook's kernel, IPython or Python's prompt. All of them set a prompt, scripts do not."""
+    return hasattr(sys, "ps1")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Round what must happen whole or not at all: ctrl-C, which else may raise between any two instructions, comes at its end.
+    In other threads than the main one Python delivers none.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda *signalled: came.append(signalled))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[-1])
 
 
 @dataclass(frozen=True)
@@ -63,7 +92,8 @@ class Interrupt:
         self._last_save_s = time.monotonic()
         self._signal: str | None = None
         self._begun, self._lock = False, threading.Lock()
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
+        self._handled_s: float | None = None
         self._board = distributed.Board()
         self._told = False
         self._plans: dict[str, tuple[int, str]] = {}
@@ -143,7 +173,14 @@ class Interrupt:
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             # Python's own would end the process, or raise KeyboardInterrupt in the middle of something.
-            self._previous[number] = signal.signal(number, lambda *_: None)
+            self._previous[number] = signal.signal(number, self._in_main_thread)
+
+    def _in_main_thread(self, number: int, _: Any) -> None:
+        now = time.monotonic()
+        if self._handled_s is None:
+            self._handled_s = now
+        elif number == signal.SIGINT and interactive() and now - self._handled_s > SAME_SIGNAL_S:
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         first_s = None
@@ -158,6 +195,9 @@ class Interrupt:
                         early, self._signal = not self._begun, signal.Signals(number).name
                     if early and self._leave_early is not None:
                         self._leave_early(self._signal)
+                elif number == signal.SIGINT and interactive():
+                    # The main thread sees to it.
+                    continue
                 elif now - first_s > SAME_SIGNAL_S and not (self._leave_early is not None and number == signal.SIGTERM):
                     print_sentence(f"left at once by a second signal, {signal.Signals(number).name}; nothing more was saved")
                     os._exit(128 + number)

@@ -105,8 +105,8 @@ class Anatomy:
         return [x for x, is_tree in entries if is_tree], [x for x, is_tree in entries if not is_tree]
 
     def assemble(self, trees: list[Tree], others: list[Any]) -> Tree:
-        trees, others = iter(trees), iter(others)
-        return self.structure.unflatten([next(trees if is_tree else others) for is_tree in self.is_tree])
+        in_turn, beside = iter(trees), iter(others)
+        return self.structure.unflatten([next(in_turn if is_tree else beside) for is_tree in self.is_tree])
 
 
 # ------------------------------------------------------------------------------------------- one part, on a rank's own share

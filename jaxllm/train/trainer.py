@@ -5,7 +5,7 @@
         print(metrics["loss"])
 
 Metrics come one step behind the device: step n+1 is under way before the numbers of step n are read, so reading never makes
-the device wait.
+the device wait. Ctrl-C, or a notebook's stop button, leaves the state that of a whole step: `trainer.steps` goes on from there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from jaxllm.parallel.parallelize import merge_model
 from jaxllm.train import diloco
 from jaxllm.train.build import State, Training, build_training
 from jaxllm.train.checkpoint import Checkpoints, Meta
+from jaxllm.train.console import Console
 from jaxllm.train.fits import require_fit
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
+from jaxllm.train.interrupt import undisturbed
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.state import on_device
@@ -131,9 +133,13 @@ class Trainer:
         self.watch = Watch(config)
         self.noise = NoiseScale()
         self._batches: Any = None
+        self._next_read: int | None = None
         self._first_batch: Any = None
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Trainer at step {self.step} of {self.config.train.steps}, on {self.mesh.size} devices>"
 
     def _use(self, in_rounds: bool) -> Training:
         """Makes the programs of steps in rounds (diloco.py), or of those without, the run's; each is compiled when it is
@@ -141,7 +147,7 @@ class Trainer:
         """
         config = self.config if in_rounds else diloco.without(self.config)
         self._training = training = build_training(config, self.mesh)
-        self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None
+        self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
 
         def jitted(step: Callable) -> Any:
@@ -152,7 +158,7 @@ class Trainer:
             return jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, training.metrics_lie))
 
         self.jitted_step = jitted(training.step)
-        self._jitted_measuring = jitted(training.measuring_step) if training.measuring_step else None
+        self._jitted_measuring: Any = jitted(training.measuring_step) if training.measuring_step else None
         self._programs: dict[tuple[int, bool], Any] = {}
         self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=replicated(self.mesh))
         self._layer_norms = jax.jit(self.parallelized.layer_norms, out_shardings=replicated(self.mesh))
@@ -160,18 +166,22 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------------ training
 
-    def steps(self, count: int) -> Iterator[Record]:
+    def steps(self, count: int, *, show: bool = False) -> Iterator[Record]:
         """Trains `count` steps; yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
-        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and what else the config asks for. Stopping early is safe:
-        the state is that of the last step started.
+        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and what else the config asks for. Stopping early is safe,
+        by `break` or by ctrl-C: the state is that of the last step started. Ctrl-C may cost the metrics of one step.
+
+        Args:
+          show: a live line in a notebook or on a terminal, elsewhere a line for every log.every_steps.
         """
-        for _ in range(count):
-            record = self.advance()
-            if record is not None:
-                yield record
-        record = self.finish()
-        if record is not None:
-            yield record
+        last = self.step + count
+        with Console(last, main=show and distributed.is_main_process()) as console:
+            for number in range(count + 1):
+                record = self.advance() if number < count else self.finish()
+                if record is not None:
+                    due = record["step"] % self.config.log.every_steps == 0 or record["step"] == last
+                    console.step(record, None, due)
+                    yield record
 
     def prepare(self) -> None:
         """Reads a batch and compiles the step with it, if that was not done yet; trains nothing. Where the first round begins
@@ -179,10 +189,11 @@ class Trainer:
         """
         train = self.config.train
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
-            training = self._use(in_rounds=True)
-            share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
-            with jax.set_mesh(self.mesh), progress.phase("compile"):
-                self.state = jax.jit(share_out, out_shardings=training.shardings)(self.state)
+            with undisturbed():
+                training = self._use(in_rounds=True)
+                share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
+                with jax.set_mesh(self.mesh), progress.phase("compile"):
+                    self.state = jax.jit(share_out, out_shardings=training.shardings)(self.state)
         if self._compiled_step is None:
             self._first_batch = batch = self._next_batch()
             self._take_program(batch)
@@ -191,10 +202,15 @@ class Trainer:
         if self._first_batch is not None:
             batch, self._first_batch = self._first_batch, None
             return batch
-        if self._batches is None:
+        if self._batches is None or self._next_read != self.step:
+            # After ctrl-C a batch may have left the queue for a step that was never taken.
+            self.close()
             self._batches = ahead(self.train_batch, start=self.step)
+        self._next_read = None
         with progress.phase("data"):
-            return next(self._batches)
+            batch = next(self._batches)
+        self._next_read = self.step + 1
+        return batch
 
     def _take_program(self, batch: Any) -> Record | None:
         """Makes the compiled step that of this batch's number of microbatches; each number is compiled once, before its first
@@ -212,7 +228,8 @@ class Trainer:
     def _program_of(self, batch: Any) -> tuple[int, bool]:
         """Of the step that is about to begin: (its microbatches, whether it takes the program that measures)."""
         every = self.config.log.noise_scale_every
-        return len(batch["tokens"]), self._jitted_measuring is not None and (self.step + 1) % every == 0
+        measures = every is not None and self._jitted_measuring is not None and (self.step + 1) % every == 0
+        return len(batch["tokens"]), measures
 
     def advance(self) -> Record | None:
         """Starts one step; returns the metrics of the one before (None if there are none to read).
@@ -231,12 +248,14 @@ class Trainer:
         with jax.set_mesh(self.mesh), progress.phase("step"):
             progress.at_step(self.step + 1)
             self._last_finish_s = self._last_finish_s or time.perf_counter()
-            self.state, metrics = self._compiled_step(self.state, batch)
-            self.step += 1
-            if self.rounds is not None and self.rounds.end_with(self.step):
-                self.state, outer = self.rounds.bring_together(self.state)
-                metrics |= outer
-            previous, self._pending = self._pending, (self.step, metrics | norms)
+            # The step takes the old state's memory: whatever came between it and the assignment would lose both.
+            with undisturbed():
+                self.state, metrics = self._compiled_step(self.state, batch)
+                self.step += 1
+                if self.rounds is not None and self.rounds.end_with(self.step):
+                    self.state, outer = self.rounds.bring_together(self.state)  # type: ignore[arg-type]
+                    metrics |= outer
+                previous, self._pending = self._pending, (self.step, metrics | norms)
             return finished or self._read(previous)
 
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:

@@ -251,7 +251,7 @@ def test_skipped_steps_are_counted_and_leave_what_replays_them(tiny_config, tmp_
     assert [(line["step"], line["first_sequence"], line["sequences"]) for line in spikes] == [(2, 8, 8), (3, 16, 16)]
     for line in spikes:
         expected = trainer.stream.samples(line["first_sequence"] + np.arange(line["sequences"]))["tokens"]
-        # As the recipe in the README reads it; the poison is this test's.
+        # As the recipe in docs/instability.md reads it; the poison is this test's.
         found = np.asarray(trainer.train_batch(line["step"] - 1)["tokens"]).reshape(-1, 16)
         assert (found != expected).sum() == 1
 

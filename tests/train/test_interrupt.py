@@ -128,6 +128,35 @@ def test_a_signal_during_the_first_compilation_asks_for_a_restart_at_once(recipe
     assert not (folder / "checkpoints").exists()
 
 
+def test_where_somebody_types_a_second_ctrl_c_raises_and_the_process_stays(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(module, "SAME_SIGNAL_S", 0.0)
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        deadline = time.monotonic() + LIMIT_S
+        while interrupt.due(1).stopped_by is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert interrupt.due(1).stopped_by == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_must_be_whole_is_done_before_ctrl_c_raises():
+    done = []
+
+    def whole():
+        with module.undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        whole()
+    assert done == ["the rest"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.slow
 def test_by_hand_a_signal_during_the_first_compilation_stops_before_the_first_step(recipe, tmp_path):
     folder = tmp_path / "run"

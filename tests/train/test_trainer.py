@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 
 import jax
@@ -114,7 +115,48 @@ def test_steps_yields_every_step_and_stops_at_will(tiny_config):
         if metrics["step"] == 4:
             break
     assert trainer.step == int(trainer.state.step) == 5
+    assert repr(trainer) == "<Trainer at step 5 of 4, on 8 devices>"
     trainer.close()
+
+
+def test_ctrl_c_leaves_a_whole_step_and_loses_no_sample(finished, tiny_config):
+    """Within the call that uses up the old state, and after a batch has left the queue: both times the losses that follow are
+    those of the run that nobody disturbed."""
+    _, folder = finished
+    trainer = jaxllm.Trainer(tiny_config(*EIGHT))
+    losses = {}
+
+    def train(count):
+        for metrics in trainer.steps(count):
+            losses[metrics["step"]] = metrics["loss"]
+
+    train(1)
+    ((program, compiled),) = trainer._programs.items()
+
+    def disturbed(state, batch):
+        signal.raise_signal(signal.SIGINT)
+        return compiled(state, batch)
+
+    trainer._programs[program] = disturbed
+    with pytest.raises(KeyboardInterrupt):
+        train(1)
+    trainer._programs[program] = compiled
+    assert trainer.step == int(trainer.state.step) == 2
+    reader = trainer._batches
+
+    def losing():
+        yield from ()
+        next(reader)
+        raise KeyboardInterrupt
+
+    trainer._batches = losing()
+    with pytest.raises(KeyboardInterrupt):
+        train(1)
+    reader.close()
+    assert trainer.step == 2
+    train(2)
+    trainer.close()
+    assert losses == {r["step"]: r["loss"] for r in records(folder) if "loss" in r}
 
 
 def test_held_out_loss_is_per_byte_over_all_held_out_bytes(finished):

@@ -1,0 +1,61 @@
+"""How a notebook shows what cannot bring its own `_repr_html_`: JAX's mesh, and a compile report, whose text lies above it.
+
+Config, model, plan, estimate and the report of `inspect_config` bring theirs. `import jaxllm` in a notebook registers the
+compile report, and jaxllm.api, which brings JAX in, the mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.html_tables import preformatted, table
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+MOST_ROWS = 16
+
+
+def register() -> None:
+    """For this process's notebook or IPython; nothing elsewhere."""
+    # Brought in already where there is one.
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None:
+        formatter = shell.display_formatter.formatters["text/html"]
+        # By name: few notebooks use the compiler's part of jaxllm.
+        formatter.for_type_by_name("jaxllm.compile_report", "CompileReport", compile_html)
+        if "jax" in sys.modules:
+            from jax.sharding import Mesh
+
+            formatter.for_type(Mesh, mesh_html)
+
+
+def mesh_html(mesh: Mesh) -> str:
+    """Device ids: columns along the fastest axis that is longer than 1, a row for each place on the slower ones. With several
+    processes each id has its process behind it.
+    """
+    used = {axis: size for axis, size in mesh.shape.items() if size > 1} or {mesh.axis_names[-1]: 1}
+    *slow, fast = used
+    several = len({device.process_index for device in mesh.devices.flat}) > 1
+    cells = [f"{device.id} @{device.process_index}" if several else str(device.id) for device in mesh.devices.flat]
+    width = used[fast]
+    rows = [
+        [", ".join(f"{axis} {i}" for axis, i in zip(slow, place, strict=True)), *cells[n * width : (n + 1) * width]]
+        for n, place in enumerate(itertools.product(*(range(used[axis]) for axis in slow)))
+    ]
+    shown = rows if len(rows) <= MOST_ROWS else [*rows[: MOST_ROWS - 1], ["..."] * (width + 1)]
+    kind = mesh.devices.flat[0].device_kind
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    caption = f"{mesh.size} {kind} device{'s' if mesh.size > 1 else ''}, slow network to fast: {sizes}"
+    return table(shown, ["", *(f"{fast} {i}" for i in range(width))], caption=caption)
+
+
+def compile_html(report: Any) -> str:
+    """What `jaxllm compile` prints."""
+    from jaxllm.compile_text import render
+    from jaxllm.report import in_columns
+
+    return preformatted(in_columns(render(report)))

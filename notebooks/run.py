@@ -1,0 +1,144 @@
+"""Runs the notebooks from a clean kernel and keeps their outputs, small and without what differs from machine to machine.
+
+    python notebooks/run.py                          all, in place
+    python notebooks/run.py 01_train_on_one_host     this one
+    python notebooks/run.py --check                  run, write nothing, and fail where the outputs kept are of another kind
+
+They run on the CPU, with the jaxllm of this checkout. Needs the extra notebook; for 02 also aot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+LIMIT_S = 600
+"""Of one cell, on a machine that others keep busy."""
+MOST_TEXT = 20_000
+"""Characters of a text or HTML output that are kept."""
+MOST_BYTES = 400_000
+"""Of a whole notebook."""
+# Temporary folders have a new name each time, and a home folder is nobody's business.
+HIDDEN = ((re.compile(r"/(?:tmp|var/folders)/[\w./-]*?tmp\w+"), "TEMPORARY"), (re.compile(re.escape(str(ROOT))), "jaxllm"))
+
+
+def execute(name: str) -> Any:
+    """The notebook with the outputs of a clean kernel.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    # What XLA's C++ writes to file descriptors is of one machine; a kernel would show it as the cell's.
+    quiet, here = ["--IPKernelApp.capture_fd_output=False"], {"metadata": {"path": str(FOLDER)}}
+    client = NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=here, extra_arguments=quiet)
+    client.execute(env=environment())
+    tidy(notebook)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def environment() -> dict[str, str]:
+    """Of the kernel: this checkout's jaxllm on CPU devices, without colours."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
+
+
+def tidy(notebook: Any) -> None:
+    """Drops times and what a machine alone has; joins pieces of a stream; refuses what is too large to be kept."""
+    notebook.metadata.pop("widgets", None)
+    # The version of this Python.
+    notebook.metadata["language_info"] = {"name": "python"}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type != "code":
+            continue
+        kept: list[Any] = []
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                if kept and kept[-1].output_type == "stream" and kept[-1].name == output.name:
+                    kept[-1].text += output.text
+                    continue
+            elif "data" in output:
+                output["metadata"] = {}
+            kept.append(output)
+        for output in kept:
+            if output.output_type == "stream":
+                output["text"] = hidden(output.text)
+            for kind, content in output.get("data", {}).items():
+                if kind.startswith("text/"):
+                    output.data[kind] = hidden("".join(content))
+        cell["outputs"] = kept
+
+
+def hidden(text: str) -> str:
+    for pattern, name in HIDDEN:
+        text = pattern.sub(name, text)
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"an output has {len(text):,} characters, more than {MOST_TEXT:,}: show less of it")
+    return text
+
+
+def kinds(notebook: Any) -> list[list[str]]:
+    """What each code cell puts out, without what it says: 'stdout', or the sorted types of a result."""
+
+    def kind(output: Any) -> str:
+        name = output["output_type"]
+        if name == "stream":
+            return output["name"]
+        return name if name == "error" else f"{name} {' '.join(sorted(output['data']))}"
+
+    return [[kind(output) for output in cell["outputs"]] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def differences(kept: Any, fresh: Any) -> list[str]:
+    """A sentence for each code cell whose kept outputs are of another kind than those of a fresh run."""
+    pairs = enumerate(zip(kinds(kept), kinds(fresh), strict=True), 1)
+    return [
+        f"code cell {number} keeps {old or 'nothing'}, and puts out {new or 'nothing'}"
+        for number, (old, new) in pairs
+        if old != new
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where outputs are of another kind")
+    given = parser.parse_args()
+    import nbformat
+
+    stale = 0
+    for name in given.names:
+        path = FOLDER / f"{Path(name).stem}.ipynb"
+        kept = nbformat.read(path, as_version=4)
+        started = time.perf_counter()
+        fresh = execute(path.stem)
+        text = nbformat.writes(fresh) + "\n"
+        print(f"{path.stem}: {time.perf_counter() - started:.0f} s, {len(text):,} bytes", flush=True)
+        if len(text) > MOST_BYTES:
+            sys.exit(
+                f"{path.stem} has {len(text):,} bytes with its outputs, more than {MOST_BYTES:,}: make its pictures smaller"
+            )
+        if given.check:
+            found = differences(kept, fresh)
+            stale += bool(found)
+            print(*(f"  {line}" for line in found), sep="\n", end="\n" if found else "")
+        else:
+            path.write_text(text, encoding="utf-8")
+    sys.exit(f"{stale} of {len(given.names)} are stale: run `python notebooks/run.py` and look at them" if stale else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""The README, CONTRIBUTING and docs/ against the code: links, files, tests, keys, commands, calls and messages that they name
+are there, and the recipe cards say what their script keeps. Nothing is compiled and nothing drawn."""
+
+import ast
+import functools
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import jaxllm
+from jaxllm import planner
+from jaxllm.cli import app
+from jaxllm.config import Config, ConfigError, load_config, published_models
+
+CHECKOUT = Path(__file__).parents[1]
+ROOT_PAGES = [CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*ROOT_PAGES, *sorted((CHECKOUT / "docs").glob("*.md")), CHECKOUT / "benchmarks" / "RESULTS.md"]
+FILE = re.compile(r"^(?:jaxllm|tests|launch|configs|benchmarks|docs|notebooks)/[\w./-]*(?:/|\.\w+)$")
+KEY = re.compile(rf"^({'|'.join(Config.model_fields)})\.([a-z][a-z_0-9]*)(?!\w*\.(?:json|yaml|py))")
+WRITTEN = ("--out", "--picture")
+"""Options whose file a command makes."""
+RECIPE_COMMANDS = ("train", "inspect", "estimate", "compile", "plan", "schedule")
+ANY_RECIPE = {"model": {"name": "llama-3.2-1b"}, "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1024}}
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+
+
+def script(name):
+    """A module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", CHECKOUT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look themselves up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------------ reading Markdown
+
+
+@functools.cache
+def parts(page: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """(the prose, code as pairs of language and text; indented code has the language "")"""
+    prose: list[str] = []
+    code: list[tuple[str, list[str]]] = []
+    fenced, before = False, ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        indented, goes_on = line.startswith("    "), before.startswith("    ")
+        if line.startswith("```"):
+            fenced = not fenced
+            if fenced:
+                code.append((line[3:].strip() or "text", []))
+        elif fenced:
+            code[-1][1].append(line)
+        elif indented and (goes_on or not before.strip()):
+            if not goes_on:
+                code.append(("", []))
+            code[-1][1].append(line[4:])
+        else:
+            prose.append(line)
+        before = "" if fenced else line
+    return "\n".join(prose), tuple((language, "\n".join(lines)) for language, lines in code)
+
+
+def spans(page: Path) -> list[str]:
+    """Inline code, also where it is broken over two lines."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", parts(page)[0])]
+
+
+def words(page: Path) -> set[str]:
+    """Words of inline code and of code blocks, but for files that a command makes."""
+    found = set()
+    for text in [*spans(page), *(line for _, block in parts(page)[1] for line in block.splitlines())]:
+        before = ""
+        for word in text.split():
+            if before not in WRITTEN:
+                found.add(word.strip("\"'(),:;[]{}"))
+            before = word
+    return found
+
+
+@functools.cache
+def named_tests(path: Path) -> frozenset[str]:
+    names = (node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    return frozenset(name for name in names if name.startswith("test_"))
+
+
+@functools.cache
+def all_tests() -> frozenset[str]:
+    files = list((CHECKOUT / "tests").rglob("test_*.py"))
+    return frozenset().union(*map(named_tests, files), (path.stem for path in files))
+
+
+def commands(page: Path) -> list[tuple[list[str], str]]:
+    """(words behind `jaxllm`, the line of output below) of every command in a code block, also behind a launcher."""
+    found = []
+    for language, block in parts(page)[1]:
+        if language in ("python", "yaml"):
+            continue
+        lines = block.replace("\\\n", " ").splitlines()
+        for line, below in zip(lines, [*lines[1:], ""], strict=True):
+            launched = r"(?:(?:bash|sbatch) .*?)??(?:\S+=\S+ )*"
+            if match := re.match(rf"(?:\$ )?{launched}\bjaxllm ([a-z].*)$", line):
+                found.append((shlex.split(match[1], comments=True), below))
+    return found
+
+
+def command_named(arguments: list[str]) -> tuple[Any, list[str]]:
+    """The command that words name, and the rest of them."""
+    command, rest = typer.main.get_command(app), list(arguments)
+    while rest and hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    return command, rest
+
+
+def shown_files(page: Path) -> dict[str, dict]:
+    """Recipes that a page shows by `$ cat NAME.yaml`."""
+    found = {}
+    for _, block in parts(page)[1]:
+        for name, text in re.findall(r"^\$ cat (\S+\.yaml)\n((?:(?!\$ ).+\n?)+)", block, re.MULTILINE):
+            found[name] = yaml.safe_load(text)
+    return found
+
+
+def recipe_for(name: str, page: Path) -> dict:
+    """What a command's config file holds; of one that is not here (a placeholder, one to be made) any."""
+    path = CHECKOUT / name
+    if name.endswith("-best.yaml") and not path.exists():
+        path = CHECKOUT / name.replace("-best", "")
+    if path.is_file():
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    else:
+        values = shown_files(page).get(name, ANY_RECIPE)
+    values = {section: dict(keys) for section, keys in values.items()}
+    if values["model"].get("name", "llama-3.2-1b") not in published_models():
+        values["model"]["name"] = "llama-3.2-1b"
+    if values.get("data", {}).get("source") in ("files", "chat"):
+        values["data"] = {}
+    return values
+
+
+# -------------------------------------------------------------------------------------------------------------- the tests
+
+
+def test_reading_markdown(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Head\n\nSee `a\nb`.\n\n    $ cat x.yaml\n    model: {name: y}\n    $ jaxllm train x.yaml \\\n        train.steps=2\n"
+        "    bash launch/ssh.sh hosts jaxllm doctor\n\n```python\nimport jaxllm\n```\n- item\n    no code\n"
+    )
+    prose, code = parts(page)
+    assert [language for language, _ in code] == ["", "python"]
+    assert "no code" in prose
+    assert spans(page) == ["a b"]
+    assert shown_files(page) == {"x.yaml": {"model": {"name": "y"}}}
+    assert [arguments for arguments, _ in commands(page)] == [["train", "x.yaml", "train.steps=2"], ["doctor"]]
+
+
+@pages
+def test_links_lead_somewhere(page):
+    slug = script("recipes").slug
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", parts(page)[0]):
+        path, _, anchor = link.partition("#")
+        if re.match(r"https?:", path):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            wrong.append(link)
+        elif anchor:
+            headings = re.findall(r"^#+ (.+)$", parts(target)[0], re.MULTILINE)
+            wrong += [link] * (anchor not in [slug(heading.replace("`", "")) for heading in headings])
+    assert wrong == []
+
+
+@pages
+def test_files_and_tests_that_are_named_exist(page):
+    wrong = []
+    for word in words(page):
+        path, _, test = word.partition("::")
+        if FILE.match(path) and not path.endswith("-best.yaml"):
+            missing = not (CHECKOUT / path).exists() or (test and test.partition("[")[0] not in named_tests(CHECKOUT / path))
+            wrong += [word] * bool(missing)
+        elif re.fullmatch(r"test_\w+", word):
+            wrong += [word] * (word not in all_tests())
+    assert sorted(wrong) == []
+
+
+@pages
+def test_keys_that_are_named_exist(page):
+    wrong = []
+    for span in spans(page):
+        if match := KEY.match(span):
+            section, key = match.groups()
+            wrong += [span] * (key not in Config.model_fields[section].annotation.model_fields)
+    assert wrong == []
+
+
+@pages
+def test_commands_parse(page):
+    for arguments, below in commands(page):
+        command, rest = command_named(arguments)
+        context = command.make_context(command.name, rest)
+        if arguments[0] not in RECIPE_COMMANDS:
+            continue
+        recipe = context.params["recipe"]
+        (name,) = (word for word in recipe if "=" not in word)
+        overrides = [word for word in recipe if "=" in word]
+        if below.startswith("jaxllm: "):
+            with pytest.raises(ConfigError, match=re.escape(below.removeprefix("jaxllm: "))):
+                load_config(recipe_for(name, page), overrides)
+            continue
+        config = load_config(recipe_for(name, page), overrides)
+        devices = context.params.get("gpus") or config.run.cpu_devices
+        # Of a recipe that is still to be made, only the question is here.
+        if devices is not None and arguments[0] != "plan" and not name.endswith("-best.yaml"):
+            config.resolve(devices)
+
+
+@pages
+def test_commands_in_the_text_know_their_options(page):
+    for span in spans(page):
+        if match := re.match(r"jaxllm (?=[a-z])([^=]*)$", span):
+            command, rest = command_named(match[1].split())
+            options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+            options |= {"--help"}
+            assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options, span
+
+
+@pages
+def test_python_calls_what_is_there(page):
+    for language, block in parts(page)[1]:
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jaxllm":
+                assert node.attr in jaxllm.__all__
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("jaxllm."):
+                name = ast.unparse(node.func).removeprefix("jaxllm.")
+                function = planner.plan if name == "plan" else getattr(jaxllm, name)
+                keywords = {keyword.arg: None for keyword in node.keywords}
+                inspect.signature(function).bind(*[None] * len(node.args), **keywords)
+
+
+@pages
+def test_recipes_that_are_shown_load(page):
+    shown = [yaml.safe_load(block) for language, block in parts(page)[1] if language == "yaml"]
+    for values in shown:
+        if {"model", "train"} <= values.keys():
+            load_config(values)
+
+
+def test_every_picture_is_drawn_by_the_one_command():
+    pictures = script("pictures").PICTURES
+    assert {path.stem for path in (CHECKOUT / "docs").glob("*.png")} == set(pictures)
+    shown = {Path(path).stem for page in PAGES for path in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", parts(page)[0])}
+    assert shown == set(pictures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", script("pictures").PICTURES)
+def test_a_picture_is_drawn(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    script("pictures").PICTURES[name](tmp_path / f"{name}.png")
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_every_page_is_in_the_contents():
+    folder = CHECKOUT / "docs"
+    listed = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (folder / "README.md").read_text(encoding="utf-8")))
+    assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
+    for name in listed - {"recipes.md", "troubleshooting.md"}:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert "\n## Where it lives\n" in text, name
+        assert "\n## How it is tested\n" in text, name
+
+
+def test_every_cell_of_what_composes_names_its_test():
+    """The README's table of letters, and the list of what they are."""
+    section = parts(CHECKOUT / "README.md")[0].split("\n## What composes with what\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
+    legend = {row[0]: row[1] for row in rows if re.fullmatch(r"[A-Z]", row[0])}
+    assert all(re.fullmatch(r"`tests/\S+::test_\w+`", test) for test in legend.values())
+    cells = [cell for row in rows if len(row) == 7 and row[0] for cell in row[1:]]
+    assert [cell for cell in cells if not re.fullmatch(r"–?|(refused: )?[A-Z]\*?( [A-Z]\*?)*", cell)] == []
+    assert set(re.findall(r"[A-Z]", " ".join(cells))) == legend.keys()
+
+
+# ----------------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_cards_say_what_their_script_keeps():
+    recipes = script("recipes")
+    assert recipes.page() == recipes.PAGE.read_text(encoding="utf-8")
+    for card in recipes.CARDS:
+        answer = CHECKOUT / card.answer
+        # Figures of another question, or without their recipe, are no figures of this card.
+        assert card.kept.exists() == answer.exists() == recipes.is_current(card), f"run python docs/recipes.py {card.name}"
+        question = load_config(CHECKOUT / card.question)
+        if answer.exists():
+            best = load_config(answer)
+            assert best.resolve(card.gpus) == best
+            assert best.model == question.model
+            assert best.train.global_batch_sequences == question.train.global_batch_sequences
+
+
+def test_a_card_shows_its_figures(tmp_path, monkeypatch):
+    recipes = script("recipes")
+    card = recipes.CARDS[0]
+    candidate = {"pipe": 2, "data": 4, "context": 1, "tensor": 1, "zero": 1, "microbatch_sequences": 1, "remat": "full"}
+    candidate |= {"schedule": "interleaved", "virtual_stages": 2, "estimate_bytes": 2**30, "tokens_per_s_per_gpu": 1234.0}
+    candidate |= {"tflops_per_gpu": 56.0, "exposed_communication_share": 0.25}
+    line = {"asynchronous": True, "behind_matmuls": True, "sent_bytes": 3}
+    compiled = dict.fromkeys(recipes.COMPILED) | {"total_bytes": 3 * 2**29, "host_bytes": 0, "share_of_capacity": 0.5}
+    compiled |= {"fits": True, "warnings": ["much"], "collectives": [line, line | {"asynchronous": False, "sent_bytes": 1}]}
+    planned = dict.fromkeys(recipes.PLANNED, 0) | {"candidates": [candidate] * 5, "unconfirmed_because": None}
+    planned |= {"cost": {"days": 2.0, "gpu_hours": 384.0}}
+    monkeypatch.setattr(recipes, "CHECKOUT", tmp_path)
+    (tmp_path / card.question).parent.mkdir(parents=True)
+    for one in recipes.CARDS:
+        (tmp_path / one.question).write_text("model: {}\n")
+    (tmp_path / card.answer).write_text("old")
+
+    def answered(command):
+        if command == card.plan:
+            assert not (tmp_path / card.answer).exists()
+            (tmp_path / card.answer).write_text(f"# planned    {command} --json\n")
+        return (planned if command == card.plan else compiled), 1.5
+
+    monkeypatch.setattr(recipes, "_json_of", answered)
+    recipes.run(card)
+    assert (tmp_path / card.answer).read_text() == f"# planned    {card.plan}\n"
+    page = recipes.page()
+    assert "pipe 2, data 4; ZeRO 1, microbatch 1, interleaved x 2, remat full" in page
+    assert "| memory by XLA | 1.5 GiB, 50% of what a step may take: fits |" in page
+    assert "| bytes sent behind matmuls | 75% |" in page
+    assert "1,234 tokens/s/GPU" in page
+    assert page.count("Not planned yet") == len(recipes.CARDS) - 1
+    (tmp_path / card.question).write_text("model: {name: other}\n")
+    assert not recipes.is_current(card)
+
+
+# ---------------------------------------------------------------------------------------------------------------- messages
+
+
+def texts_of(node: ast.AST) -> str:
+    """A text's words in their order, whatever stands between them."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(map(texts_of, ast.iter_child_nodes(node)))
+
+
+@pytest.fixture(scope="module")
+def messages():
+    """Every text in jaxllm's source."""
+    nodes = (node for path in (CHECKOUT / "jaxllm").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return [texts_of(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+
+
+def test_messages_are_those_of_the_code(messages):
+    page = CHECKOUT / "docs" / "troubleshooting.md"
+    listed = re.findall(r"^\*\*`([^`]+)`\*\*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(listed) > 50
+    # A name that the code puts in from a constant is a gap too.
+    gap = r"…|JAXLLM_\w+"
+    wrong = []
+    for message in listed:
+        pieces = [piece.strip(" ") for piece in re.split(gap, message)]
+        pattern = re.compile(".*".join(re.escape(piece) for piece in pieces if piece), re.DOTALL)
+        wrong += [message] * (not any(map(pattern.search, messages)))
+    assert wrong == []
