@@ -1,0 +1,279 @@
+"""The recipe cards of docs/recipes.md: each planned, confirmed by compiling, and written down by this script. No GPU is needed.
+
+    python docs/recipes.py [NAME ...]     plans and compiles (extra aot; minutes for each card), then writes docs/recipes.md
+    python docs/recipes.py --render       writes docs/recipes.md from what is kept
+
+docs/recipes/NAME.yaml is the question: model, text and batch. NAME-best.yaml is the planner's answer, a recipe to train with,
+and NAME.json the figures, with the commands they come from. tests/test_pages.py holds all of it to this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+PAGE = CHECKOUT / "docs" / "recipes.md"
+GPU = "h100-80gb"
+CONFIRMED = 4
+"""Of each plan's best."""
+GIB = 2**30
+PLANNED = ("configurations", "candidates_that_fit", "confirmed", "unconfirmed_because", "cost")
+COMPILED = (
+    *("total_bytes", "host_bytes", "capacity_bytes", "share_of_capacity", "fits", "attention", "hlo_instructions"),
+    *("warnings", "jax_version"),
+)
+"""What is kept of the two commands' JSON."""
+
+HEAD = f"""# Recipe cards
+
+What the planner makes of usual jobs on {GPU}, confirmed by compiling the real step without a GPU. The first file of a card
+is the question (model, text, batch), the second the planner's answer. Put your own text, batch or GPUs into the first and run
+the same two commands. How the planner works: [plan](plan.md); what the compiler says: [compile](compile.md).
+
+Memory is XLA's. **Speeds are predictions** of the step-time model ([estimate](estimate.md)); none of these was run on GPUs. The
+page is written by `python docs/recipes.py`.
+"""
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    title: str
+    gpus: int
+    tokens: str
+    """What the days and GPU-hours are for."""
+    about: str
+    options: str = ""
+    """More, for the plan."""
+
+    @property
+    def question(self) -> str:
+        return f"docs/recipes/{self.name}.yaml"
+
+    @property
+    def answer(self) -> str:
+        return f"docs/recipes/{self.name}-best.yaml"
+
+    @property
+    def plan(self) -> str:
+        target = f"--gpu {GPU} --gpus {self.gpus} --tokens {self.tokens} --compile {CONFIRMED}"
+        target += f" {self.options}" if self.options else ""
+        return f"jaxllm plan {self.question} {target} --out {self.answer}"
+
+    @property
+    def compile(self) -> str:
+        return f"jaxllm compile {self.answer} --gpu {GPU} --gpus {self.gpus}"
+
+    @property
+    def train(self) -> str:
+        return f"jaxllm train {self.answer}"
+
+    @property
+    def kept(self) -> Path:
+        return CHECKOUT / "docs" / "recipes" / f"{self.name}.json"
+
+
+CARDS = (
+    Card(
+        "8b-on-8",
+        "Llama 3.1 8B on 8 GPUs",
+        8,
+        "100B",
+        "One host. A million tokens a step; the learning rate is Llama 3's for 8B (arXiv 2407.21783, table 3).",
+    ),
+    Card(
+        "70b-on-64",
+        "Llama 3.1 70B on 64 GPUs",
+        64,
+        "1T",
+        "Eight hosts. Four million tokens a step; the learning rate is Llama 3's for 70B.",
+    ),
+    Card(
+        "405b-on-1024",
+        "Llama 3.1 405B on 1,024 GPUs",
+        1024,
+        "1T",
+        "128 hosts. Sixteen million tokens a step, as Llama 3 had them from 2.87T tokens on; a run that begins with smaller "
+        "batches says so with `train.batch_schedule` ([the batch](batch.md)).",
+    ),
+    Card(
+        "128k-on-8",
+        "A context of 128k: Llama 3.1 8B on 8 GPUs",
+        8,
+        "1B",
+        "Continued training on whole documents of up to 131,072 tokens, from weights that `jaxllm convert from-hf` brought in.",
+    ),
+    Card(
+        "1m-on-64",
+        "A context of 1M: Llama 3.1 8B on 64 GPUs",
+        64,
+        "1B",
+        "1,048,576 tokens a sequence. Llama 3.1 knows positions up to 131,072: beyond, raise `model.rope_theta` and train on. "
+        "Each layer's ring goes over all hosts: a pipeline, which would keep context inside a host, has four microbatches here "
+        "and stands still most of the time.",
+        "--across-hosts",
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def run(card: Card) -> None:
+    """Plans, compiles, and keeps the answer and the figures. The old ones stay if either fails."""
+    answer = CHECKOUT / card.answer
+    before = answer.with_suffix(".before")
+    if answer.exists():
+        # A plan overwrites nothing.
+        answer.replace(before)
+    try:
+        plan, plan_s = _json_of(card.plan)
+        # What a reader would type.
+        answer.write_text(answer.read_text().replace(" --json\n", "\n", 1))
+        compiled, compile_s = _json_of(card.compile)
+    except BaseException:
+        if before.exists():
+            before.replace(answer)
+        raise
+    before.unlink(missing_ok=True)
+    searched = {key: plan[key] for key in PLANNED}
+    searched["candidates"] = plan["candidates"][:3]
+    found = {key: compiled[key] for key in COMPILED}
+    found["hidden_share"] = hidden_share(compiled["collectives"])
+    times = {"date": datetime.date.today().isoformat(), "plan_s": round(plan_s, 1), "compile_s": round(compile_s, 1)}
+    figures = {**_origin(card), **times, "plan": searched, "compiled": found}
+    card.kept.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def hidden_share(collectives: list[Mapping[str, Any]]) -> float | None:
+    """Of the bytes that one GPU sends in a step, those of collectives with a matmul between start and done; None: it sends
+    none."""
+    sent = sum(line["sent_bytes"] for line in collectives)
+    hidden = sum(line["sent_bytes"] for line in collectives if line["asynchronous"] and line["behind_matmuls"])
+    return hidden / sent if sent else None
+
+
+def _json_of(command: str) -> tuple[dict[str, Any], float]:
+    """(what a command of jaxllm's prints with --json, the seconds it took)"""
+    began = time.perf_counter()
+    words = [sys.executable, "-m", "jaxllm.cli", *command.split()[1:], "--json"]
+    done = subprocess.run(words, cwd=CHECKOUT, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout), time.perf_counter() - began
+
+
+def _origin(card: Card) -> dict[str, str]:
+    """What figures are of: those of another command or question are no figures of this card."""
+    question = (CHECKOUT / card.question).read_bytes()
+    return {"command": card.plan, "question_sha256": hashlib.sha256(question).hexdigest()}
+
+
+# ----------------------------------------------------------------------------------------------------------- rendering
+
+
+def page() -> str:
+    """docs/recipes.md, from the questions and the figures that are kept."""
+    contents = [f"- [{card.title}](#{slug(card.title)})" for card in CARDS]
+    return "\n".join([HEAD, *contents, *(line for card in CARDS for line in _card_lines(card))]) + "\n"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading of letters, digits, spaces and punctuation."""
+    return "".join(c for c in heading.lower() if c.isalnum() or c in " -_").replace(" ", "-")
+
+
+def is_current(card: Card) -> bool:
+    """Whether the figures that are kept are of today's commands and question."""
+    return card.kept.exists() and _origin(card).items() <= json.loads(card.kept.read_text()).items()
+
+
+def _card_lines(card: Card) -> Iterator[str]:
+    yield from ("", f"## {card.title}", "", card.about, "", "```yaml")
+    yield (CHECKOUT / card.question).read_text().rstrip()
+    yield from ("```", "", f"    {card.plan}", f"    {card.compile}", f"    {card.train}", "")
+    if not is_current(card):
+        yield f"Not planned yet: `python docs/recipes.py {card.name}`."
+        return
+    figures = json.loads(card.kept.read_text())
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {name} | {value} |" for name, value in _rows(card, figures))
+    compiled = figures["compiled"]
+    yield ""
+    yield (
+        f"JAX {compiled['jax_version']}, {figures['date']}; the plan took {figures['plan_s']:.0f} s and the compilation "
+        f"{figures['compile_s']:.0f} s."
+    )
+
+
+def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    plan, compiled = figures["plan"], figures["compiled"]
+    best, *others = plan["candidates"]
+    yield "the planner's answer", f"[{card.name}-best.yaml](recipes/{card.name}-best.yaml): {_layout(best)}"
+    verdict = "fits" if compiled["fits"] else "**does not fit**"
+    yield (
+        "memory by XLA",
+        f"{compiled['total_bytes'] / GIB:.1f} GiB, {compiled['share_of_capacity']:.0%} of what a step may take: {verdict}"
+        + (f"; {compiled['host_bytes'] / GIB:.1f} GiB in the host's" if compiled["host_bytes"] else ""),
+    )
+    yield "memory by the estimate", f"{best['estimate_bytes'] / GIB:.1f} GiB"
+    yield "attention", compiled["attention"]
+    yield from (("the compiler warns", warning) for warning in compiled["warnings"])
+    if compiled["hidden_share"] is not None:
+        yield "bytes sent behind matmuls", f"{compiled['hidden_share']:.0%}"
+    yield (
+        "speed, predicted",
+        f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {best['tflops_per_gpu']:,.0f} TFLOP/s/GPU (causal); "
+        f"{best['exposed_communication_share']:.0%} of a step waits for other GPUs",
+    )
+    cost = plan["cost"]
+    yield f"{card.tokens} tokens, predicted", f"{cost['days']:,.1f} days, {cost['gpu_hours']:,.0f} GPU-hours"
+    yield "looked at", f"{plan['configurations']:,} configurations, {plan['candidates_that_fit']:,} fit, {_confirmed(plan)}"
+    for number, other in enumerate(others, start=2):
+        yield f"number {number}", f"{_layout(other)}: {other['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+
+
+def _confirmed(plan: Mapping[str, Any]) -> str:
+    why = plan["unconfirmed_because"]
+    return f"{plan['confirmed']} confirmed by compiling" + (f" ({why})" if why else "")
+
+
+def _layout(candidate: Mapping[str, Any]) -> str:
+    axes = ", ".join(f"{axis} {candidate[axis]}" for axis in ("pipe", "data", "context", "tensor") if candidate[axis] > 1)
+    schedule = ""
+    if candidate["pipe"] > 1:
+        chunks = f" x {candidate['virtual_stages']}" if candidate["virtual_stages"] > 1 else ""
+        schedule = f", {candidate['schedule']}{chunks}"
+    return (
+        f"{axes or 'one GPU'}; ZeRO {candidate['zero']}, microbatch {candidate['microbatch_sequences']}{schedule}, "
+        f"remat {candidate['remat']}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = [card.name for card in CARDS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--render", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(names):
+        parser.error(f"there is no card {min(unknown)}: choose of {', '.join(names)}")
+    for card in () if options.render else CARDS:
+        if not options.names or card.name in options.names:
+            print(card.plan, card.compile, sep="\n", flush=True)
+            run(card)
+            # After each: what is done is kept.
+            PAGE.write_text(page())
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
