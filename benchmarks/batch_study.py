@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
+
+import numpy as np
 
 from jaxllm.config import Config, load_config
 from jaxllm.plan.data_ranks import needed_for
@@ -285,7 +287,13 @@ def table(study: Study) -> str:
         steps = mean(tokens) / (batch * SEQUENCE)
         apart = f"{(max(tokens) - min(tokens)) / mean(tokens):.0%}"
         lines.append(f"| {batch * SEQUENCE:,} | {rate} | {steps:,.0f} | {mean(tokens):,.0f} | {apart} | {noise} |")
-    lines += ["", "| at equal tokens | best rate | steps | held-out loss, each seed | mean |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        law(study),
+        "",
+        "| at equal tokens | best rate | steps | held-out loss, each seed | mean |",
+        "|---|---|---|---|---|",
+    ]
     for batch, kind in study.groups():
         if kind == "target" or not (of_seeds := study.seeds_of(batch, kind)):
             continue
@@ -294,6 +302,36 @@ def table(study: Study) -> str:
         each = ", ".join(f"{loss:.3f}" for loss in losses)
         lines.append(f"| {kind} | {rate:g} | {steps:,} | {each} | {mean(losses):.3f} |")
     return "\n".join(lines)
+
+
+def law(study: Study) -> str:
+    """The law fitted to the tokens of all batches, beside what was measured."""
+    of_batches = {batch * SEQUENCE: study.seeds_of(batch, "target") for batch in study.size.batches}
+    found = {x: mean(line["tokens"] for line in lines) for x, lines in of_batches.items() if lines and all_reached(lines)}
+    if len(found) < 3:
+        return "Too few batches for a fit."
+    least_tokens, least_steps = fitted(found)
+    off = max(abs((least_tokens + least_steps * x) / tokens - 1) for x, tokens in found.items())
+    scales = sorted(line["noise"][0] for lines in of_batches.values() for line in lines if line["noise"] and line["noise"][0])
+    x, lines = list(of_batches.items())[len(of_batches) // 2]
+    steps, tokens = (mean(line[key] for line in lines) for key in ("least_steps", "least_tokens"))
+    told = ", ".join(f"{(tokens + steps * x) / there - 1:+.0%}" for x, there in found.items())
+    return (
+        f"tokens = {least_tokens:,.0f} + {least_steps:.0f} x batch, off by at most {off:.1%}: a critical batch of "
+        f"{least_tokens / least_steps:,.0f} tokens. Noise scale at the target: {median(scales):,.0f} in the median of "
+        f"{len(scales)} runs ({scales[0]:,.0f} to {scales[-1]:,.0f}). Foretold from {x:,} alone, tokens are off by {told}."
+    )
+
+
+def all_reached(lines: list[dict[str, Any]]) -> bool:
+    return all(line["tokens"] is not None for line in lines)
+
+
+def fitted(tokens: dict[int, float]) -> tuple[float, float]:
+    """(least tokens, least steps) of tokens = least tokens + least steps x batch, by least squares of relative errors."""
+    rows = np.array([[1 / found, x / found] for x, found in tokens.items()])
+    least_tokens, least_steps = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    return float(least_tokens), float(least_steps)
 
 
 def _interval(noise: list[float | None]) -> str:
@@ -320,9 +358,12 @@ def picture(study: Study, path: str) -> None:
         axes.axvspan(min(scales), max(scales), color="#b3401a", alpha=0.12, label="noise scale at the target, all runs")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set_xticks(batch_tokens, [f"{x:,}" for x in batch_tokens])
+        for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            which(lambda x, _: f"{x / 1e3:,.0f}k" if x >= 1e4 else f"{x:,.0f}")
         axes.set_xlabel("tokens of a batch")
         axes.set_ylabel(f"{what} to {study.size.target} nats per byte")
-    tokens_axes.legend(fontsize=8)
+    steps_axes.legend(fontsize=8)
     names = [kind for batch, kind in study.groups() if kind != "target" and study.seeds_of(batch, kind)]
     for place, (batch, kind) in enumerate(group for group in study.groups() if group[1] in names):
         of_seeds = study.seeds_of(batch, kind)

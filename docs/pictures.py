@@ -161,6 +161,18 @@ def memory_accuracy(path: Path) -> None:
     subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)
 
 
+def batch_study(path: Path) -> None:
+    command = [
+        sys.executable,
+        "benchmarks/batch_study.py",
+        "benchmarks/batch_study.jsonl",
+        "--table",
+        "--picture",
+        str(path.resolve()),
+    ]
+    subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)
+
+
 def _schedule(config: Config, path: Path) -> None:
     report = pipeline_report(config)
     schedule_picture(report.schedule, path, slot_bytes=report.slot_bytes)
@@ -184,6 +196,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "memory_accuracy": memory_accuracy,
     "plan": plan,
     "batch": batch,
+    "batch_study": batch_study,
     "packing": packing,
     "schedule-1f1b": schedule_1f1b,
     "schedule-interleaved": schedule_interleaved,

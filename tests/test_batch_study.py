@@ -95,3 +95,8 @@ def test_a_run_stops_where_it_reaches_the_target(tmp_path):
     assert 0 <= low <= scale <= (high or float("inf"))
     # A step is worth less than one without noise.
     assert told["least_steps"] <= told["steps"] + 1
+
+
+def test_the_law_is_found_again(batch_study):
+    tokens = {batch: 90_000.0 + 45 * batch for batch in (512, 1024, 2048, 4096)}
+    assert batch_study.fitted(tokens) == pytest.approx((90_000, 45))
