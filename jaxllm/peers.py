@@ -478,9 +478,14 @@ def flush() -> None:
     """What the main thread has printed; given up after a second, as that may be stuck in the middle of printing."""
 
     def flush() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
 
+    if threading.current_thread() is threading.main_thread():
+        # At the end of the interpreter, where from Python 3.12 on no thread can be started.
+        flush()
+        return
     thread = threading.Thread(target=flush, daemon=True)
     thread.start()
     thread.join(1)
