@@ -51,9 +51,12 @@ CAUSES = {
 
 
 class Member(Protocol):
-    rank: int
-    host: str
-    pid: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
 
 
 class Behind(NamedTuple):
@@ -321,6 +324,7 @@ class Line:
         return [Behind(rank, self._members[rank].host, seen[rank]) for rank in sorted(seen)]
 
     def _answer(self) -> None:
+        assert self._door is not None, "called when somebody is at it"
         try:
             connection, _ = self._door.accept()
         except OSError:
