@@ -2,7 +2,7 @@
 memory beside the estimate by which the case's microbatch is chosen, and the speed that the step-time model predicts. MFU counts
 attention's full square, and is of bfloat16's peak for FP8 too.
 
-    python benchmarks/gpu_foretold.py h100-80gb h200 [--only PATTERN] [--write]      (extra aot; seconds for each case)
+    python benchmarks/gpu_foretold.py h100-80gb h200-141gb [--only PATTERN] [--write]      (extra aot; seconds for each case)
 
 Nothing is run. --write puts the tables into benchmarks/RESULTS.md, between their marks. The exit code is 1 where a step would
 not fit: gpu.py would then spend a GPU's minutes on a case that runs out of memory.
