@@ -38,7 +38,7 @@ from typing import Any
 
 import apart
 import gpu_table
-from gpu_cases import config_of
+from gpu_cases import config_of, largest_microbatch
 
 from jaxllm.config import ConfigError
 from jaxllm.plan.hardware import gpu_from_device_kind
@@ -215,7 +215,7 @@ def parts(of: dict[str, Any], sequences: int, head_chunks: Sequence[int] = ()) -
 
 
 def layers_that_fit(found: Row) -> int:
-    """Of 8B: the most that fit with one sequence of 8,192 and `selective`; 8 where the memory is not known."""
+    """Of 8B: the most that fit with sequences of 8,192 and `selective`; 8 where the memory is not known."""
     if not found.get("capacity_bytes"):
         return 8
     tried = ((layers, about("8B", 8192, [f"model.num_layers={layers}"])) for layers in range(32, 1, -1))
@@ -223,11 +223,13 @@ def layers_that_fit(found: Row) -> int:
 
 
 def fits(found: Row, case: Case) -> bool:
-    """Whether a training case does, by the estimate and with one sequence a microbatch; yes where the memory is not known."""
-    if not found.get("capacity_bytes"):
+    """Whether a training case does, by the estimate, in microbatches of any size; yes where the memory is not known."""
+    if not (capacity := found.get("capacity_bytes")):
         return True
-    config = config_of(case.options["overrides"], microbatch_sequences=1)
-    return estimate_memory(config, gpu_from_device_kind(found["device"])).peak_bytes <= FIT_SHARE * found["capacity_bytes"]
+    gpu, overrides = gpu_from_device_kind(found["device"]), case.options["overrides"]
+    # One microbatch may take less than two, which need sums beside what is added to them.
+    config = config_of(overrides, microbatch_sequences=largest_microbatch(overrides, capacity, gpu))
+    return estimate_memory(config, gpu).peak_bytes <= FIT_SHARE * capacity
 
 
 # ----------------------------------------------------------------------------------------------------------------- running
