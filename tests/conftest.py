@@ -24,10 +24,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 LONGEST = [
-    *("test_pipeline_parity", "test_mesh_parity", "test_multiprocess", "test_slurm", "test_memory_accuracy"),
-    *("test_pipeline_memory", "test_smollm2_inference", "test_context_parity", "test_checkpoint", "test_compile"),
-    *("test_offload", "test_kill", "test_pipeline_compiled", "test_context_compiled", "test_trainer", "test_quickstart"),
-    *("test_notebooks", "test_collectives", "test_faults", "test_ssh", "test_mpi", "test_hybrid", "test_diloco"),
+    *("test_diloco", "test_pipeline_parity", "test_smollm2_inference", "test_multiprocess", "test_memory_accuracy"),
+    *("test_mesh_parity", "test_faults", "test_pipeline_memory", "test_noise_scale", "test_quickstart", "test_context_parity"),
+    *("test_compile", "test_offload", "test_notebooks", "test_context_compiled", "test_instability", "test_kill"),
+    *("test_pipeline_compiled", "test_checkpoint", "test_conversion_memory", "test_slurm", "test_hybrid", "test_collectives"),
+    *("test_overlap", "test_fp8_meshes", "test_remat", "test_interrupt", "test_trainer", "test_mpi"),
 ]
 """Files that take minutes, longest first."""
 
