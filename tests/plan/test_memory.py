@@ -1,14 +1,12 @@
 """The closed-form estimate: elements against the real shardings, resident bytes and totals against steps that XLA compiled."""
 
-import importlib
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import scripts
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.mesh import axis_sizes
@@ -160,13 +158,8 @@ def test_plain_attention_holds_its_scores():
 @pytest.fixture(scope="module")
 def compiled():
     """[(config, kind of GPU, row)] of steps that XLA compiled."""
-    folder = Path(__file__).parents[2] / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        accuracy = importlib.import_module("memory_accuracy")
-    finally:
-        sys.path.pop(0)
-    rows = accuracy.read_table(folder / "memory_calibration.csv")
+    accuracy = scripts.load("benchmarks/memory_accuracy.py")
+    rows = accuracy.read_table(accuracy.TABLE.with_name("memory_calibration.csv"))
     return [(accuracy.case_of(row).config, find_gpu(row["gpu"]), row) for row in rows]
 
 

@@ -1,7 +1,6 @@
 """benchmarks/memory_accuracy.py: what it draws, how it goes on where it stopped, its sums; and the bounds it must hold."""
 
 import argparse
-import importlib
 import itertools
 import json
 import sys
@@ -9,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import scripts
 
 from jaxllm.config import ConfigError
 from jaxllm.plan.hardware import find_gpu
@@ -21,11 +21,7 @@ SEED = 7
 
 @pytest.fixture(scope="module")
 def accuracy():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("memory_accuracy")
-    finally:
-        sys.path.pop(0)
+    return scripts.load("benchmarks/memory_accuracy.py")
 
 
 @pytest.fixture(scope="module")

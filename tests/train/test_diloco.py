@@ -15,6 +15,7 @@ import optax
 import outside
 import pytest
 import yaml
+from meshes import Run, unequal_batch
 from tiny import TINY
 
 import jaxllm
@@ -32,9 +33,6 @@ from jaxllm.train.diloco import DilocoState, Rounds, begin, for_each_island, inn
 from jaxllm.train.loop import fit
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import make_train_step, make_update
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run, unequal_batch
 
 S = 16
 COMMON = ("train.global_batch_sequences=16", "train.microbatch_sequences=2", "optimizer.learning_rate=1e-2")

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import Run
 
 import jaxllm
 from jaxllm.config import ConfigError
@@ -18,9 +17,6 @@ from jaxllm.train.checkpoint import read_meta
 from jaxllm.train.instability import FEWEST, WINDOW, Recent, Watch, by_layer, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.loop import fit
 from jaxllm.train.trainer import Trainer
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run
 
 EIGHT = ("run.cpu_devices=8", "data.held_out_fraction=0", "optimizer.schedule=constant")
 MESHES = {

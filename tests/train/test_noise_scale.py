@@ -5,13 +5,12 @@ against brute force, and a run that logs it and is taken up again.
 import json
 import math
 import shutil
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import Run, assert_close
 
 import jaxllm
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
@@ -25,9 +24,6 @@ from jaxllm.plan.noise_reading import Estimate, reading
 from jaxllm.plan.schedule import make_schedule
 from jaxllm.train.loop import fit
 from jaxllm.train.noise_scale import NoiseScale, estimates, student_t
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run, assert_close
 
 # ---------------------------------------------------------------------------------------------------------- the estimator
 
