@@ -83,7 +83,7 @@ def speed(config: Config, times_s: Sequence[float], device_kind: str) -> Figures
     rate = config.step_tokens / median
     causal, full = (rate * train_flops_per_token(model, S, causal=causal) for causal in (True, False))
     gpu = gpu_from_device_kind(device_kind)
-    peak = gpu.dense_flops["tf32" if model.compute_dtype == "float32" else "bfloat16"] if gpu else None
+    peak = gpu.peak_flops(model.compute_dtype) if gpu else None
     return {
         "device": device_kind,
         "parameters": parameter_count(model),

@@ -37,7 +37,7 @@ from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
 from jaxllm.report import ParameterLine, describe
 from jaxllm.sharding import STACK_DIMS
-from jaxllm.train.fits import total_bytes
+from jaxllm.train.fits import capacity_of, total_bytes
 
 log = logging.getLogger(__name__)
 
@@ -225,11 +225,9 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     if gpus not in (None, len(devices)):
         raise ConfigError(f"There are {len(devices)} devices here, not {gpus}: name a kind with --gpu to compile for others.")
     kind = devices[0].device_kind
-    known, stats = gpu_from_device_kind(kind), devices[0].memory_stats() or {}
-    # What this process has taken says more than the table.
-    capacity = stats["bytes_limit"] - RESERVE_BYTES if "bytes_limit" in stats else known and known.capacity_bytes
+    known = gpu_from_device_kind(kind)
     per_host, because = hosts_of(len(devices), per_host, max(1, jax.local_device_count()))
-    named = (known.name if known else kind, known.memory_bytes if known else None, capacity)
+    named = (known.name if known else kind, known.memory_bytes if known else None, capacity_of(devices[0]))
     return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
 
 

@@ -100,7 +100,7 @@ def test_at_the_runs_own_batch_it_needs_the_runs_own_steps():
 def test_the_limits_are_those_of_the_law():
     """McCandlish et al. 2018: (steps / least - 1) (tokens / least - 1) = 1, and both twice the least at the noise scale."""
     needed = needed_for(np.full(50, 400.0), np.full(50, 1600.0))
-    assert needed.critical_batch_tokens == pytest.approx(1600)
+    assert needed.least_tokens / needed.least_steps == pytest.approx(1600)
     for batch in (1.0, 400.0, 1600.0, 1e6):
         over = needed.steps(batch) / needed.least_steps - 1, needed.tokens(batch) / needed.least_tokens - 1
         assert over[0] * over[1] == pytest.approx(1)

@@ -46,6 +46,11 @@ def policy_of(remat: Remat) -> Policy:
     return Policy("mapping", keep, offload, everything=False)
 
 
+def remat_words(remat: Remat) -> str:
+    """parallel.remat in words: its name, or each tensor's fate."""
+    return remat if isinstance(remat, str) else ", ".join(f"{name} {fate}" for name, fate in remat.items())
+
+
 def is_blockwise(config: Config) -> bool:
     """Whether attention is put together from blocks on a GPU, so that it has ATTENTION_RESULTS: over context ranks, or where
     cuDNN masks documents. Plain XLA on one context rank has none.

@@ -206,8 +206,7 @@ class _Step:
         island = self.P * self.d * self.c * self.t
         self.devices = parallel.replica * island
         self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
-        # XLA multiplies float32 matrices in TF32.
-        self.peak_flops = gpu.dense_flops["tf32" if model.compute_dtype == "float32" else "bfloat16"]
+        self.peak_flops = gpu.peak_flops(model.compute_dtype)
         is_hopper = gpu.chip.compute_capability >= (9, 0)
         self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
         self.is_fp8, float8_flops = model.matmul_dtype == "fp8", gpu.float8_flops
@@ -401,8 +400,8 @@ class _Step:
         return 0.0 if self.is_megatron else self.moved_s(self.layer_parameters * (2 * self.itemsize + 8 / shares))
 
     def recomputed(self) -> tuple[set[str], bool]:
-        """(matmuls that the backward repeats, whether it repeats attention), as flops.py counts them. Flash attention is what
-        Megatron's selective recomputation was for, so of its policies full is left."""
+        """(matmuls that the backward repeats, whether it repeats attention). Flash attention is what Megatron's selective
+        recomputation was for, so of its policies full is left."""
         if self.is_megatron:
             full = self.parallel.remat == "full"
             return (set(self.matmuls) - {"mlp_down"} if full else set()), full
