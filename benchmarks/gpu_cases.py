@@ -121,8 +121,7 @@ def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False
       traced: look into two more steps with the profiler.
       at_most: sequences of a microbatch.
     """
-
-    from jaxllm.compile_report import total_bytes
+    from jaxllm.train.fits import total_bytes
 
     device = start_jax()
     gpu = gpu_from_device_kind(device.device_kind)

@@ -60,7 +60,7 @@ def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     import jax
 
     from jaxllm import Trainer, load_config
-    from jaxllm.compile_report import total_bytes
+    from jaxllm.train.fits import total_bytes
     from jaxllm.plan.hardware import gpu_from_device_kind
     from jaxllm.plan.memory import estimate_memory
 

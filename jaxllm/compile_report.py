@@ -29,6 +29,7 @@ from jaxllm import aot, distributed, xla_flags
 from jaxllm.config import Config, ConfigError
 from jaxllm.hlo import Collective, Module, byte_size
 from jaxllm.jaxprs import matmul_flops, walk
+from jaxllm.joining import code_hash
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.overlap import Overlap, by_kind, play, sent_bytes
 from jaxllm.parallel.parallelize import parameter_table
@@ -451,19 +452,9 @@ def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: b
     what = config.model_dump(mode="json", exclude={"log": True, "checkpoint": True, "run": {"dir"}})
     kind = {**vars(gpu), "dense_flops": dict(gpu.dense_flops), "chip": asdict(gpu.chip)}
     share = [XLA_MEMORY_FRACTION, RESERVE_BYTES]
-    versions = [jax.__version__, jaxlib.__version__, *aot.versions(), xla_flags.given_flags(), source_hash()]
+    versions = [jax.__version__, jaxlib.__version__, *aot.versions(), xla_flags.given_flags(), code_hash()]
     told = json.dumps([what, kind, share, gpus, per_host, real_memory, versions], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
-
-
-def source_hash() -> str:
-    """Of jaxllm's Python files."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _read(file: Path, because: str) -> CompileReport | None:

@@ -540,11 +540,15 @@ def test_gpus_say_what_was_in_use(monkeypatch):
 def test_programs_that_take_more_are_told_of():
     from jaxllm.train.run_clock import RunClock
 
-    def program(size):
-        others = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"), 0)
-        return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(argument_size_in_bytes=size, **others))
+    class Program:
+        def __init__(self, size):
+            self.size = size
 
-    first, larger, smaller, clock = program(5), program(7), program(6), RunClock()
+        def memory_analysis(self):
+            others = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"), 0)
+            return SimpleNamespace(argument_size_in_bytes=self.size, **others)
+
+    first, larger, smaller, clock = Program(5), Program(7), Program(6), RunClock()
     lines = [
         clock.of_line(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None))
         for now in (first, first, larger, first, smaller)
