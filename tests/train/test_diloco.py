@@ -1,7 +1,6 @@
 """DiLoCo: islands that train on their own and are brought together once a round."""
 
 import dataclasses
-import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import outside
 import pytest
 import yaml
 from meshes import Run, unequal_batch
+from run_files import records
 from tiny import TINY
 
 import jaxllm
@@ -54,10 +54,6 @@ def assert_near(found, expected, rtol=1e-5, atol=1e-7):
 
 def assert_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ----------------------------------------------------------------------------------------------------------- the outer step

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import Run
+from run_files import records
 
 import jaxllm
 from jaxllm.config import ConfigError
@@ -63,10 +64,6 @@ def with_poison(batch, place):
 def copies(tree):
     """Of every array the part of each device."""
     return jax.tree.map(lambda x: [np.array(shard.data) for shard in x.addressable_shards], tree)
-
-
-def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 # -------------------------------------------------------------------------------------------------------------- in the step
