@@ -5,8 +5,8 @@
     python benchmarks/gpu.py --only 8B             cases of such names; --table: none, only the tables of the rows so far
 
 Ceilings first: a large copy, and bfloat16 matmuls on random numbers. Then Llama 3.2 1B and 3B whole and Llama 3.1 8B with as
-many layers as fit (by the estimate, `selective`, 8,192 tokens), at 4,096, 8,192 and 32,768 tokens a sequence, with every remat
-policy, each with the largest microbatch that fits by the estimate. The same model, batch and dtype in PyTorch, with the
+many layers as fit (by the estimate, `selective`, 8,192 tokens), at 4,096, 8,192 and 32,768 tokens a sequence, with each remat
+policy that fits and the largest microbatch that does, by the estimate. The same model, batch and dtype in PyTorch, with the
 largest microbatch that fits there: transformers with torch.compile, flash attention and fused AdamW, and variants (`Theirs` in
 step.py). Parts of the step alone; a ring's blocks; and the targets. A step has 65,536 tokens on every side.
 
@@ -100,7 +100,8 @@ def ceilings(dry: bool) -> Case:
 
 
 def cases(found: Row, dry: bool) -> list[Case]:
-    """All others, the most important first. Needs what `ceilings` found: layers of 8B follow from the GPU's memory."""
+    """All others, the most important first. Needs what `ceilings` found: layers of 8B follow from the GPU's memory, and a remat
+    policy of which not even one sequence fits has no case."""
     if dry:
         tiny = about("1B", DRY_RUN_LENGTH, DRY_RUN_MODEL, DRY_RUN_SEQUENCES)
         return [
@@ -120,14 +121,15 @@ def cases(found: Row, dry: bool) -> list[Case]:
     few_layers = about("8B", 8192, ["model.num_layers=4"])
     ring_of = overrides(about("8B", 32768, ["model.num_layers=1"]))
     chunks = [1024, 2048, 4096, 8192, 16384]
-    return [
-        *(case for one in main for case in (train(one, "selective", traced=True), *their_cases(one, "flash"))),
+    usual = lambda one: "selective" if fits(found, train(one, "selective")) else "full"  # noqa: E731
+    wanted = [
+        *(case for one in main for case in (train(one, usual(one), traced=True), *their_cases(one, "flash"))),
         Case("ring", "ring", {"overrides": ring_of, "ranks": [2, 4, 8]}, {"model": "8B"}),
         parts(of["1B", 8192], sequences=4, head_chunks=chunks),
         parts(few_layers, sequences=4, head_chunks=chunks),
         train(of["1B", 8192], "none", traced=True),
         train(of["8B", 8192], "full", traced=True),
-        *(train(one, long_remat(one)) for one in lengths),
+        *(train(one, usual(one)) for one in lengths),
         *(case for one in main for case in their_cases(one, "flash", liger=True)),
         *their_cases(of["1B", 8192], "cudnn"),
         *their_cases(of["1B", 8192], "flash", float32_weights=True),
@@ -147,6 +149,12 @@ def cases(found: Row, dry: bool) -> list[Case]:
         train(of["8B", 8192], "none"),
         parts(of["3B", 8192], sequences=4),
     ]
+    named: dict[str, Case] = {}
+    for case in wanted:
+        if case.kind != "train" or fits(found, case):
+            # Of a name the first, which may be traced.
+            named.setdefault(case.name, case)
+    return list(named.values())
 
 
 def about(model: str, S: int, changes: Sequence[str], sequences: int | None = None) -> dict[str, Any]:
@@ -178,11 +186,6 @@ def train(of: dict[str, Any], remat: str, variant: str = "", steps: int = STEPS,
     return Case(name, "train", options, {**of, "remat": remat, "variant": variant})
 
 
-def long_remat(of: dict[str, Any]) -> str:
-    """8B with the layers that fit at 8,192 tokens does not fit with `selective` at four times as many."""
-    return "full" if of["model"] == "8B" and of["sequence_length"] > 8192 else "selective"
-
-
 def their_cases(
     of: dict[str, Any],
     kernel: str,
@@ -212,17 +215,19 @@ def parts(of: dict[str, Any], sequences: int, head_chunks: Sequence[int] = ()) -
 
 
 def layers_that_fit(found: Row) -> int:
-    """Of 8B: the most that fit by the estimate with one sequence of 8,192 and `selective`; 8 where the memory is not known."""
+    """Of 8B: the most that fit with one sequence of 8,192 and `selective`; 8 where the memory is not known."""
     if not found.get("capacity_bytes"):
         return 8
-    gpu = gpu_from_device_kind(found["device"])
+    tried = ((layers, about("8B", 8192, [f"model.num_layers={layers}"])) for layers in range(32, 1, -1))
+    return next((layers for layers, of in tried if fits(found, train(of, "selective"))), 1)
 
-    def fits(layers: int) -> bool:
-        of = about("8B", 8192, [f"model.num_layers={layers}"])
-        config = config_of(overrides(of), microbatch_sequences=1)
-        return estimate_memory(config, gpu).peak_bytes <= FIT_SHARE * found["capacity_bytes"]
 
-    return next((layers for layers in range(32, 1, -1) if fits(layers)), 1)
+def fits(found: Row, case: Case) -> bool:
+    """Whether a training case does, by the estimate and with one sequence a microbatch; yes where the memory is not known."""
+    if not found.get("capacity_bytes"):
+        return True
+    config = config_of(case.options["overrides"], microbatch_sequences=1)
+    return estimate_memory(config, gpu_from_device_kind(found["device"])).peak_bytes <= FIT_SHARE * found["capacity_bytes"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- running

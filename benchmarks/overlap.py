@@ -25,6 +25,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+from marks import write_between
 
 from jaxllm.aot import compile_step, gpu_devices
 from jaxllm.config import Config, load_config
@@ -37,7 +38,6 @@ from jaxllm.xla_flags import OPTIONAL_GPU_OPTIONS
 GPU = GPUS["h100-80gb"]
 GPUS_PER_HOST = 8
 RESULTS = Path(__file__).with_name("RESULTS.md")
-BEGIN, END = "<!-- overlap: begin -->", "<!-- overlap: end -->"
 
 STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "8b-zero3": (8, "llama-3.1-8b", ("parallel.zero=3",)),
@@ -98,15 +98,6 @@ def table(found: Mapping[str, Sequence[Overlap]]) -> str:
     return "\n".join([*head, *(row for name, lines in found.items() for row in rows_of(name, lines))])
 
 
-def write(text: str, file: Path = RESULTS) -> None:
-    """Between the marks of a file."""
-    before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        raise SystemExit(f"{file} has no {BEGIN} and {END}: put them where the table is to be.")
-    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-
-
 def compare_options(names: Sequence[str]) -> None:
     print(f"JAX {jax.__version__}, for {GPU.name}\n")
     print("| step | run.xla_options | bare | shows | s of transfers that show | GiB of temporaries | compiled in s |")
@@ -143,7 +134,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     print(text)
     if chosen.write:
-        write(text)
+        write_between(RESULTS, "overlap", text)
     if chosen.json:
         chosen.json.write_text(json.dumps({name: [asdict(line) for line in lines] for name, lines in found.items()}, indent=1))
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxllm.plan.hardware import GPUS
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "recipes.md"
 GPU = "h100-80gb"
@@ -222,7 +224,7 @@ def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "memory by XLA",
         f"{compiled['total_bytes'] / GIB:.1f} GiB, {compiled['share_of_capacity']:.0%} of what a step may take: {verdict}"
-        + (f"; {compiled['host_bytes'] / GIB:.1f} GiB in the host's" if compiled["host_bytes"] else ""),
+        + _of_the_host(compiled["host_bytes"], card.gpus),
     )
     yield "memory by the estimate", f"{best['estimate_bytes'] / GIB:.1f} GiB"
     yield "attention", compiled["attention"]
@@ -239,6 +241,13 @@ def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "looked at", f"{plan['configurations']:,} configurations, {plan['candidates_that_fit']:,} fit, {_confirmed(plan)}"
     for number, other in enumerate(others, start=2):
         yield f"number {number}", f"{_layout(other)}: {other['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+
+
+def _of_the_host(host_bytes: int, gpus: int) -> str:
+    if not host_bytes:
+        return ""
+    each, per_host = host_bytes / GIB, min(gpus, GPUS[GPU].gpus_per_host)
+    return f"; {each:.1f} GiB for each GPU in the host's memory, {per_host * each:,.0f} GiB for the {per_host} of a host"
 
 
 def _confirmed(plan: Mapping[str, Any]) -> str:

@@ -410,9 +410,7 @@ class LogConfig(Section):
     """[first, last]: write a profiler trace of these steps into run.dir/profile."""
 
 
-XlaOptions = Literal[
-    "latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "windowed_einsum", "more_at_once"
-]
+XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
 
 
 class RunConfig(Section):

@@ -51,9 +51,12 @@ CAUSES = {
 
 
 class Member(Protocol):
-    rank: int
-    host: str
-    pid: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
 
 
 class Behind(NamedTuple):
@@ -321,6 +324,7 @@ class Line:
         return [Behind(rank, self._members[rank].host, seen[rank]) for rank in sorted(seen)]
 
     def _answer(self) -> None:
+        assert self._door is not None, "called when somebody is at it"
         try:
             connection, _ = self._door.accept()
         except OSError:
@@ -478,9 +482,14 @@ def flush() -> None:
     """What the main thread has printed; given up after a second, as that may be stuck in the middle of printing."""
 
     def flush() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
 
+    if threading.current_thread() is threading.main_thread():
+        # At the end of the interpreter, where from Python 3.12 on no thread can be started.
+        flush()
+        return
     thread = threading.Thread(target=flush, daemon=True)
     thread.start()
     thread.join(1)

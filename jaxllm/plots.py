@@ -120,11 +120,12 @@ def _title(schedule: Schedule) -> str:
     )
 
 
-def _shade(chunk: int, forward: bool) -> tuple[float, ...]:
+def _shade(chunk: int, forward: bool) -> tuple[float, float, float]:
     hue = np.array(_HUES[chunk % len(_HUES)])
     # Later rounds through the hues are lighter.
     hue = hue + (1 - hue) * 0.3 * (chunk // len(_HUES))
-    return tuple(hue + (1 - hue) * 0.62) if forward else tuple(hue)
+    red, green, blue = hue + (1 - hue) * 0.62 if forward else hue
+    return red, green, blue
 
 
 def _draw_units(axes: Any, schedule: Schedule, edges: np.ndarray, label: bool) -> None:

@@ -369,6 +369,7 @@ class _Relay:
 
 def _end_with_supervisor() -> None:
     """In COMMAND's process: where we are killed ourselves, it must not go on by itself."""
+    assert _prctl is not None, "given on Linux alone"
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Style, imports and tests: launch/test.sh [--all] [pytest arguments ...]
-# Without --all the quick tests; with it also slow ones, launchers, notebooks and comparisons with PyTorch. GPU tests
+# Without --all the quick tests; with it also types, slow tests, launchers, notebooks and comparisons with PyTorch. GPU tests
 # are launch/gpu_check.sh. Everything is run, whatever fails; the exit code is that of the first failure.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
@@ -25,6 +25,9 @@ install_reference() {
   install_jaxllm reference
 }
 
+# By [tool.pyright] in pyproject.toml, with what the environment's own interpreter imports.
+check_types() { "$python" -m basedpyright --pythonpath "$python" --level error; }
+
 # Two processes, a file of tests at a time: most of a test is one thread that compiles. More would starve the devices that a
 # CPU is split into. Not every system has `timeout` (macOS); a hang is then for the caller to end.
 run_tests() {
@@ -39,6 +42,7 @@ run_tests() {
 
 prepare_environment test
 if $all && [[ "$venv" != none ]]; then
+  install_jaxllm types 2>/dev/null || say "basedpyright cannot be installed here."
   install_reference 2>/dev/null || say "PyTorch cannot be installed here: tests against it are skipped."
   install_jaxllm notebook 2>/dev/null || say "Jupyter's kernel cannot be installed here: notebooks are not run."
   install_jaxllm aot 2>/dev/null || say "NVIDIA's compiler cannot be installed here: compiling for GPUs is not tested."
@@ -47,5 +51,10 @@ fi
 run_check "ruff check" "$python" -m ruff check .
 run_check "ruff format" "$python" -m ruff format --check .
 run_check "import rules" "$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+if $all && has_module basedpyright; then
+  run_check "types" check_types
+elif $all; then
+  say "without basedpyright types are not checked."
+fi
 run_check "pytest" run_tests "$@"
 closing_summary

@@ -1,5 +1,6 @@
 """benchmarks/gpu.py at its smallest: its figures agree with each other, and it goes on where it stopped."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -15,6 +16,7 @@ import scripts
 
 from jaxllm.config import load_config
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
+from jaxllm.plan.hardware import GPUS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 HAS_TORCH = bool(find_spec("torch") and find_spec("transformers"))
@@ -22,7 +24,7 @@ HAS_TORCH = bool(find_spec("torch") and find_spec("transformers"))
 
 @pytest.fixture(scope="module")
 def modules():
-    names = ("apart", "gpu", "gpu_cases", "gpu_table")
+    names = ("apart", "gpu", "gpu_cases", "gpu_foretold", "gpu_table")
     return SimpleNamespace(**{name: scripts.load(f"benchmarks/{name}.py") for name in names})
 
 
@@ -176,6 +178,22 @@ def test_the_plan_of_an_h200(modules):
         assert config.step_tokens == gpu.STEP_TOKENS
     sizes = [modules.gpu_cases.largest_microbatch(case.options["overrides"], capacity, kind, 4) for case in first]
     assert all(8 % b == 0 and b <= 4 for b in sizes)
+
+
+@pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
+def test_every_training_case_was_compiled_without_the_gpu(modules, name):
+    """RESULTS.md has today's cases, each with the layers and the microbatch that gpu.py would choose, and all fit."""
+    foretold = modules.gpu_foretold
+    gpu = GPUS[name]
+    _, _, rest = (BENCHMARKS / "RESULTS.md").read_text().partition(f"{gpu.name}, of which a step may take")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.partition("\n\n")[2].splitlines()[2:]]
+    table = {row[0]: row[1:] for row in itertools.takewhile(lambda row: len(row) > 1, rows)}
+    cases = dict(foretold.training_cases(gpu))
+    assert table.keys() == cases.keys()
+    for case, config in cases.items():
+        layers, microbatch, compiled, *_ = table[case]
+        assert (int(layers), int(microbatch)) == (config.model.num_layers, config.train.microbatch_sequences), case
+        assert float(compiled) * foretold.GIB <= gpu.capacity_bytes, case
 
 
 def test_a_step_at_the_ceilings_takes_all_of_them(modules):

@@ -210,7 +210,7 @@ def progress(moves: list[Move], what: str) -> Iterator[Advance]:
 
 def _moves_in(folder: HuggingFaceFolder) -> Iterator[Move]:
     for entry in folder.entries.values():
-        matrix = entry.matrix[::-1] if entry.columns else None
+        matrix = (entry.matrix[1], entry.matrix[0]) if entry.columns else None
         for layer, tensor in enumerate(folder.stored(entry)):
             elements = folder.slab(entry, layer)
             yield Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size)
@@ -328,7 +328,7 @@ def verify(hugging_face: Path, ours: Path, step: int | None = None, *, sequences
     with torch.no_grad():
         theirs_BSV = network(torch.tensor(ids_BS).long()).logits
     with jax.default_matmul_precision("float32"):
-        ours_BSV = torch.tensor(np.asarray(load_model(ours, compute_dtype="float32", step=step)(ids_BS)))
+        ours_BSV = torch.tensor(np.asarray(load_model(ours, compute_dtype="float32", step=step)(jax.numpy.asarray(ids_BS))))
     log_p, log_q = theirs_BSV.double().log_softmax(-1), ours_BSV.double().log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
     return Agreement((ours_BSV - theirs_BSV).abs().max().item(), kl, ids_BS.size)

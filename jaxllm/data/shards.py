@@ -318,7 +318,9 @@ class _Output:
 
 
 def _described(part: Part, record: Record, first: int | None) -> dict[str, Any]:
-    where = {} if first is None else {"row" if is_parquet(part.file.path) else "line": first + record.number}
+    where = {}
+    if first is not None and record.number is not None:
+        where["row" if is_parquet(part.file.path) else "line"] = first + record.number
     return {"file": part.file.path, **where, "reason": record.reason}
 
 

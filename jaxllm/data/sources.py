@@ -198,6 +198,7 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
     if source.source == "megatron":
         return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
     if source.source == "chat":
+        assert tokenizer is not None, "refused by the config"
         return read_conversations(source.paths, tokenizer, template)
     if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])

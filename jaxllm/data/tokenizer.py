@@ -99,10 +99,10 @@ class ByteTokenizer:
     name = BYTES
     sha256 = hashlib.sha256(b"UTF-8 bytes, then a zero byte").hexdigest()
     vocab_size = 256
-    bos_id = None
-    eos_id = DOCUMENT_END[0]
-    special_tokens = ()
-    folder = None
+    bos_id: int | None = None
+    eos_id: int | None = DOCUMENT_END[0]
+    special_tokens: tuple[str, ...] = ()
+    folder: Path | None = None
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode() + DOCUMENT_END, np.uint8) for text in texts]
@@ -125,7 +125,8 @@ class JsonTokenizer:
     """A tokenizer.json, with the marks that the files beside it name."""
 
     def __init__(self, file: Path, name: str, for_documents: bool = True):
-        self.name, self.folder = name, file.parent
+        self.name = name
+        self.folder: Path | None = file.parent
         self._file, self._content = file, _read(file)
         self._bare: dict[bool, Any] = {}
         try:
@@ -167,6 +168,7 @@ class JsonTokenizer:
         self.sha256 = hashlib.sha256(self._content + marks.encode()).hexdigest()
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        assert self.eos_id is not None, "loaded with for_documents=False"
         documents = []
         with self._library_errors():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
@@ -231,7 +233,7 @@ class JsonTokenizer:
             ) from None
 
     def _begun(self, ids: list[int]) -> list[int]:
-        if self._adds_bos and (not ids or ids[0] != self.bos_id):
+        if self._adds_bos and self.bos_id is not None and (not ids or ids[0] != self.bos_id):
             return [self.bos_id, *ids]
         return ids
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.inference.cache import Cache, decode, prefill
@@ -47,7 +47,7 @@ class Generator:
         self._params = jax.tree.map(lambda p: p if p.dtype == dtype else p.astype(dtype), params)
         self._ranks = mesh.shape[DATA] if mesh is not None else 1
 
-        def laid_out(*spec):
+        def laid_out(*spec) -> Any:
             return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
 
         split_heads = mesh is not None and model.config.num_kv_heads % mesh.shape[TENSOR] == 0
@@ -95,10 +95,10 @@ def bucket(count: int, smallest: int = 1) -> int:
     return max(smallest, 1 << (count - 1).bit_length())
 
 
-def _mesh_of(params) -> jax.sharding.Mesh | None:
+def _mesh_of(params) -> Mesh | None:
     """Where the parameters lie; None for one device without a mesh."""
-    shardings = (p.sharding for p in jax.tree.leaves(params))
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and TENSOR in s.mesh.shape), None)
+    meshes = (p.sharding.mesh for p in jax.tree.leaves(params) if isinstance(p.sharding, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and TENSOR in mesh.shape), None)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,13 @@ class Mask:
     q_segments_BS: Int[Array, "B S"] | None = None
     k_segments_BT: Int[Array, "B T"] | None = None
 
+    @property
+    def documents(self) -> tuple[Int[Array, "B S"], Int[Array, "B T"]]:
+        """Segments of queries and keys, where there are any."""
+        assert self.q_segments_BS is not None, "the mask has no segments"
+        assert self.k_segments_BT is not None, "the mask has segments of queries alone"
+        return self.q_segments_BS, self.k_segments_BT
+
 
 class Partial(NamedTuple):
     """The result of queries over the keys met so far, float32. Rows that saw nothing: 0 and NOTHING."""
@@ -162,7 +169,8 @@ def _scores(q_BRNH, k_BTKH, mask: Mask, start, q_segments_BR):
     if mask.causal:
         visible_BRT = ((start + jnp.arange(R))[:, None] >= jnp.arange(T)[None, :])[None]
     if q_segments_BR is not None:
-        same_BRT = q_segments_BR[:, :, None] == mask.k_segments_BT[:, None, :]
+        _, k_segments_BT = mask.documents
+        same_BRT = q_segments_BR[:, :, None] == k_segments_BT[:, None, :]
         visible_BRT = same_BRT if visible_BRT is None else same_BRT & visible_BRT
     visible_B11RT = None if visible_BRT is None else visible_BRT[:, None, None]
     return _where(visible_B11RT, scores_BKGRT, NOTHING), visible_B11RT
@@ -249,7 +257,7 @@ def rectangle(mask: Mask) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
 
     Only one document can reach from the keys to the queries: it holds the last key and the first query.
     """
-    q_segments_BS, k_segments_BT = mask.q_segments_BS, mask.k_segments_BT
+    q_segments_BS, k_segments_BT = mask.documents
     queries_B = jnp.sum(q_segments_BS == k_segments_BT[:, -1:], axis=1, dtype=jnp.int32)
     keys_B = jnp.sum(k_segments_BT == q_segments_BS[:, :1], axis=1, dtype=jnp.int32)
     return queries_B, keys_B

@@ -127,7 +127,7 @@ def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> G
 def _padding(mask: Mask):
     """Lengths of queries and keys as cuDNN takes them, at least 1; and whether a query sees anything, whether a key is seen."""
     queries_B, keys_B = rectangle(mask)
-    S, T = mask.q_segments_BS.shape[1], mask.k_segments_BT.shape[1]
+    S, T = (segments.shape[1] for segments in mask.documents)
     q_seen_BS = jnp.arange(S)[None] < queries_B[:, None]
     k_seen_BT = jnp.arange(T)[None] >= T - keys_B[:, None]
     return (jnp.maximum(queries_B, 1), jnp.maximum(keys_B, 1)), (q_seen_BS, k_seen_BT)

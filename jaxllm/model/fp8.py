@@ -72,7 +72,7 @@ def fp8_matmul(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 # Kept as they are, as a bfloat16 matmul's are: x is a named tensor or follows from one, w is at hand, and a rounded w among the
 # residuals would fill every slot of a pipeline's ring.
-fp8_matmul.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), lambda spec, kept, dy: gradients(spec, *kept, dy))
+fp8_matmul.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), lambda spec, kept, dy: gradients(spec, *kept, dy=dy))
 
 
 def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:

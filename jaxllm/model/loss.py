@@ -118,7 +118,7 @@ def _sums(
     zero = jnp.zeros((), jnp.float32)
     inputs = (cut(h_BSD), cut(targets_BS), cut(weights_BS))
     (objective, loss, dhead_VD), dh = jax.lax.scan(chunk, (zero, zero, dhead_VD), inputs)
-    if not with_gradients:
+    if dh is None:
         return (objective, loss), None
     dh_BSD = jnp.moveaxis(dh, 0, 1).reshape(B, chunks * C, D)[:, :S]
     return (objective, loss), (dh_BSD, dhead_VD)

@@ -50,7 +50,8 @@ def fp8_per_tensor_rank(split: str) -> Matmul:
     def backward(spec: str, kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
         of_x, of_w, result = fp8.letters(spec)
         # In one region: dy is gathered once for both, and rounded once.
-        return run(lambda *arrays: fp8.gradients(spec, *arrays), (of_x, of_w, result), (of_x, of_w), *kept, dy)
+        dx, dw = run(lambda *arrays: fp8.gradients(spec, *arrays), (of_x, of_w, result), (of_x, of_w), *kept, dy)
+        return dx, dw
 
     matmul = jax.custom_vjp(forward, nondiff_argnums=(0,))
     matmul.defvjp(lambda spec, x, w: (forward(spec, x, w), (x, w)), backward)

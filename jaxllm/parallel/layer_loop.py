@@ -164,7 +164,7 @@ class LayerLoop:
         carry = (dh_BSD, weights if gather else None, kept, pending, sums, squares)
         (dh_BSD, _, _, pending, sums, squares), _ = jax.lax.scan(turn, carry, jnp.arange(n), reverse=True, unroll=self._unroll)
         sums = add(sums, 0, scatter(pending)) if scatter else sums
-        return dh_BSD, sums, jnp.where(valid, squares, 0.0) if square else None
+        return dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
 
     def _read(self, layers: Tree, number) -> Tree:
         weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), layers)

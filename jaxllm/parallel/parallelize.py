@@ -247,7 +247,7 @@ def microbatch_sums(
         chunk, z = train.loss_chunk_tokens, train.z_loss_weight
         return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
 
-    return sums
+    return sums  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what cross_entropy returns
 
 
 def over_ranks(whole: P) -> P:
@@ -289,7 +289,7 @@ def gradient_region(
         (gradients, loss), squares = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
         if sinks is None:
             gradients = jax.tree.map(lambda g: g[None], gradients)
-        parts = () if norms is None else (parts_of(squares, batch["mask"], together),)
+        parts = () if squares is None else (parts_of(squares, batch["mask"], together),)
         return jax.lax.psum(loss, together), gradients, *parts
 
     return region
@@ -326,15 +326,8 @@ def merge_model(config: Config, params: Params) -> Llama:
 
 def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
     """The network's structure and its parameters, as they are stored, as a nested dict of Parameter; nothing is computed."""
-    graph = None
-
-    def build():
-        nonlocal graph
-        graph, state = nnx.split(build_model(config, jax.random.key(0)))
-        return state
-
     # Not nnx.eval_shape: inside a mesh it takes our dim names for mesh axes.
-    state = jax.eval_shape(build)
+    graph, state = jax.eval_shape(lambda: nnx.split(build_model(config, jax.random.key(0))))
 
     def line(path, variable: nnx.Param) -> Parameter:
         return Parameter(
@@ -370,7 +363,7 @@ def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul
         return jnp.einsum
     require_fp8(device)
     if tensor == 1:
-        return fp8_matmul
+        return fp8_matmul  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what it returns
     # By the letters of layers.py: heads and feed-forward width; key-value heads where they divide.
     return fp8_per_tensor_rank("NFK" if model.num_kv_heads % tensor == 0 else "NF")
 

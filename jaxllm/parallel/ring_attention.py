@@ -56,11 +56,11 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
             following = hop(visitor)
             return (meet(found, visitor, step), following), None
 
-        visitor = hop((jnp.stack([k_BSKH, v_BSKH]), segments_BS)) if c > 1 else None
-        local = kernel.forward(q_BSNH, k_BSKH, v_BSKH, Mask(True, segments_BS, segments_BS))
+        own = (q_BSNH, k_BSKH, v_BSKH, Mask(True, segments_BS, segments_BS))
         if c == 1:
-            return local
-        found = _split(local)
+            return kernel.forward(*own)
+        visitor = hop((jnp.stack([k_BSKH, v_BSKH]), segments_BS))
+        found = _split(kernel.forward(*own))
         if c > 2:
             (found, visitor), _ = jax.lax.scan(turn, (found, visitor), jnp.arange(1, c - 1))
         return _join(*meet(found, visitor, c - 1))
@@ -103,7 +103,7 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
             dq_BSNH, dkv_2BSKH = dq_BSNH + dq_step, dkv_2BSKH + dkv_step
         dkv_2BSKH, inputs = barrier((dkv_2BSKH, inputs))
         home_2BSKH = send(dkv_2BSKH)
-        dq_last, *last = _high_on_low_backward(kernel, *inputs, segments_BS)
+        dq_last, *last = _high_on_low_backward(kernel, *inputs, segments_BS=segments_BS)
         dk_BSKH, dv_BSKH = (a + b + x for a, b, x in zip(own, last, home_2BSKH, strict=True))
         return dq_BSNH + dq_last, dk_BSKH, dv_BSKH
 

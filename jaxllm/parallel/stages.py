@@ -162,6 +162,7 @@ def llama_stage(
         dh_BSD, layers, of_layers = loop.backward(*arguments)
         sums = sums | {"layers": layers}
         if squares is not None:
+            assert of_layers is not None, "with squares, access.square makes them"
             sums = squares.file(sums, rows, of_layers)
         return ops.constrain(dh_BSD, SPLIT), sums
 
@@ -202,12 +203,13 @@ def flatten_layers(weights: Tree, stack_dims: int) -> Tree:
 
 def new_sums(weights: Tree, access: Access) -> Tree:
     """Zeros for gradients: of the weights' shapes, or of a rank's share of them if `access` scatters."""
-    if access.scatter is None:
+    gather, scatter = access.gather, access.scatter
+    if scatter is None:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     layers = jax.tree.leaves(weights)[0].shape[0]
 
     def share(weights):
         layer = jax.tree.map(lambda w: w[0], weights)
-        return access.scatter(access.gather(layer) if access.gather else layer)
+        return scatter(gather(layer) if gather else layer)
 
     return jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), jnp.float32), jax.eval_shape(share, weights))

@@ -49,7 +49,8 @@ def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> 
         )
     source = _Padded(folder, path, like.shape, extra)
     places = like.sharding.addressable_devices_indices_map(like.shape)
-    boxes = {device: _box(index, like.shape) for device, index in places.items()}
+    # JAX annotates indices that may be None, and gives none.
+    boxes = {device: _box(index, like.shape) for device, index in places.items()}  # pyright: ignore[reportArgumentType]
     read = source.read
     hull = tuple((min(a for a, _ in spans), max(b for _, b in spans)) for spans in zip(*boxes.values(), strict=True))
     nbytes = _size(hull) * folder.dtype(path).itemsize

@@ -101,7 +101,8 @@ class TensorFile:
         Raises:
           ConfigError: the file ends before, or cannot be read.
         """
-        view, done = memoryview(row), 0
+        assert self._descriptor is not None, "closed"
+        view, done = row.data, 0
         while done < len(view):
             try:
                 got = os.preadv(self._descriptor, [view[done:]], offset + done)
@@ -192,7 +193,7 @@ class TensorWriter:
 
     def write(self, name: str, values: np.ndarray, first: int = 0) -> None:
         """Puts `values` at element `first` of a tensor, in C order."""
-        view = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         self._write_all(view, self._start + self._begin[name] + first * values.dtype.itemsize)
 
     def close(self, sync: bool = True) -> None:
@@ -206,6 +207,7 @@ class TensorWriter:
                 os.close(descriptor)
 
     def _write_all(self, view: memoryview, offset: int) -> None:
+        assert self._descriptor is not None, "closed"
         done = 0
         while done < len(view):
             done += os.pwrite(self._descriptor, view[done:], offset + done)

@@ -116,7 +116,8 @@ def stream(moves: Iterable[Move], layout: Layout, folder: Path, advance: Advance
     files = {name: TensorFile(folder / name) for name in layout.files}
     for move, expected in zip(moves, sums, strict=True):
         tensor = files[layout.home[move.target]].tensors[move.target]
-        found = checksum(Slab(tensor, move.first, move.source.size), move.matrix and move.matrix[::-1], move.dtype)
+        matrix = None if move.matrix is None else (move.matrix[1], move.matrix[0])
+        found = checksum(Slab(tensor, move.first, move.source.size), matrix, move.dtype)
         if found != expected:
             raise ConfigError(f"{move.name} does not read back as it was written to {folder}: check the disk and the memory.")
         advance(move.source.size * move.source.dtype.itemsize)
@@ -145,7 +146,7 @@ def _move(move: Move, writer: TensorWriter, dtype: np.dtype) -> int:
         passed = _cast(values, move.dtype)
         if passed is not values:
             _require_finite(passed, move.name, f"holds values too large for {move.dtype.name}: choose another --dtype")
-        crc = zlib.crc32(passed.view(np.uint8), crc)
+        crc = zlib.crc32(passed.view(np.uint8).data, crc)
         if whole is None:
             writer.write(move.target, _cast(passed, dtype), move.first + begin)
     if whole is not None:
@@ -158,7 +159,7 @@ def checksum(source: Elements, matrix: tuple[int, int] | None, dtype: np.dtype) 
     """CRC32 of the elements as `dtype`; of their transpose, where they are a `matrix`."""
     crc, whole = 0, _whole(source, matrix)
     for _, values in _blocks(source, None) if whole is None else _transposed(whole):
-        crc = zlib.crc32(_cast(values, dtype).view(np.uint8), crc)
+        crc = zlib.crc32(_cast(values, dtype).view(np.uint8).data, crc)
     return crc
 
 

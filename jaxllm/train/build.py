@@ -73,7 +73,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         update = streamed_update(config, functions.table, shardings, mesh)
     if offload == "optimizer_and_master":
         functions = loading_params(config, functions, mesh)
-    judge = skip_spikes(config.train.spike_deviations) if config.train.skip_spikes else skip_not_finite
+    judge = skip_not_finite
+    if config.train.skip_spikes:
+        assert config.train.spike_deviations is not None, "refused by the config"
+        judge = skip_spikes(config.train.spike_deviations)
     observe = observe_nothing
     if config.log.layer_norms_every is not None:
         norms = layer_grad_norms(functions.table, config.model.num_layers)
@@ -83,7 +86,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     if in_rounds:
         chosen["each"] = diloco.for_each_island(islands)
 
-    def make_step(value_and_grad: Callable) -> Callable[[State, Any], tuple[State, Metrics]]:
+    def make_step(value_and_grad: Callable) -> Callable[[Any, Any], tuple[State, Metrics]]:
         step = make_train_step(value_and_grad, update, make_learning_rate(config), config.optimizer.clip_norm, **chosen)
         return diloco.inner_step(step) if in_rounds else step
 

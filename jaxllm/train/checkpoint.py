@@ -102,6 +102,7 @@ class Checkpoints:
         """
         silence_orphans()
         while True:
+            assert self.latest is not None, "there is none to restore"
             state, reason = None, ""
             wanted = like(self.meta()) if callable(like) else like
             try:
@@ -175,6 +176,7 @@ class Checkpoints:
             self._manager = None
 
     def _settle(self) -> None:
+        assert self._manager is not None, "to be opened first"
         self._manager.wait_until_finished()
         self._saving = None
 
@@ -475,7 +477,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     """
     silence_orphans()
     handler = ocp.PyTreeCheckpointHandler()
-    found = handler.metadata(folder)
+    found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # pathlib's will do
     saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
     dims = {_names(path): parameter.dims for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
 
@@ -515,7 +517,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
     # The handler alone: Checkpointer.restore ends in a barrier, where a process that failed would leave the others.
     args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
-    return handler.restore(folder, args=args)
+    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # pathlib's will do
 
 
 def lies_on_host(arrays: Any) -> bool:

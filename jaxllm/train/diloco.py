@@ -143,6 +143,7 @@ class Rounds:
 
     def __init__(self, config: Config, mesh: Mesh, shardings: DilocoState):
         train = config.train
+        assert train.diloco_steps is not None, "there are no rounds"
         self._first, self._every, self._last = train.diloco_after_steps, train.diloco_steps, train.steps
         step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
         self.jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))

@@ -151,6 +151,7 @@ class Fence:
             if verdict == "changed":
                 continue
             if verdict == "holds":
+                assert found is not None, "no verdict on nobody"
                 raise ConfigError(
                     f"run.dir={self._folder} is in use by {found.name}: wait for it, stop it, or choose another run.dir."
                 )
@@ -199,6 +200,7 @@ class Fence:
         self._file = file
 
     def _beat(self) -> None:
+        assert self._file is not None, "begun once the file is this process's"
         while not self._ended.wait(BEAT_S):
             try:
                 # First: the file of who has lost the directory may be gone, and not take a sign of life.

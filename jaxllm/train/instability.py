@@ -73,7 +73,8 @@ def skip_not_finite(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array
 def skip_spikes(deviations: float) -> Judge:
     """The Judge that skips them too."""
 
-    def judge(recent: Recent, loss: jax.Array, grad_norm: jax.Array):
+    def judge(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
+        assert recent is not None, "part of the state with train.skip_spikes"
         new_2 = jnp.stack([loss, grad_norm]).astype(jnp.float32)
         spike = recent.is_spike(new_2, deviations)
         sound = jnp.isfinite(new_2).all() & ~spike

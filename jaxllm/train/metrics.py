@@ -49,7 +49,8 @@ class JsonLines:
             new = path.with_suffix(".new")
             new.write_text("".join(kept), encoding="utf-8")
             # Linked, then replaced: a kill in between leaves a copy too many, never a line too few.
-            os.link(path, next(a for n in itertools.count(1) if not (a := path.with_stem(f"{path.stem}-{n}")).exists()))
+            aside = next(a for n in itertools.count(1) if not (a := path.with_stem(f"{path.stem}-{n}")).exists())
+            os.link(path, aside)
             new.replace(path)
         self._file = path.open("a", encoding="utf-8")
 

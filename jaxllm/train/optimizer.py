@@ -37,11 +37,12 @@ def make_learning_rate(config: Config) -> LearningRate:
     train.batch_schedule) to the power that train.batch_lr names.
     """
     o = config.optimizer
-    total = float(config.total_tokens)
+    # Floats: int32 would overflow at 2 billion tokens.
+    total, warmup_tokens = float(config.total_tokens), float(o.warmup_tokens)
     decay_tokens = float(o.decay_tokens if o.decay_tokens is not None else total / 5)
     final = o.final_learning_rate_fraction
     phases, power = config.phases, {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.train.batch_lr]
-    # One entry a phase. float32 is exact to 1e-7 of the run, and int32 would overflow at 2 billion tokens.
+    # One entry a phase. float32 is exact to 1e-7 of the run.
     first_step = np.array([min(phase.first_step, 2**31 - 1) for phase in phases], np.int32)
     first_token = np.array([config.tokens_before(phase.first_step) for phase in phases], np.float32)
     step_tokens = np.array([phase.sequences * config.train.sequence_length for phase in phases], np.float32)
@@ -51,14 +52,14 @@ def make_learning_rate(config: Config) -> LearningRate:
         phase = (step >= first_step).sum() - 1
         done = (step - jnp.asarray(first_step)[phase]).astype(jnp.float32) + 1.0
         tokens = jnp.asarray(first_token)[phase] + done * jnp.asarray(step_tokens)[phase]
-        progress = jnp.clip((tokens - o.warmup_tokens) / max(total - o.warmup_tokens, 1.0), 0.0, 1.0)
+        progress = jnp.clip((tokens - warmup_tokens) / max(total - warmup_tokens, 1.0), 0.0, 1.0)
         decay = {
             "cosine": final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress)),
             "linear": 1 - (1 - final) * progress,
             "wsd": 1 - (1 - final) * jnp.clip((tokens - (total - decay_tokens)) / max(decay_tokens, 1.0), 0.0, 1.0),
             "constant": jnp.ones_like(progress),
         }[o.schedule]
-        warmup = jnp.minimum(tokens / max(o.warmup_tokens, 1), 1.0)
+        warmup = jnp.minimum(tokens / max(warmup_tokens, 1.0), 1.0)
         return o.learning_rate * warmup * decay * jnp.asarray(factor)[phase]
 
     return learning_rate

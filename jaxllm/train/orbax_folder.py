@@ -35,7 +35,7 @@ class OrbaxFolder(Folder):
         super().__post_init__()
         self._handler = ocp.PyTreeCheckpointHandler()
         with in_one_sentence(self.arrays):
-            found = self._handler.metadata(self.arrays)
+            found = self._handler.metadata(self.arrays)  # pyright: ignore[reportArgumentType]  # pathlib's will do
         self._described = getattr(found, "tree", found)["params"]
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
@@ -71,7 +71,7 @@ class OrbaxFolder(Folder):
             item, arguments = {name: item}, {name: arguments}
         with in_one_sentence(self.arrays):
             restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
-            found: Any = self._handler.restore(self.arrays, args=restore)
+            found: Any = self._handler.restore(self.arrays, args=restore)  # pyright: ignore[reportArgumentType]  # as above
         for name in ("params", *path):
             found = found[name]
         array = np.asarray(found)

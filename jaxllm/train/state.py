@@ -56,7 +56,9 @@ def state_shardings(
         params,
         transform_non_params=lambda _: replicated(mesh),
     )
-    return TrainState(replicated(mesh), jax.tree.map(host, params) if offload == "optimizer_and_master" else params, moments)
+    # Where the step lies, in the place of the step.
+    step: Any = replicated(mesh)
+    return TrainState(step, jax.tree.map(host, params) if offload == "optimizer_and_master" else params, moments)
 
 
 def what_to_offload(config: Config, mesh: Mesh) -> str:

@@ -299,6 +299,7 @@ class Trainer:
             # The step has them always, as it costs next to nothing; they are wanted where the other norms are.
             values.pop(LAYER_GRAD_NORM, None)
         values = by_layer(values)
+        assert self._last_finish_s is not None, "set when that step was started"
         now, tokens = time.perf_counter(), self.config.tokens_before(step)
         rate = (tokens - self.config.tokens_before(step - 1)) / (now - self._last_finish_s) / self.mesh.size
         self._last_finish_s = now

@@ -24,6 +24,8 @@ from jaxllm.plan.step_time import (
 )
 
 H100 = GPUS["h100-80gb"]
+ROUNDING = 1e-12
+"""Of sums of the same terms in another order, relative; Python 3.12 also sums floats otherwise than 3.11."""
 AXES = {"tensor": ("tensor", "tensor_skew"), "context": ("context",), "pipe": ("pipe", "bubble"), "data": ("data",)}
 
 
@@ -162,7 +164,7 @@ def test_boundless_links_expose_no_transfer(convention):
     for config in CONFIGS:
         terms, real = step(config, gpu, convention=convention).terms_s, step(config, convention=convention).terms_s
         assert {terms.get(name, 0) for name in ("tensor", "context", "pipe", "data", "offload", "offload_state")} == {0}
-        assert sum(terms.values()) <= sum(real.values())
+        assert sum(terms.values()) <= sum(real.values()) * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
@@ -172,7 +174,7 @@ def test_a_better_gpu_is_never_slower(convention, field):
     better = {dtype: 2 * flops for dtype, flops in value.items()} if field == "dense_flops" else 2 * value
     gpu = dataclasses.replace(H100, **{field: better})
     for config in CONFIGS:
-        assert step(config, gpu, convention=convention).step_s <= step(config, convention=convention).step_s
+        assert step(config, gpu, convention=convention).step_s <= step(config, convention=convention).step_s * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

@@ -106,9 +106,12 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.parametrize("larger", [1, 2**22], ids=["thousands", "billions"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_are_counted_in_tokens(tiny_config, name):
-    overrides = [f"optimizer.schedule={name}", "optimizer.learning_rate=1.0", "optimizer.warmup_tokens=1280", "train.steps=100"]
-    rate = make_learning_rate(tiny_config(*overrides))
+def test_schedules_are_counted_in_tokens(tiny_config, name, larger):
+    # 5.4 billion tokens of warm-up do not fit an int32.
+    overrides = [f"optimizer.schedule={name}", "optimizer.learning_rate=1.0", "train.steps=100"]
+    sizes = [f"optimizer.warmup_tokens={1280 * larger}", f"train.global_batch_sequences={8 * larger}"]
+    rate = make_learning_rate(tiny_config(*overrides, *sizes))
     rates = [float(rate(jnp.asarray(step - 1))) for step in (5, 10, 55, 80, 90, 100)]
     np.testing.assert_allclose(rates, SCHEDULES[name], rtol=1e-5)
