@@ -34,7 +34,7 @@ from typing import Literal, get_args
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config_errors import ConfigError
-from jaxllm.plan.activations import bytes_per_token_and_layer, context_method, is_blockwise, policy_of
+from jaxllm.plan.activations import bytes_per_token_and_layer, context_method, is_blockwise, policy_of, takes_cudnn
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.megatron import megatron_flops_per_token
@@ -366,7 +366,7 @@ class _Step:
         """
         heads, multiprocessors = self.model.num_heads // self.t, self.gpu.chip.multiprocessors
         square = 2 * self.rows * self.S * heads * self.model.head_dim
-        if self.is_megatron or (self.model.attention != "xla" and self.model.compute_dtype == "bfloat16"):
+        if self.is_megatron or takes_cudnn(self.model):
             blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
             filled = blocks / (-(-blocks // multiprocessors) * multiprocessors)
             half_s = square / 2 / (self.peak_flops * filled)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,7 +11,9 @@ import scripts
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.mesh import axis_sizes
+from jaxllm.model.attention import choose_kernel
 from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.activations import is_blockwise, takes_cudnn
 from jaxllm.plan.hardware import GPUS, find_gpu
 from jaxllm.plan.layer_backward import attention, layer_backward, layers_of_weights
 from jaxllm.plan.memory import FLOAT32, Elements, Step, estimate_memory, parameters, slots_of
@@ -150,6 +153,18 @@ def test_plain_attention_holds_its_scores():
     fused, plain = (terms(model={**MODEL, "attention": kind}, parallel={"data": 1}) for kind in ("auto", "xla"))
     assert "attention_scores" not in fused
     assert plain["attention_scores"] == 10 * 2048 * 2048 * 8
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"compute_dtype": "float32"}, {"head_dim": 20}, {"head_dim": 136}, {"attention": "xla"}], ids=str
+)
+def test_attention_is_cudnns_where_a_gpu_would_take_it(changes):
+    """Plain XLA's on one rank has no results to keep, whether documents are masked or not."""
+    cfg = config({**MODEL, **changes}, parallel={"data": 1}, data={"mask_documents": True})
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+    found = choose_kernel(cfg.model, gpu, in_blocks=False)
+    assert (takes_cudnn(cfg.model), is_blockwise(cfg)) == ((found == "cudnn"),) * 2
+    assert ("attention_scores" in terms(model=cfg.model.model_dump(), parallel={"data": 1})) == (found == "xla")
 
 
 # --------------------------------------------------------------------------------------------------- against compiled steps
