@@ -75,7 +75,8 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     import jax
 
     import jaxllm
-    from jaxllm.train.checkpoint import Checkpoints, describe_run, saved_steps, versions
+    from jaxllm.pretrained.folder import versions
+    from jaxllm.train.checkpoint import Checkpoints, describe_run, saved_steps
 
     trainer = jaxllm.Trainer(config)
     for _ in trainer.steps(3):

@@ -83,7 +83,7 @@ def speed(config: Config, times_s: Sequence[float], device_kind: str) -> Figures
     rate = config.step_tokens / median
     causal, full = (rate * train_flops_per_token(model, S, causal=causal) for causal in (True, False))
     gpu = gpu_from_device_kind(device_kind)
-    peak = gpu.dense_flops["tf32" if model.compute_dtype == "float32" else "bfloat16"] if gpu else None
+    peak = gpu.peak_flops(model.compute_dtype) if gpu else None
     return {
         "device": device_kind,
         "parameters": parameter_count(model),
@@ -121,8 +121,7 @@ def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False
       traced: look into two more steps with the profiler.
       at_most: sequences of a microbatch.
     """
-
-    from jaxllm.compile_report import total_bytes
+    from jaxllm.train.fits import total_bytes
 
     device = start_jax()
     gpu = gpu_from_device_kind(device.device_kind)

@@ -29,6 +29,7 @@ from jaxllm import aot, distributed, xla_flags
 from jaxllm.config import Config, ConfigError
 from jaxllm.hlo import Collective, Module, byte_size
 from jaxllm.jaxprs import matmul_flops, walk
+from jaxllm.joining import code_hash
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.overlap import Overlap, by_kind, play, sent_bytes
 from jaxllm.parallel.parallelize import parameter_table
@@ -37,7 +38,7 @@ from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
 from jaxllm.report import ParameterLine, describe
 from jaxllm.sharding import STACK_DIMS
-from jaxllm.train.fits import total_bytes
+from jaxllm.train.fits import capacity_of, total_bytes
 
 log = logging.getLogger(__name__)
 
@@ -225,11 +226,9 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     if gpus not in (None, len(devices)):
         raise ConfigError(f"There are {len(devices)} devices here, not {gpus}: name a kind with --gpu to compile for others.")
     kind = devices[0].device_kind
-    known, stats = gpu_from_device_kind(kind), devices[0].memory_stats() or {}
-    # What this process has taken says more than the table.
-    capacity = stats["bytes_limit"] - RESERVE_BYTES if "bytes_limit" in stats else known and known.capacity_bytes
+    known = gpu_from_device_kind(kind)
     per_host, because = hosts_of(len(devices), per_host, max(1, jax.local_device_count()))
-    named = (known.name if known else kind, known.memory_bytes if known else None, capacity)
+    named = (known.name if known else kind, known.memory_bytes if known else None, capacity_of(devices[0]))
     return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
 
 
@@ -453,19 +452,9 @@ def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: b
     what = config.model_dump(mode="json", exclude={"log": True, "checkpoint": True, "run": {"dir"}})
     kind = {**vars(gpu), "dense_flops": dict(gpu.dense_flops), "chip": asdict(gpu.chip)}
     share = [XLA_MEMORY_FRACTION, RESERVE_BYTES]
-    versions = [jax.__version__, jaxlib.__version__, *aot.versions(), xla_flags.given_flags(), source_hash()]
+    versions = [jax.__version__, jaxlib.__version__, *aot.versions(), xla_flags.given_flags(), code_hash()]
     told = json.dumps([what, kind, share, gpus, per_host, real_memory, versions], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
-
-
-def source_hash() -> str:
-    """Of jaxllm's Python files."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _read(file: Path, because: str) -> CompileReport | None:

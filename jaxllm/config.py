@@ -489,7 +489,7 @@ class Config(Section):
                 f"set train.sequence_length={nearest}."
             )
         chunks = parallel.pipe * parallel.virtual_stages
-        if not _all_have_layers(model.num_layers, chunks):
+        if not all_have_layers(model.num_layers, chunks):
             fix = _fewer_chunks(model.num_layers, parallel)
             raise refuse(
                 f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
@@ -680,7 +680,7 @@ def _check_fp8(model: ModelConfig, tensor: int) -> None:
             )
 
 
-def _all_have_layers(layers: int, chunks: int) -> bool:
+def all_have_layers(layers: int, chunks: int) -> bool:
     """Whether every chunk has a layer, where all but the last are full."""
     return layers > (chunks - 1) * math.ceil(layers / chunks)
 
@@ -688,11 +688,11 @@ def _all_have_layers(layers: int, chunks: int) -> bool:
 def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
     """What to set so that every chunk has a layer: fewer virtual stages if that does, else fewer stages."""
     for virtual_stages in range(parallel.virtual_stages - 1, 1, -1):
-        if _all_have_layers(layers, parallel.pipe * virtual_stages):
+        if all_have_layers(layers, parallel.pipe * virtual_stages):
             return f"set parallel.virtual_stages={virtual_stages}"
-    if parallel.virtual_stages > 1 and _all_have_layers(layers, parallel.pipe):
+    if parallel.virtual_stages > 1 and all_have_layers(layers, parallel.pipe):
         return "set parallel.virtual_stages=1 and schedule=1f1b"
-    stages = next(pipe for pipe in range(parallel.pipe - 1, 0, -1) if _all_have_layers(layers, pipe))
+    stages = next(pipe for pipe in range(parallel.pipe - 1, 0, -1) if all_have_layers(layers, pipe))
     return f"set parallel.pipe={stages}" + (", virtual_stages=1 and schedule=1f1b" if parallel.virtual_stages > 1 else "")
 
 

@@ -23,6 +23,11 @@ def refuse(sentence: str) -> PydanticCustomError:
     return PydanticCustomError("jaxllm", "{sentence}", {"sentence": sentence})
 
 
+def line_of(error: BaseException) -> str:
+    """What an error says, in one line without its full stop: to stand in a sentence."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
     """The first thing wrong with a config of class `root`, in words a user can act on."""
     first = error.errors()[0]

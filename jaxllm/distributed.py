@@ -234,7 +234,7 @@ def leaving_on_errors():
         if jax.distributed.is_initialized():
             code = error.exit_code if isinstance(error, ConfigError) else 1
             if _line is not None:
-                _line.failed(_in_a_sentence(error), code, perhaps_a_peer=_comes_of_jax(error))
+                _line.failed(_in_a_sentence(error), code, perhaps_a_peer=any(map(is_of_jax, causes(error))))
             # Runs before JAX's own farewell (last registered, first called), after the error was printed.
             atexit.register(_leave, code)
             # Python first waits for threads, and one of Orbax's may wait for a process that never comes.
@@ -257,14 +257,18 @@ def leave_at_once(told: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _comes_of_jax(error: BaseException | None) -> bool:
-    """Whether is_of_jax holds for it or for what it was raised from: a save turns what it meets into an error of its own."""
-    seen: list[BaseException] = []
-    # An error may be raised from itself; `from None` says that what came before explains nothing.
-    while error is not None and error not in seen:
-        seen.append(error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return any(is_of_jax(one) for one in seen)
+def causes(error: BaseException | None, *, suppressed: bool = False) -> list[BaseException]:
+    """An error and what it was raised from, in that order: a save turns what it meets into an error of its own.
+
+    Args:
+      suppressed: also what `from None` says explains nothing.
+    """
+    links: list[BaseException] = []
+    # An error may be raised from itself.
+    while error is not None and error not in links:
+        links.append(error)
+        error = error.__cause__ or (error.__context__ if suppressed or not error.__suppress_context__ else None)
+    return links
 
 
 def is_of_jax(error: BaseException) -> bool:

@@ -70,7 +70,7 @@ class _Place:
         return self.among[self.position + 1 : done], self.among[done]
 
     def inputs(self) -> list[Instruction]:
-        names = set(re.findall(r"%([\w.\-]+)", self.instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
+        names = set(_OPERAND.findall(self.instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
         return [instruction for instruction in self.among[: self.position] if instruction.name in names]
 
 

@@ -149,7 +149,7 @@ def _call(
         name,
         f"{name} {_boot_id()}",
         os.getpid(),
-        {"jaxllm": jaxllm.__version__, "JAX": jax.__version__, "jaxlib": jaxlib.__version__, "jaxllm's code": _code()},
+        {"jaxllm": jaxllm.__version__, "JAX": jax.__version__, "jaxlib": jaxlib.__version__, "jaxllm's code": code_hash()[:10]},
         # Where a compiler dumps to may name the host.
         [flag for flag in flags.split() if not flag.startswith("--xla_dump_")],
         place.launch_id,
@@ -161,12 +161,12 @@ def _call(
     )
 
 
-def _code() -> str:
-    """The first letters of a hash of jaxllm's own files: hosts with checkouts of their own may differ in more than versions."""
+def code_hash() -> str:
+    """Of jaxllm's own files: hosts with checkouts of their own may differ in more than versions."""
     folder, found = Path(jaxllm.__file__).parent, hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         found.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
-    return found.hexdigest()[:10]
+    return found.hexdigest()
 
 
 def _boot_id() -> str:

@@ -314,7 +314,7 @@ def attend(own: Call, launch: Launch) -> Answer:
     while True:
         try:
             with connect(launch.host, launch.port, TRY_S) as connection:
-                return _converse(connection, own, launch, until_s)
+                return _converse(connection, own, until_s)
         except OSError as error:
             why = error.strerror or str(error)
         except _NotYet as reason:
@@ -342,7 +342,7 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
     return connection
 
 
-def _converse(connection: socket.socket, own: Call, launch: Launch, until_s: float) -> Answer:
+def _converse(connection: socket.socket, own: Call, until_s: float) -> Answer:
     connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
     answer, buffer = None, bytearray()
     message = _next(connection, buffer, min(until_s, time.monotonic() + FIRST_WORD_S))
@@ -394,7 +394,7 @@ def _ask(address: str, launch: Launch, own: Call) -> str:
     """
     try:
         with connect(address, launch.port, ASK_S) as connection:
-            _converse(connection, own, launch, time.monotonic() + ASK_S)
+            _converse(connection, own, time.monotonic() + ASK_S)
     except _AnotherLaunch as reason:
         return f" ({reason})"
     except (OSError, _NotYet):

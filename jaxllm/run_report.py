@@ -296,7 +296,7 @@ def usual_rate(history: History) -> float | None:
 def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None, rate: float) -> float | None:
     """Measured over predicted time of the run's last steps; None where the run was not on such GPUs, as far as it told."""
     config, peak = history.config, history.last("device_peak_flops")
-    if peak is None or peak != gpu.dense_flops["tf32" if config.model.compute_dtype == "float32" else "bfloat16"]:
+    if peak is None or peak != gpu.peak_flops(config.model.compute_dtype):
         return None
     ranks = ranks_of(config)
     sequences = config.phase_at(int(history.steps[-1]) - 1).sequences

@@ -96,9 +96,9 @@ class Scale:
         return log_ticks(self.least, self.most) if self.is_log else even_ticks(self.least, self.most)
 
 
-def even_ticks(least: float, most: float, about: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten."""
-    raw = (most - least) / about
+def even_ticks(least: float, most: float) -> list[float]:
+    """Some five multiples of 1, 2 or 5 times a power of ten."""
+    raw = (most - least) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9)

@@ -157,8 +157,8 @@ def compile_options(config: Config, platform: str) -> dict[str, Any]:
     # For steps that are compiled where nothing runs: in a run the flag is there from the start.
     options = options | (dict.fromkeys(DETERMINISTIC_GPU_FLAGS, True) if config.run.deterministic else {})
     options = options | optional_gpu_options(config)
-    given = given_flags()
-    return {name: value for name, value in options.items() if f"--{name}" not in given and is_known(name)}
+    given = _given_names()
+    return {name: value for name, value in options.items() if name not in given and is_known(name)}
 
 
 def apply(run: RunConfig) -> list[str]:
@@ -174,7 +174,8 @@ def apply(run: RunConfig) -> list[str]:
     cpu_devices = run.cpu_devices or _forced_cpu_devices(given)
     if cpu_devices is not None:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
-    added = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given and is_known(name)]
+    names = _given_names()
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in names and is_known(name)]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
     if not any(os.environ.get(name) for name in MEMORY_VARIABLES):
@@ -216,13 +217,17 @@ def environment() -> dict[str, str]:
 
 def unknown_flags() -> list[str]:
     """Names in XLA_FLAGS that the installed jaxlib does not have: the first use of a device would end the process."""
-    # Without dashes it is the name of a file that holds flags.
+    return [name for name in _given_names() if not is_known(name)]
+
+
+def _given_names() -> list[str]:
+    """Of the flags in XLA_FLAGS, without dashes, each once."""
     try:
         words = shlex.split(given_flags())
     except ValueError:
         words = given_flags().split()
-    names = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    return [name for name in dict.fromkeys(names) if not is_known(name)]
+    # Without dashes it is the name of a file that holds flags.
+    return list(dict.fromkeys(word[2:].partition("=")[0] for word in words if word.startswith("--")))
 
 
 def _forced_cpu_devices(flags: str) -> int | None:

@@ -1,6 +1,5 @@
 """benchmarks/batch_study.py: which runs it takes, when it ends, and what one of them says."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,19 +7,14 @@ from pathlib import Path
 
 import outside
 import pytest
+import scripts
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "batch_study.py"
 
 
 @pytest.fixture(scope="module")
 def batch_study():
-    spec = importlib.util.spec_from_file_location("batch_study", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look themselves up there.
-    sys.modules["batch_study"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["batch_study"]
+    return scripts.load("benchmarks/batch_study.py")
 
 
 def best_of(run):

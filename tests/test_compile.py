@@ -15,6 +15,7 @@ import jax
 import pytest
 import yaml
 from rich.console import Console
+from step_flops import step_matmul_flops
 from tiny import SMALL_MODEL
 
 from jaxllm import compile_report as module
@@ -23,7 +24,6 @@ from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, trace_st
 from jaxllm.compile_report import compile_report, kernel_flops, origin, report_from_json
 from jaxllm.compile_text import render
 from jaxllm.config import ConfigError, config_folder, load_config
-from jaxllm.plan.flops import step_matmul_flops
 from jaxllm.plan.hardware import GPUS, find_gpu
 
 H100 = GPUS["h100-80gb"]

@@ -81,6 +81,9 @@ def read_in(tree: ast.AST) -> set[tuple[str, str]]:
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
         owner = last_name(node.value)
+        if owner == "data" and isinstance(node.value, ast.Attribute) and last_name(node.value.value) != "config":
+            # Trainer.data, and what DataConfig calls so too.
+            continue
         classes = {NAMED[owner]} if owner in NAMED else set()
         for cls in classes | known.get(owner, set()):
             if node.attr in cls.model_fields:
@@ -108,7 +111,7 @@ def run(config, optimizer: OptimizerConfig):
     train = config.train
     for part in config.data.sources:
         part.weight
-    return train.sequence_length, optimizer.beta1, config.log.every_steps, unknown.keep
+    return train.sequence_length, optimizer.beta1, config.log.every_steps, unknown.keep, trainer.data.packing
 class Kept:
     def __init__(self, config: CheckpointConfig):
         self._config = config

@@ -1,6 +1,5 @@
 """benchmarks/gpu.py at its smallest: its figures agree with each other, and it goes on where it stopped."""
 
-import importlib
 import itertools
 import json
 import math
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import outside
 import pytest
+import scripts
 
 from jaxllm.config import load_config
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
@@ -24,12 +24,8 @@ HAS_TORCH = bool(find_spec("torch") and find_spec("transformers"))
 
 @pytest.fixture(scope="module")
 def modules():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        names = ("apart", "gpu", "gpu_cases", "gpu_foretold", "gpu_table")
-        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.pop(0)
+    names = ("apart", "gpu", "gpu_cases", "gpu_foretold", "gpu_table")
+    return SimpleNamespace(**{name: scripts.load(f"benchmarks/{name}.py") for name in names})
 
 
 def run(*arguments) -> subprocess.CompletedProcess:

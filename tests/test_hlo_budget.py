@@ -1,27 +1,15 @@
 """No step is compiled into more kernels, fusions, collectives or temporary bytes than benchmarks/hlo_budget.json allows."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import outside
 import pytest
+import scripts
 
 from jaxllm.aot import can_compile_for_gpus
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "hlo_budget.py"
-
-
-def script():
-    spec = importlib.util.spec_from_file_location("hlo_budget", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-budget = script()
+budget = scripts.load("benchmarks/hlo_budget.py")
 
 
 def test_growth_is_named_and_shrinking_is_not():
@@ -45,7 +33,7 @@ def test_nothing_grew():
     if kept["versions"] != budget.versions():
         pytest.skip(f"the budget is of {', '.join(kept['versions'])}; here are {', '.join(budget.versions())}")
     finished = subprocess.run(
-        [sys.executable, SCRIPT], env=outside.environment(JAX_PLATFORMS="cpu"), capture_output=True, text=True
+        [sys.executable, budget.__file__], env=outside.environment(JAX_PLATFORMS="cpu"), capture_output=True, text=True
     )
     cure = "If that is as it should be, say why: python benchmarks/hlo_budget.py --write REASON"
     assert finished.returncode == 0, f"{finished.stdout}{finished.stderr}\n{cure}"

@@ -211,7 +211,7 @@ def test_works_from_any_folder(tmp_path):
     assert result.stdout.splitlines() == [str(CHECKOUT), f"{tmp_path}/a/b", "/c", f"{tmp_path}/here"]
 
 
-def test_none_uses_the_current_python(tmp_path):
+def test_none_uses_the_current_python():
     result = in_environment('prepare_environment test; echo "$python"; echo "$PYTHONPATH"', PYTHON=sys.executable)
     assert result.returncode == 0, result.stderr
     python, path = result.stdout.splitlines()

@@ -1,6 +1,5 @@
 """Several processes as several hosts: the same losses as one, checkpoints that change hands, refusals, the local launcher."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from golden.weights import to_ours
 from hf_folders import HUB, model_of, random_weights, write_folder
+from run_files import records
 from tiny import TINY
 
 import jaxllm
@@ -64,15 +64,14 @@ def cluster(count: int, *command, **options) -> subprocess.CompletedProcess:
     return subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, **options)
 
 
-def records(folder: Path, key: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[key] for line in lines if key in line]
+def figures(folder: Path, key: str) -> list[float]:
+    return [line[key] for line in records(folder) if key in line]
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
     for key in ("loss", "eval_loss", "grad_norm"):
-        np.testing.assert_allclose(records(folder, key), records(reference, key), rtol=1e-6, err_msg=key)
-    assert records(folder, "step") == records(reference, "step")
+        np.testing.assert_allclose(figures(folder, key), figures(reference, key), rtol=1e-6, err_msg=key)
+    assert figures(folder, "step") == figures(reference, "step")
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
@@ -152,8 +151,8 @@ def test_two_processes_train_like_one_and_one_resumes_them(recipe, tmp_path):
     fit(config)
     resumed = fit(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(pair)})}))
     assert resumed.step == 4
-    np.testing.assert_allclose(records(pair, "loss"), records(alone, "loss"), rtol=1e-6)
-    np.testing.assert_allclose(records(pair, "grad_norm"), records(alone, "grad_norm"), rtol=1e-6)
+    np.testing.assert_allclose(figures(pair, "loss"), figures(alone, "loss"), rtol=1e-6)
+    np.testing.assert_allclose(figures(pair, "grad_norm"), figures(alone, "grad_norm"), rtol=1e-6)
 
 
 @pytest.mark.launcher
@@ -184,7 +183,7 @@ def test_processes_take_up_the_checkpoint_of_one(recipe, tmp_path):
         result = cluster(count, "jaxllm", "train", recipe, *overrides, cwd=tmp_path)
         assert result.returncode == 0, result.stdout + result.stderr
         assert f"[0] resumed from step {steps - 2}" in result.stdout
-    np.testing.assert_allclose(records(tmp_path / "relay", "loss"), records(tmp_path / "whole", "loss"), rtol=1e-6)
+    np.testing.assert_allclose(figures(tmp_path / "relay", "loss"), figures(tmp_path / "whole", "loss"), rtol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import scripts
 from tiny import TINY
 
 from jaxllm.aot import can_compile_for_gpus
@@ -21,11 +22,7 @@ libraries_warn = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::
 
 @pytest.fixture(scope="module")
 def runner():
-    """notebooks/run.py as a module."""
-    spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("notebooks/run.py")
 
 
 def kept(name):

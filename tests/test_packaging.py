@@ -1,6 +1,5 @@
 """The wheel: what it holds, and that it runs where no checkout is."""
 
-import json
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import outside
 import pytest
+from run_files import steps_of
 
 import jaxllm
 from jaxllm.config import ConfigError, config_folder, load_config
@@ -92,5 +92,4 @@ def test_the_wheel_trains_the_quickstart_outside_the_checkout(wheel, tmp_path):
     command = ["train", "configs/quickstart.yaml", *sizes, *short, *unheld]
     run = subprocess.run([sys.executable, "-m", "jaxllm.cli", *command], **place)
     assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in (work / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert [line["step"] for line in steps_of(work / "runs" / "quickstart")] == [1, 2]

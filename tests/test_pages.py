@@ -3,15 +3,14 @@ are there, and the recipe cards say what their script keeps. Nothing is compiled
 
 import ast
 import functools
-import importlib.util
 import inspect
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scripts
 import typer
 import yaml
 
@@ -31,16 +30,6 @@ RECIPE_COMMANDS = ("train", "inspect", "estimate", "compile", "plan", "schedule"
 ANY_RECIPE = {"model": {"name": "llama-3.2-1b"}, "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1024}}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-
-
-def script(name):
-    """A module of docs/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", CHECKOUT / "docs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look themselves up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # ------------------------------------------------------------------------------------------------------ reading Markdown
@@ -166,7 +155,7 @@ def test_reading_markdown(tmp_path):
 
 @pages
 def test_links_lead_somewhere(page):
-    slug = script("recipes").slug
+    slug = scripts.load("docs/recipes.py").slug
     wrong = []
     for link in re.findall(r"\]\(([^)\s]+)\)", parts(page)[0]):
         path, _, anchor = link.partition("#")
@@ -250,26 +239,33 @@ def test_python_calls_what_is_there(page):
                 inspect.signature(function).bind(*[None] * len(node.args), **keywords)
 
 
+def recipes_shown(page):
+    shown = (yaml.safe_load(block) for language, block in parts(page)[1] if language == "yaml")
+    return [values for values in shown if {"model", "train"} <= values.keys()]
+
+
 @pages
 def test_recipes_that_are_shown_load(page):
-    shown = [yaml.safe_load(block) for language, block in parts(page)[1] if language == "yaml"]
-    for values in shown:
-        if {"model", "train"} <= values.keys():
-            load_config(values)
+    for values in recipes_shown(page):
+        assert load_config(values).model_fields_set == values.keys()
+
+
+def test_recipes_are_shown():
+    assert any(recipes_shown(page) for page in PAGES)
 
 
 def test_every_picture_is_drawn_by_the_one_command():
-    pictures = script("pictures").PICTURES
+    pictures = scripts.load("docs/pictures.py").PICTURES
     assert {path.stem for path in (CHECKOUT / "docs").glob("*.png")} == set(pictures)
     shown = {Path(path).stem for page in PAGES for path in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", parts(page)[0])}
     assert shown == set(pictures)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", script("pictures").PICTURES)
+@pytest.mark.parametrize("name", scripts.load("docs/pictures.py").PICTURES)
 def test_a_picture_is_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
-    script("pictures").PICTURES[name](tmp_path / f"{name}.png")
+    scripts.load("docs/pictures.py").PICTURES[name](tmp_path / f"{name}.png")
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
@@ -298,7 +294,7 @@ def test_every_cell_of_what_composes_names_its_test():
 
 
 def test_cards_say_what_their_script_keeps():
-    recipes = script("recipes")
+    recipes = scripts.load("docs/recipes.py")
     assert recipes.page() == recipes.PAGE.read_text(encoding="utf-8")
     for card in recipes.CARDS:
         answer = CHECKOUT / card.answer
@@ -313,7 +309,7 @@ def test_cards_say_what_their_script_keeps():
 
 
 def test_a_card_shows_its_figures(tmp_path, monkeypatch):
-    recipes = script("recipes")
+    recipes = scripts.load("docs/recipes.py")
     card = recipes.CARDS[0]
     candidate = {"pipe": 2, "data": 4, "context": 1, "tensor": 1, "zero": 1, "microbatch_sequences": 1, "remat": "full"}
     candidate |= {"schedule": "interleaved", "virtual_stages": 2, "estimate_bytes": 2**30, "tokens_per_s_per_gpu": 1234.0}

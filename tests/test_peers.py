@@ -187,11 +187,15 @@ def test_process_0_out_of_reach_is_refused(monkeypatch):
 
 
 def test_last_words_that_nobody_reads_do_not_keep_a_process(monkeypatch):
-    def refuse(*_):
+    tried = []
+
+    def refuse(_, words):
+        tried.append(words)
         raise BrokenPipeError
 
     monkeypatch.setattr(peers.os, "write", refuse)
     peers.print_sentence("told to nobody")
+    assert tried == [b"jaxllm: told to nobody\n"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- errors

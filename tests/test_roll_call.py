@@ -97,7 +97,7 @@ def test_processes_of_one_host_share_its_gpus_in_the_order_of_their_ranks(meet):
     assert [answer.devices for answer in answers] == [[0, 1], [2, 3]]
 
 
-def test_one_that_was_started_again_takes_its_place(meet, launch):
+def test_one_that_was_started_again_takes_its_place(launch):
     """Its first try is seen to be gone, whatever the order in which process 0 looks."""
     place = launch(0)
     with ThreadPoolExecutor(3) as pool:
@@ -110,7 +110,7 @@ def test_one_that_was_started_again_takes_its_place(meet, launch):
         assert [other.result(timeout=30).members[1] for other in others] == [("h1", 101)] * 2
 
 
-def test_strangers_at_the_port_disturb_nothing(meet, launch):
+def test_strangers_at_the_port_disturb_nothing(launch):
     place = launch(0)
     with ThreadPoolExecutor(3) as pool, socket.socket() as silent, socket.socket() as browser:
         zero = pool.submit(host, open_port(place, call(0)), call(0), place, 4321)
@@ -166,7 +166,7 @@ def test_what_is_wrong_once_all_are_there_is_known_to_all(meet):
     }
 
 
-def test_another_launch_on_this_port_is_named(meet, launch):
+def test_another_launch_on_this_port_is_named(launch):
     place = launch(0)
     with ThreadPoolExecutor(1) as pool:
         zero = pool.submit(host, open_port(place, call(0, launch_id="old")), call(0, launch_id="old"), place, 4321)

@@ -100,7 +100,7 @@ def test_at_the_runs_own_batch_it_needs_the_runs_own_steps():
 def test_the_limits_are_those_of_the_law():
     """McCandlish et al. 2018: (steps / least - 1) (tokens / least - 1) = 1, and both twice the least at the noise scale."""
     needed = needed_for(np.full(50, 400.0), np.full(50, 1600.0))
-    assert needed.critical_batch_tokens == pytest.approx(1600)
+    assert needed.least_tokens / needed.least_steps == pytest.approx(1600)
     for batch in (1.0, 400.0, 1600.0, 1e6):
         over = needed.steps(batch) / needed.least_steps - 1, needed.tokens(batch) / needed.least_tokens - 1
         assert over[0] * over[1] == pytest.approx(1)
@@ -540,11 +540,15 @@ def test_gpus_say_what_was_in_use(monkeypatch):
 def test_programs_that_take_more_are_told_of():
     from jaxllm.train.run_clock import RunClock
 
-    def program(size):
-        others = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"), 0)
-        return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(argument_size_in_bytes=size, **others))
+    class Program:
+        def __init__(self, size):
+            self.size = size
 
-    first, larger, smaller, clock = program(5), program(7), program(6), RunClock()
+        def memory_analysis(self):
+            others = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"), 0)
+            return SimpleNamespace(argument_size_in_bytes=self.size, **others)
+
+    first, larger, smaller, clock = Program(5), Program(7), Program(6), RunClock()
     lines = [
         clock.of_line(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None))
         for now in (first, first, larger, first, smaller)

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -109,9 +109,9 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
         copy_companions(folder.companions, aside / TOKENIZER)
         agreement = require_agreement(folder.path, aside) if verify else None
     names = tuple(sorted({move.dtype.name for move in moves}))
-    done = Conversion(source, destination, len(moves), layout.total_bytes, names, len(layout.files), folder.dropped, agreement)
     # Both names of a tied matrix count, where both were there.
-    return replace(done, tensors=len(folder.tensors))
+    count, files = len(folder.tensors), len(layout.files)
+    return Conversion(source, destination, count, layout.total_bytes, names, files, folder.dropped, agreement)
 
 
 def to_hf(

@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
-from jaxllm.data.tokenizer import line_of, read_json
+from jaxllm.config_errors import ConfigError, line_of
+from jaxllm.data.tokenizer import read_json
 
 ASSISTANT = "assistant"
 TEMPLATE_FILE = "chat_template.jinja"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config_errors import ConfigError, line_of
 
 _LINES = (".jsonl", ".json", ".ndjson")
 _CHUNK = 1 << 20
@@ -247,7 +247,7 @@ def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
                             yield Record(*_row(number, value, text_key), read)
             except (ArrowException, OSError) as error:
                 # What the group still held is lost; the next one begins where it would have.
-                yield Record(None, number + 1, f"damaged Parquet ({_line(error)})", read)
+                yield Record(None, number + 1, f"damaged Parquet ({line_of(error)})", read)
                 number = before + parquet.metadata.row_group(group).num_rows
 
 
@@ -280,7 +280,7 @@ def _parquet(path: str) -> Any:
     try:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as Parquet ({_line(error)}): mend it or leave it out.") from None
+        raise ConfigError(f"{path} cannot be read as Parquet ({line_of(error)}): mend it or leave it out.") from None
 
 
 # ------------------------------------------------------------------------------------------------------- compression
@@ -314,7 +314,7 @@ class _Gzip(io.RawIOBase):
         try:
             return self._file.readinto(buffer)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _Damaged(f"damaged gzip ({_line(error)})") from None
+            raise _Damaged(f"damaged gzip ({line_of(error)})") from None
 
 
 class _Zstandard(io.RawIOBase):
@@ -343,14 +343,10 @@ class _Zstandard(io.RawIOBase):
             try:
                 self._output = memoryview(self._frame.decompress(data))
             except self._error as error:
-                raise _Damaged(f"damaged Zstandard ({_line(error)})") from None
+                raise _Damaged(f"damaged Zstandard ({line_of(error)})") from None
             if self._frame.eof:
                 self._waiting, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._output))
         buffer[:count] = self._output[:count]
         self._output = self._output[count:]
         return count
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config_errors import ConfigError, line_of
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
@@ -287,7 +287,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds no JSON object: mend it or remove it.")
     return values
-
-
-def line_of(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".")

@@ -46,11 +46,21 @@ def policy_of(remat: Remat) -> Policy:
     return Policy("mapping", keep, offload, everything=False)
 
 
+def remat_words(remat: Remat) -> str:
+    """parallel.remat in words: its name, or each tensor's fate."""
+    return remat if isinstance(remat, str) else ", ".join(f"{name} {fate}" for name, fate in remat.items())
+
+
+def takes_cudnn(model: ModelConfig) -> bool:
+    """Whether attention is cuDNN's on a GPU that has it, as model/attention.py says of a GPU that is there."""
+    return model.attention != "xla" and model.compute_dtype == "bfloat16" and model.head_dim % 8 == 0 and model.head_dim <= 128
+
+
 def is_blockwise(config: Config) -> bool:
     """Whether attention is put together from blocks on a GPU, so that it has ATTENTION_RESULTS: over context ranks, or where
     cuDNN masks documents. Plain XLA on one context rank has none.
     """
-    return config.parallel.context > 1 or (config.data.mask_documents and config.model.attention != "xla")
+    return config.parallel.context > 1 or (config.data.mask_documents and takes_cudnn(config.model))
 
 
 RING_MIN_ROWS = 4096

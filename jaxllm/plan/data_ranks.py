@@ -52,11 +52,6 @@ class Needed:
     least_tokens: float
     """With batches so small that a token is never wasted."""
 
-    @property
-    def critical_batch_tokens(self) -> float:
-        """Where steps and tokens are both twice the least."""
-        return self.least_tokens / self.least_steps
-
     def steps(self, batch_tokens: float) -> float:
         return self.least_steps + self.least_tokens / batch_tokens
 

@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.html_tables import preformatted
 from jaxllm.plan import flops
+from jaxllm.plan.activations import remat_words
 from jaxllm.plan.advice import Change, changes_that_fit
 from jaxllm.plan.cluster import HOST_GPUS, hosts_of, require_devices
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
 from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.plan.search import FIT_SHARE
-from jaxllm.plan.step_time import StepTime, estimate_step_time, step_time_lines
+from jaxllm.plan.step_time import CONVENTIONS, Convention, StepTime, estimate_step_time, step_time_lines
 
-Convention = Literal["jaxllm", "megatron"]
-CONVENTIONS = get_args(Convention)
 LABEL_WIDTH = 28
 """Characters of a table's first column."""
 MOST_CHANGES = 4
@@ -125,7 +124,7 @@ class Estimate:
         """Of the dense peak of the compute dtype, causal attention counted, whatever the convention."""
         if self.speed is None or self.gpu is None:
             return None
-        model, peak = self.config.model, peak_flops(self.gpu, self.config.model.compute_dtype)
+        model, peak = self.config.model, self.gpu.peak_flops(self.config.model.compute_dtype)
         return flops.mfu(self.speed.tokens_per_s_per_gpu, model, self.config.train.sequence_length, peak)
 
     def to_json(self) -> dict[str, Any]:
@@ -191,11 +190,9 @@ class Estimate:
         )
         pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""
-        fates = parallel.remat
-        remat = fates if isinstance(fates, str) else ", ".join(f"{name} {fate}" for name, fate in fates.items())
         yield (
             f"  pipe {parallel.pipe}{virtual}, data {parallel.data}, context {parallel.context}, tensor {parallel.tensor}; "
-            f"ZeRO {parallel.zero}{pipeline}; remat {remat}"
+            f"ZeRO {parallel.zero}{pipeline}; remat {remat_words(parallel.remat)}"
         )
         M, b = config.num_microbatches, config.microbatch_sequences
         yield (
@@ -297,11 +294,6 @@ def fold(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
         first, last = same[0].stage, same[-1].stage
         folded.append((f"stage {first}" if first == last else f"stages {first}-{last}", same[0]))
     return folded
-
-
-def peak_flops(gpu: Gpu, compute_dtype: str) -> float:
-    """Dense peak, FLOP/s. XLA multiplies float32 matrices in TF32 on these chips."""
-    return gpu.dense_flops["tf32" if compute_dtype == "float32" else "bfloat16"]
 
 
 def _words(name: str) -> str:

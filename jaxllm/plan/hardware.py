@@ -37,7 +37,7 @@ RESERVE_BYTES = 2**30
 then be lowered by as much), and for what lies in XLA's share beside the step: the next batch, cuBLAS's workspaces, gaps
 between buffers. Chosen, not measured."""
 
-NVLINK_LATENCY_S, PCIE_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 5.7e-6, 14e-6
+NVLINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 14e-6
 """Of one step of a ring, as NCCL's own tuning assumes for long messages (hwLat in graph/tuning.cc, ring, protocol Simple)."""
 
 
@@ -102,6 +102,10 @@ class Gpu:
     """What JAX calls it (`jax.Device.device_kind`), the whole name: a PCIe card or a cut-down export model of the same family
     has other figures. '' where nobody has told us."""
 
+    def peak_flops(self, compute_dtype: str) -> float:
+        """Dense peak, FLOP/s, of matmuls in a compute dtype. XLA multiplies float32 matrices in TF32 on these chips."""
+        return self.dense_flops["tf32" if compute_dtype == "float32" else "bfloat16"]
+
     @property
     def float8_flops(self) -> float | None:
         """Peak FLOP/s of FP8 without sparsity: twice bfloat16's on every chip that has it (NVIDIA's data sheets of H100, H200
@@ -129,8 +133,6 @@ def _gpu(
     chip: Chip,
     source: str,
     device_kind: str = "",
-    link_latency_s: float = NVLINK_LATENCY_S,
-    network_latency_s: float = NETWORK_LATENCY_S,
 ) -> Gpu:
     flops = {"bfloat16": bfloat16_tflops * TERA, "tf32": tf32_tflops * TERA, "float32": float32_tflops * TERA}
     return Gpu(
@@ -140,9 +142,9 @@ def _gpu(
         memory_bandwidth_bytes_per_s=memory_gb_per_s * GIGA,
         gpus_per_host=gpus_per_host,
         link_bandwidth_bytes_per_s=link_gb_per_s * GIGA,
-        link_latency_s=link_latency_s,
+        link_latency_s=NVLINK_LATENCY_S,
         network_bandwidth_bytes_per_s=network_gbit_per_s * GIGA / 8,
-        network_latency_s=network_latency_s,
+        network_latency_s=NETWORK_LATENCY_S,
         host_bandwidth_bytes_per_s=pcie_gb_per_s * GIGA * PCIE_SHARE,
         chip=chip,
         source=source,

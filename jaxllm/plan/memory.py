@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from jaxllm.config import Config, ConfigError, ModelConfig, ParallelConfig
-from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, is_blockwise, policy_of, takes_cudnn
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.layer_backward import layer_backward, runs_ahead
 from jaxllm.plan.schedule import GPIPE, make_schedule
@@ -486,7 +486,6 @@ class Step:
     def scores(self) -> float:
         """Numbers of one layer's square of scores, where plain XLA makes it."""
         m, p = self.model, self.parallel
-        fused = m.attention != "xla" and m.compute_dtype == "bfloat16" and m.head_dim % 8 == 0 and m.head_dim <= 128
-        if fused or p.context > 1:
+        if takes_cudnn(m) or p.context > 1:
             return 0
         return self.tokens * self.local_length * m.num_heads / p.tensor

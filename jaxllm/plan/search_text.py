@@ -13,7 +13,6 @@ from rich.text import Text
 
 from jaxllm.html_tables import preformatted, table
 from jaxllm.plan.cost import TrainingCost
-from jaxllm.plan.estimate import peak_flops
 from jaxllm.plan.hardware import readable
 from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
 from jaxllm.plan.space import remat_text, schedule_text
@@ -116,7 +115,7 @@ def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
 def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
     """Of one candidate, under HEADINGS."""
     choice, compiled = one.choice, one.compiled_bytes
-    peak_tflops = peak_flops(plan.gpu, plan.config.model.compute_dtype) / 1e12
+    peak_tflops = plan.gpu.peak_flops(plan.config.model.compute_dtype) / 1e12
     return [
         str(number),
         *(str(size) for size in (choice.mesh.pipe, choice.mesh.data, choice.mesh.context, choice.mesh.tensor)),

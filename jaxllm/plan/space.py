@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, ParallelConfig, Remat
+from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, ParallelConfig, Remat, all_have_layers, sequence_unit
 from jaxllm.plan.cluster import hosts_of
 from jaxllm.plan.memory import parameters
 from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
@@ -168,7 +168,7 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
         return f"{model.num_kv_heads} key-value heads can be neither split nor repeated over tensor"
     if model.intermediate_size % t:
         return f"intermediate_size={model.intermediate_size} does not divide over tensor"
-    if S % (c * math.lcm(2, t) if c > 1 else t):
+    if S % sequence_unit(c, t):
         return f"sequence_length={S} does not divide over context x tensor (over context in two chunks)"
     if gpus_per_host % (c * t) and not (across_hosts and c * t % gpus_per_host == 0):
         return BEYOND_HOST
@@ -235,11 +235,6 @@ def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
             found.append((INTERLEAVED, virtual_stages))
             chunks.add(chunk)
     return tuple(found)
-
-
-def all_have_layers(layers: int, chunks: int) -> bool:
-    """Whether every chunk has a layer, where all but the last are full (as config.py)."""
-    return layers > (chunks - 1) * math.ceil(layers / chunks)
 
 
 @lru_cache(maxsize=4096)

@@ -34,7 +34,7 @@ from typing import Literal, get_args
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config_errors import ConfigError
-from jaxllm.plan.activations import bytes_per_token_and_layer, context_method, is_blockwise, policy_of
+from jaxllm.plan.activations import bytes_per_token_and_layer, context_method, is_blockwise, policy_of, takes_cudnn
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.megatron import megatron_flops_per_token
@@ -206,8 +206,7 @@ class _Step:
         island = self.P * self.d * self.c * self.t
         self.devices = parallel.replica * island
         self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
-        # XLA multiplies float32 matrices in TF32.
-        self.peak_flops = gpu.dense_flops["tf32" if model.compute_dtype == "float32" else "bfloat16"]
+        self.peak_flops = gpu.peak_flops(model.compute_dtype)
         is_hopper = gpu.chip.compute_capability >= (9, 0)
         self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
         self.is_fp8, float8_flops = model.matmul_dtype == "fp8", gpu.float8_flops
@@ -367,7 +366,7 @@ class _Step:
         """
         heads, multiprocessors = self.model.num_heads // self.t, self.gpu.chip.multiprocessors
         square = 2 * self.rows * self.S * heads * self.model.head_dim
-        if self.is_megatron or (self.model.attention != "xla" and self.model.compute_dtype == "bfloat16"):
+        if self.is_megatron or takes_cudnn(self.model):
             blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
             filled = blocks / (-(-blocks // multiprocessors) * multiprocessors)
             half_s = square / 2 / (self.peak_flops * filled)
@@ -401,8 +400,8 @@ class _Step:
         return 0.0 if self.is_megatron else self.moved_s(self.layer_parameters * (2 * self.itemsize + 8 / shares))
 
     def recomputed(self) -> tuple[set[str], bool]:
-        """(matmuls that the backward repeats, whether it repeats attention), as flops.py counts them. Flash attention is what
-        Megatron's selective recomputation was for, so of its policies full is left."""
+        """(matmuls that the backward repeats, whether it repeats attention). Flash attention is what Megatron's selective
+        recomputation was for, so of its policies full is left."""
         if self.is_megatron:
             full = self.parallel.remat == "full"
             return (set(self.matmuls) - {"mlp_down"} if full else set()), full

@@ -196,7 +196,7 @@ def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
       KeyboardInterrupt: before any was found.
     """
     fits_options, steps = _for_any_fits(options), _Steps("sequence lengths", options.get("progress"))
-    start, unit = config.train.sequence_length, sequence_unit(config)
+    start, unit = config.train.sequence_length, length_unit(config)
 
     def of(units: int) -> Config:
         return config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": units * unit})})
@@ -224,7 +224,7 @@ def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
     return replace(found, interrupted=found.interrupted or interrupted)
 
 
-def sequence_unit(config: Config) -> int:
+def length_unit(config: Config) -> int:
     """Tokens of which the longest sequence is looked for in multiples."""
     return min(SEQUENCE_UNIT, 2 ** (config.train.sequence_length.bit_length() - 1))
 
@@ -239,7 +239,7 @@ def objective_line(objective: Objective, config: Config, gpus: int) -> str:
     return {
         "speed": "The fastest of all that fit",
         "gpus": f"The fewest GPUs, up to {gpus:,}, on which anything fits, and the fastest there",
-        "sequence": f"The longest sequence that fits, in multiples of {sequence_unit(config):,}, and the fastest of it",
+        "sequence": f"The longest sequence that fits, in multiples of {length_unit(config):,}, and the fastest of it",
         "microbatch": "The largest microbatch that fits, and the fastest with it",
     }[objective]
 

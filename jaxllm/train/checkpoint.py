@@ -225,7 +225,7 @@ class Checkpoints:
             f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
             f"the same command goes on from there."
         )
-        if distributed.is_of_jax(causes(error)[-1]):
+        if distributed.is_of_jax(distributed.causes(error, suppressed=True)[-1]):
             # Not of the disk: a device, or a peer that is gone.
             found.exit_code = exits.LOST
         return found
@@ -455,7 +455,7 @@ NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Permission denied", "T
 
 
 def is_not_damage(error: BaseException) -> bool:
-    links = causes(error)
+    links = distributed.causes(error, suppressed=True)
     return any(isinstance(link, MemoryError | PermissionError) for link in links) or any(
         word in str(link) for link in links for word in NOT_DAMAGE
     )
@@ -592,7 +592,7 @@ KNOWN_CAUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 def why(error: BaseException) -> str:
     """An error of Orbax, TensorStore or the file system in a few words."""
-    links = causes(error)
+    links = distributed.causes(error, suppressed=True)
     for link in links:
         if isinstance(link, OSError) and link.strerror:
             return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
@@ -600,12 +600,3 @@ def why(error: BaseException) -> str:
             if os.strerror(code) in str(link):
                 return os.strerror(code)
     return f"{type(links[-1]).__name__}: {' '.join(str(links[-1]).split())[:200]}"
-
-
-def causes(error: BaseException | None) -> list[BaseException]:
-    """An error and what it was raised from, in that order."""
-    links: list[BaseException] = []
-    while error is not None and error not in links:
-        links.append(error)
-        error = error.__cause__ or error.__context__
-    return links

@@ -23,7 +23,7 @@ from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable
 from jaxllm.parallel.stacking import stacking_of
-from jaxllm.plan.activations import is_blockwise
+from jaxllm.plan.activations import is_blockwise, remat_words
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.plan.noise_reading import reading
@@ -309,9 +309,8 @@ def announce(console: Console, trainer: Trainer) -> None:
     if config.total_tokens < config.optimizer.warmup_tokens:
         console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
     fates = config.parallel.remat
-    remat = fates if isinstance(fates, str) else ", ".join(f"{name} {fate}" for name, fate in fates.items())
     attention = trainer.parallelized.attention
-    console.say(f"attention {attention}; remat {remat}; {trainer.data.description}")
+    console.say(f"attention {attention}; remat {remat_words(fates)}; {trainer.data.description}")
     named = set(fates) & set(ATTENTION_RESULTS) if isinstance(fates, dict) else ()
     if named and (attention == "xla" or not is_blockwise(config)):
         console.say(f"note: attention that is not in blocks has no {', '.join(sorted(named))}: it is computed again")
@@ -424,17 +423,16 @@ def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: li
         if found is None:
             return interrupt.asked()
         (source, *_) = data.sources
-        for order, name in ((2, "bigrams"), (3, "trigrams")) if trainer.config.log.baselines else ():
+        for order, name in ((2, "bigrams"), (3, "trigrams")) if config.log.baselines else ():
             baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)
             console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
         documents = sum(len(source.held_out) for source in data.sources)
         console.say(f"{found.tokens:,} held-out {unit}s scored in {documents:,} document{'s' if documents > 1 else ''}")
         console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
-    log_config = trainer.config.log
-    if (length := log_config.sample_tokens) and data.tokenizer is not None:
-        prompt = data.tokenizer.encode(log_config.sample_prompt)
-        new = sample(trainer.model, prompt, length, window=trainer.config.train.sequence_length)
-        console.say("sample:\n" + log_config.sample_prompt + printable(data.tokenizer.decode(new)))
+    if (length := config.log.sample_tokens) and data.tokenizer is not None:
+        begun = config.log.sample_prompt
+        new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
+        console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
     return None
 
 
@@ -467,5 +465,4 @@ def is_multiple(step: int, every: int | None) -> bool:
 def peak_flops_of(trainer: Trainer) -> float | None:
     """Dense peak of this chip in the compute dtype, FLOP/s, or None where the chip is unknown."""
     gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
-    # XLA multiplies float32 matrices in TF32 on these chips.
-    return gpu.dense_flops["tf32" if trainer.config.model.compute_dtype == "float32" else "bfloat16"] if gpu else None
+    return gpu.peak_flops(trainer.config.model.compute_dtype) if gpu else None

@@ -61,7 +61,6 @@ def open_model(
     *,
     sequence_length: int = 1024,
     step: int | None = None,
-    key: str = KEY,
 ) -> Loaded:
     """A Hugging Face folder, a folder of jaxllm's own, a run directory or one of its checkpoints, on the devices at hand.
 
@@ -73,12 +72,11 @@ def open_model(
       overrides: `section.key=value` strings.
       sequence_length: of the sequences it will be asked about, unless train.sequence_length is overridden.
       step: of a run directory, this checkpoint rather than the newest.
-      key: what the user set to `path`, for errors.
 
     Raises:
       ConfigError: there is no model, or it does not fit the mesh that the overrides ask for.
     """
-    source = find_weights(key, str(path), step)
+    source = find_weights(KEY, str(path), step)
     config = config_of(source, overrides, sequence_length)
     distributed.start(config.run)
     devices = jax.devices()

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxllm.config import Config
-from jaxllm.sharding import Parameter, unstacked
+from jaxllm.sharding import unstacked
 
 LearningRate = Callable[[jax.Array], jax.Array]
 
@@ -22,7 +22,7 @@ def make_optimizer(config: Config, table: Any) -> optax.GradientTransformation:
     Decay is on matrices only: parameters with at least two dims besides the layer stack's.
     """
     adamw = config.optimizer
-    decayed = jax.tree.map(lambda p: len(unstacked(p.dims)) >= 2, table, is_leaf=_is_parameter)
+    decayed = jax.tree.map(lambda p: len(unstacked(p.dims)) >= 2, table)
     return optax.chain(
         optax.scale_by_adam(adamw.beta1, adamw.beta2, adamw.epsilon),
         optax.add_decayed_weights(adamw.weight_decay, mask=decayed),
@@ -71,7 +71,3 @@ def clip_by_norm(gradients: Any, norm: jax.Array, limit: float | None) -> Any:
         return gradients
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
     return jax.tree.map(lambda g: g * scale, gradients)
-
-
-def _is_parameter(x: Any) -> bool:
-    return isinstance(x, Parameter)

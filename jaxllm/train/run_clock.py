@@ -11,6 +11,7 @@ one step behind. Summed over a run they are exact.
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import jax
@@ -31,7 +32,8 @@ class RunClock:
         self._began_unix_s = time.time()
         self._before_s = progress.totals()
         self._first = True
-        self._programs: set[int] = set()
+        # Not held, for a program that is kept would keep its place on the devices; nor by id, which another may get after it.
+        self._programs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compiled_bytes = 0
 
     def of_line(self, trainer: Any, peak_flops: float | None = None) -> Record:
@@ -62,10 +64,9 @@ class RunClock:
 
     def _of_new_program(self, program: Any) -> int:
         """What XLA sets aside for a step; 0 where that is known or it does not say."""
-        # Ids, for a program that is kept would keep its place on the devices.
-        if program is None or id(program) in self._programs:
+        if program is None or program in self._programs:
             return 0
-        self._programs.add(id(program))
+        self._programs.add(program)
         # Not every backend of JAX's says.
         memory = program.memory_analysis()
         return 0 if memory is None else total_bytes(memory)

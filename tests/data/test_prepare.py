@@ -408,7 +408,7 @@ def broken(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 28, 400, 37])
-def test_broken_lines_are_named_also_in_split_files(tmp_path, broken, shard_bytes):
+def test_broken_lines_are_named_also_in_split_files(broken, shard_bytes):
     summary = here(["a.jsonl"], "out", shard_bytes=shard_bytes)
     assert summary.broken_records == tuple(f"a.jsonl:{number}: {reason}" for number, (_, reason) in BROKEN.items())
     assert (summary.broken, summary.empty) == (len(BROKEN), 1)

@@ -6,7 +6,6 @@ the one before has left.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -21,10 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import yaml
+from run_files import records, saved_state
 from tiny import TINY
 
 from jaxllm.train.checkpoint import saved_steps
@@ -130,14 +127,11 @@ class Run:
 
     def records(self) -> list[tuple[int, float, float]]:
         """(step, loss, norm of the gradient): JSON keeps every bit of them."""
-        path = self.dir / "metrics.jsonl"
-        lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+        lines = records(self.dir) if (self.dir / "metrics.jsonl").exists() else []
         return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
     def final_state(self) -> Any:
-        path, handler = self.dir / "checkpoints" / str(STEPS) / "state", ocp.PyTreeCheckpointHandler()
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
-        return handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        return saved_state(self.dir, STEPS)
 
 
 class Launch:

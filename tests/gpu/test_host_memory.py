@@ -1,18 +1,13 @@
 """Activations and optimizer state in the host's memory, on one NVIDIA GPU: same numbers as without, and saved as they were."""
 
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+from meshes import Run, assert_close
 
 from jaxllm.config import CheckpointConfig
 from jaxllm.train.checkpoint import Checkpoints, describe_run
 from jaxllm.train.state import HOST
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run, assert_close
 
 pytestmark = pytest.mark.gpu
 

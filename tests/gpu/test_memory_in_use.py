@@ -3,22 +3,15 @@
 Each step takes the GPU in a process of its own, so this process must not hold it: run this file alone.
 """
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
+import scripts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
 def measuring():
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    try:
-        return importlib.import_module("memory_in_use")
-    finally:
-        sys.path.pop(0)
+    return scripts.load("benchmarks/memory_in_use.py")
 
 
 def test_what_is_in_use_is_what_xla_says(measuring):

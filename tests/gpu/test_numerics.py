@@ -1,6 +1,5 @@
 """FP8's rounding by the hardware, and two deterministic runs, on NVIDIA GPUs: in which precision it is done there."""
 
-import json
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import outside
 import pytest
+from run_files import steps_of
 
 from jaxllm.config import ConfigError, config_folder
 from jaxllm.model.fp8 import fp8_matmul, require_fp8
@@ -57,7 +57,6 @@ def test_two_deterministic_runs_have_the_same_bits(tmp_path):
         # This process holds most of the GPU's memory.
         room = outside.environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
         subprocess.run(command, env=room, check=True, capture_output=True, timeout=600)
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        losses.append([(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line])
+        losses.append([(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(tmp_path / name)])
     assert len(losses[0]) == STEPS
     assert losses[0] == losses[1]

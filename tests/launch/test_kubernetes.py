@@ -3,7 +3,6 @@ pods' commands, with the environments of pods, as processes of this machine.
 """
 
 import importlib
-import json
 import os
 import re
 import shlex
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_files import steps_of
 
 from jaxllm import exits, launchers
 from jaxllm.config import load_config
@@ -170,5 +170,4 @@ def test_the_pods_commands_train_together(tmp_path):
     finally:
         for pod in pods:
             pod.kill()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2]

@@ -1,12 +1,12 @@
 """launch/local_cluster.sh with supervisors (without: test_multiprocess.py), and the place where launches meet."""
 
-import importlib.util
 import os
 import signal
 import socket
 
 import pytest
-from real_launches import CHECKOUT, LIMIT_S, launch, launched, processes_of_launch, wait_until
+import scripts
+from real_launches import LIMIT_S, launch, launched, processes_of_launch, wait_until
 
 from jaxllm import exits
 
@@ -61,10 +61,7 @@ def test_supervised_processes_end_with_the_launcher(tmp_path, name, send):
 
 @pytest.fixture
 def meeting_point():
-    spec = importlib.util.spec_from_file_location("meeting_point", CHECKOUT / "launch" / "meeting_point.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("launch/meeting_point.py")
 
 
 @pytest.mark.parametrize(

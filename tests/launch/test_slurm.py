@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
+from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
 
@@ -275,22 +275,15 @@ def submit(lab, place):
     return submit
 
 
-def steps_of(folder: Path) -> dict[str, list]:
+def figures(folder: Path) -> dict[str, list]:
     """What metrics.jsonl has of each step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {key: [line[key] for line in lines if "loss" in line] for key in ("step", "loss", "grad_norm")}
-
-
-def final_state(folder: Path, step: int):
-    path, handler = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointHandler()
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
-    return handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return {key: [line[key] for line in steps_of(folder)] for key in ("step", "loss", "grad_norm")}
 
 
 def assert_same_run(folder: Path, reference: Path, steps: int) -> None:
-    assert steps_of(folder) == steps_of(reference)
-    assert steps_of(folder)["step"] == list(range(1, steps + 1))
-    jax.tree.map(np.testing.assert_array_equal, final_state(folder, steps), final_state(reference, steps))
+    assert figures(folder) == figures(reference)
+    assert figures(folder)["step"] == list(range(1, steps + 1))
+    jax.tree.map(np.testing.assert_array_equal, saved_state(folder, steps), saved_state(reference, steps))
 
 
 # ------------------------------------------------------------------------------------------------------ jobs without JAX

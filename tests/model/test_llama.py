@@ -115,7 +115,7 @@ def test_every_parameter_is_named_and_counted(tiny_config, overrides):
     }
 
 
-def test_attention_matches_one_head_at_a_time(config):
+def test_attention_matches_one_head_at_a_time():
     """Query head n reads key-value head n // (N / K); softmax(q k / sqrt(H)) v over positions not later than its own."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 6, heads, 8)).astype(np.float32) for heads in (4, 2, 2))

@@ -117,7 +117,7 @@ def test_no_gradient_crosses_a_document_or_goes_back_in_time(make_run, method):
         assert not reached[S:].any()
 
 
-def test_auto_gathers_short_sequences_and_rings_long_ones(make_run, tiny_config):
+def test_auto_gathers_short_sequences_and_rings_long_ones(tiny_config):
     from jaxllm.plan.activations import context_method
 
     def method(S, context, kv_heads):

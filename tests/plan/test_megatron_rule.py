@@ -1,11 +1,9 @@
 """The published rule for Megatron-LM, against what its author's own code gives for Llama 3 8B."""
 
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
+import scripts
 
 from jaxllm.config import Config, load_config, published_models
 from jaxllm.plan.flops import parameter_count
@@ -217,12 +215,7 @@ def test_flops_are_megatrons(name, S):
 
 @pytest.fixture(scope="module")
 def rule():
-    """benchmarks/published_rule.py"""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    try:
-        return importlib.import_module("published_rule")
-    finally:
-        sys.path.pop(0)
+    return scripts.load("benchmarks/published_rule.py")
 
 
 def test_the_published_percentages(rule):

@@ -1,18 +1,19 @@
 """The closed-form estimate: elements against the real shardings, resident bytes and totals against steps that XLA compiled."""
 
-import importlib
 import itertools
 import math
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+import scripts
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.mesh import axis_sizes
+from jaxllm.model.attention import choose_kernel
 from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.activations import is_blockwise, takes_cudnn
 from jaxllm.plan.hardware import GPUS, find_gpu
 from jaxllm.plan.layer_backward import attention, layer_backward, layers_of_weights
 from jaxllm.plan.memory import FLOAT32, Elements, Step, estimate_memory, parameters, slots_of
@@ -154,19 +155,26 @@ def test_plain_attention_holds_its_scores():
     assert plain["attention_scores"] == 10 * 2048 * 2048 * 8
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"compute_dtype": "float32"}, {"head_dim": 20}, {"head_dim": 136}, {"attention": "xla"}], ids=str
+)
+def test_attention_is_cudnns_where_a_gpu_would_take_it(changes):
+    """Plain XLA's on one rank has no results to keep, whether documents are masked or not."""
+    cfg = config({**MODEL, **changes}, parallel={"data": 1}, data={"mask_documents": True})
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+    found = choose_kernel(cfg.model, gpu, in_blocks=False)
+    assert (takes_cudnn(cfg.model), is_blockwise(cfg)) == ((found == "cudnn"),) * 2
+    assert ("attention_scores" in terms(model=cfg.model.model_dump(), parallel={"data": 1})) == (found == "xla")
+
+
 # --------------------------------------------------------------------------------------------------- against compiled steps
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """[(config, kind of GPU, row)] of steps that XLA compiled."""
-    folder = Path(__file__).parents[2] / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        accuracy = importlib.import_module("memory_accuracy")
-    finally:
-        sys.path.pop(0)
-    rows = accuracy.read_table(folder / "memory_calibration.csv")
+    accuracy = scripts.load("benchmarks/memory_accuracy.py")
+    rows = accuracy.read_table(accuracy.TABLE.with_name("memory_calibration.csv"))
     return [(accuracy.case_of(row).config, find_gpu(row["gpu"]), row) for row in rows]
 
 

@@ -1,7 +1,6 @@
 """benchmarks/memory_accuracy.py: what it draws, how it goes on where it stopped, its sums; and the bounds it must hold."""
 
 import argparse
-import importlib
 import itertools
 import json
 import sys
@@ -9,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import scripts
 
 from jaxllm.config import ConfigError
 from jaxllm.plan.hardware import find_gpu
@@ -21,11 +21,7 @@ SEED = 7
 
 @pytest.fixture(scope="module")
 def accuracy():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("memory_accuracy")
-    finally:
-        sys.path.pop(0)
+    return scripts.load("benchmarks/memory_accuracy.py")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +164,7 @@ def command(accuracy, asked, monkeypatch, tmp_path, capsys):
     return call
 
 
-def test_a_run_goes_on_where_it_stopped(accuracy, command, asked):
+def test_a_run_goes_on_where_it_stopped(command, asked):
     assert command("--limit", "5")["configurations"] == 5
     assert asked == [0, 1, 2, 3, 4]
     assert command("--limit", "3")["configurations"] == 8
@@ -195,7 +191,7 @@ def test_a_row_says_all_of_its_case(accuracy, command, cases):
         assert row["microbatches"] == case.config.num_microbatches
 
 
-def test_a_line_cut_short_is_compiled_again(accuracy, command, asked):
+def test_a_line_cut_short_is_compiled_again(command, asked):
     command("--limit", "4")
     whole = command.table.read_text()
     command.table.write_text(whole[: len(whole.rstrip()) - 40])
@@ -204,7 +200,7 @@ def test_a_line_cut_short_is_compiled_again(accuracy, command, asked):
     assert command.table.read_text() == whole
 
 
-def test_a_spoiled_line_in_the_middle_is_not_passed_over(accuracy, command):
+def test_a_spoiled_line_in_the_middle_is_not_passed_over(command):
     command("--limit", "3")
     lines = command.table.read_text().splitlines()
     command.table.write_text("\n".join([*lines[:2], lines[2].replace("llama", "", 1)[:60], lines[3]]) + "\n")
@@ -226,7 +222,7 @@ def test_a_changed_draw_is_told_and_kept_until_asked(accuracy, command, asked):
     assert accuracy.read_table(command.table)[4]["hash"] != "0" * 12
 
 
-def test_what_failed_is_kept_until_asked(accuracy, command, asked, monkeypatch):
+def test_what_failed_is_kept_until_asked(command, asked, monkeypatch):
     real = FakeWorker.compile
     monkeypatch.setattr(FakeWorker, "compile", lambda self, case: {"error": "No."} if case.index == 3 else real(self, case))
     told = command()
@@ -301,7 +297,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(accuracy, monkeypatch):
     assert " " not in told[0]["flags"]
 
 
-def test_an_interrupted_run_keeps_its_rows_and_ends_its_workers(accuracy, cases, monkeypatch, tmp_path):
+def test_an_interrupted_run_keeps_its_rows_and_ends_its_workers(accuracy, cases, monkeypatch):
     monkeypatch.setattr(accuracy.Worker, "command", (sys.executable, "-c", WORKER))
     started = []
     start = accuracy.Worker._start

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
-from jaxllm.config import ConfigError, load_config
+from jaxllm.config import ConfigError, all_have_layers, load_config
 from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.memory import estimate_memory
@@ -38,7 +38,6 @@ from jaxllm.plan.space import (
     UNEVEN,
     ZEROS,
     Mesh,
-    all_have_layers,
     choice_in,
     choices_of,
     divisors,

@@ -1,15 +1,13 @@
 """The step-time model: laws it must keep, and how it ranks runs that others measured and published."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import random
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import scripts
 
 from jaxllm.config import Config, load_config
 from jaxllm.config_errors import ConfigError
@@ -31,16 +29,7 @@ ROUNDING = 1e-12
 AXES = {"tensor": ("tensor", "tensor_skew"), "context": ("context",), "pipe": ("pipe", "bubble"), "data": ("data",)}
 
 
-def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "step_time.py"
-    spec = importlib.util.spec_from_file_location("step_time_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-published = benchmark()
+published = scripts.load("benchmarks/step_time.py")
 ROWS = published.by_kind(published.published_rows())
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from run_files import steps_of
 
 import jaxllm
 from jaxllm import progress
@@ -180,13 +180,8 @@ def whole(tiny_config, tmp_path_factory):
     return trainer, folder, printed.getvalue()
 
 
-def records(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
 def test_metrics_follow_the_tokens_consumed(whole):
-    lines = records(whole[1])
+    lines = steps_of(whole[1])
     assert [line["tokens"] for line in lines] == TOKENS
     assert [line["batch_sequences"] for line in lines] == BATCHES
     np.testing.assert_allclose([line["learning_rate"] for line in lines], 3e-4 * np.sqrt(np.array(BATCHES) / 32), rtol=1e-6)
@@ -254,7 +249,7 @@ def test_resuming_inside_each_phase_equals_never_stopping(tiny_config, whole, tm
         trainer = loop.fit(tiny_config(*parts, f"train.steps={steps}"))
     jax.tree.map(np.testing.assert_array_equal, trainer.state, whole[0].state)
     keys = ("step", "tokens", "batch_sequences", "loss", "grad_norm", "learning_rate")
-    told = [[[line[key] for key in keys] for line in records(folder)] for folder in (tmp_path / "parts", whole[1])]
+    told = [[[line[key] for key in keys] for line in steps_of(folder)] for folder in (tmp_path / "parts", whole[1])]
     assert told[0] == told[1]
 
 

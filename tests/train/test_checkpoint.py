@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
+from run_files import steps_of
 from tiny import TINY
 
 import jaxllm
@@ -53,8 +54,7 @@ def run(whole, tmp_path):
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in steps_of(folder)}
 
 
 def restore(trainer, folder):

@@ -1,7 +1,6 @@
 """DiLoCo: islands that train on their own and are brought together once a round."""
 
 import dataclasses
-import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import optax
 import outside
 import pytest
 import yaml
+from meshes import Run, unequal_batch
+from run_files import records
 from tiny import TINY
 
 import jaxllm
@@ -32,9 +33,6 @@ from jaxllm.train.diloco import DilocoState, Rounds, begin, for_each_island, inn
 from jaxllm.train.loop import fit
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import make_train_step, make_update
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run, unequal_batch
 
 S = 16
 COMMON = ("train.global_batch_sequences=16", "train.microbatch_sequences=2", "optimizer.learning_rate=1e-2")
@@ -56,10 +54,6 @@ def assert_near(found, expected, rtol=1e-5, atol=1e-7):
 
 def assert_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ----------------------------------------------------------------------------------------------------------- the outer step

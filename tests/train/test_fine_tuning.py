@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from run_files import records
 from safetensors.numpy import load_file
 from tiny import TINY
 
@@ -27,12 +28,12 @@ CHATML = CHATML.replace("[assistant]", "<|im_start|>assistant\\n")
 def trainer(tmp_path_factory):
     """A tiny model of bytes and 40 conversations of two turns, packed, on data 4 x tensor 2."""
     folder = tmp_path_factory.mktemp("chat")
-    records = []
+    lines = []
     for n in range(40):
         said = [f"{n}+1?", f"{n + 1}", "twice?", f"that is {2 * n + 2}."]
         messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=True)]
-        records.append(json.dumps({"messages": messages}))
-    (folder / "chat.jsonl").write_text("\n".join(records))
+        lines.append(json.dumps({"messages": messages}))
+    (folder / "chat.jsonl").write_text("\n".join(lines))
     (folder / "chat.jinja").write_text(TEMPLATE)
     data = {
         "source": "chat",
@@ -115,7 +116,7 @@ def fine_tuned(smollm2_first_layers, chatterbot_file, tmp_path_factory):
         [*command, *(f"{key}={value}" for key, value in keys.items())], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], folder / "run"
+    return records(folder / "run"), folder / "run"
 
 
 @pytest.mark.slow

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import Run
+from run_files import records
 
 import jaxllm
 from jaxllm.config import ConfigError
@@ -18,9 +18,6 @@ from jaxllm.train.checkpoint import read_meta
 from jaxllm.train.instability import FEWEST, WINDOW, Recent, Watch, by_layer, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.loop import fit
 from jaxllm.train.trainer import Trainer
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run
 
 EIGHT = ("run.cpu_devices=8", "data.held_out_fraction=0", "optimizer.schedule=constant")
 MESHES = {
@@ -67,10 +64,6 @@ def with_poison(batch, place):
 def copies(tree):
     """Of every array the part of each device."""
     return jax.tree.map(lambda x: [np.array(shard.data) for shard in x.addressable_shards], tree)
-
-
-def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 # -------------------------------------------------------------------------------------------------------------- in the step

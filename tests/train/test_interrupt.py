@@ -2,7 +2,6 @@
 somebody restarts it with exits.RESTART.
 """
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from outside import wait_until
+from run_files import steps_of
 from tiny import TINY
 
 from jaxllm import distributed, exits
@@ -67,8 +67,7 @@ def finish(process) -> tuple[int, str, str]:
 
 
 def losses(folder) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    return [(line["step"], line["loss"]) for line in steps_of(folder)]
 
 
 def stopped_step(out: str, name: str) -> int:
@@ -173,7 +172,7 @@ def test_by_hand_a_signal_during_the_first_compilation_stops_before_the_first_st
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_second_signal_leaves_at_once_even_from_a_stuck_main_thread(restarts, tmp_path):
+def test_a_second_signal_leaves_at_once_even_from_a_stuck_main_thread(restarts):
     """The main thread holds on to one call into C that no handler interrupts, as in a compilation. Where somebody restarts the
     run a second SIGTERM is one of a scheduler that said so before.
     """

@@ -1,6 +1,5 @@
 """SIGKILL at twenty random moments, some inside a save: the run ends as if nothing had happened."""
 
-import json
 import os
 import random
 import re
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
 from outside import wait_until
+from run_files import saved_state, steps_of
 from tiny import TINY
 
 from jaxllm.train.checkpoint import saved_steps
@@ -55,15 +54,8 @@ class Reader(threading.Thread):
         return any(re.match(r"step \d+/", line) for line in self.lines)
 
 
-def final_state(folder):
-    path, handler = folder / "checkpoints" / str(STEPS) / "state", ocp.PyTreeCheckpointHandler()
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
-    return handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-
-
 def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(folder)]
 
 
 @pytest.mark.slow
@@ -116,4 +108,4 @@ def test_killed_twenty_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
     assert inside_a_save >= 3
     assert metrics(folder) == metrics(whole)
     assert [step for step, *_ in metrics(folder)] == list(range(1, STEPS + 1))
-    jax.tree.map(np.testing.assert_array_equal, final_state(folder), final_state(whole))
+    jax.tree.map(np.testing.assert_array_equal, saved_state(folder, STEPS), saved_state(whole, STEPS))

@@ -2,16 +2,15 @@
 against brute force, and a run that logs it and is taken up again.
 """
 
-import json
 import math
 import shutil
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import Run, assert_close
+from run_files import steps_of
 
 import jaxllm
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
@@ -25,9 +24,6 @@ from jaxllm.plan.noise_reading import Estimate, reading
 from jaxllm.plan.schedule import make_schedule
 from jaxllm.train.loop import fit
 from jaxllm.train.noise_scale import NoiseScale, estimates, student_t
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run, assert_close
 
 # ---------------------------------------------------------------------------------------------------------- the estimator
 
@@ -380,11 +376,6 @@ NAMES = {"noise_g2", "noise_s", "noise_scale_tokens", "noise_scale_low", "noise_
 RUN = ("run.cpu_devices=8", "parallel.data=8", "log.noise_scale_every=2", "train.steps=6")
 
 
-def records(folder):
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line]
-
-
 @pytest.mark.slow
 def test_a_run_logs_it_and_goes_on_with_it(tiny_config, tmp_path, capsys):
     """Every second step, by a program of its own; averages go on where a run is taken up again."""
@@ -399,7 +390,7 @@ def test_a_run_logs_it_and_goes_on_with_it(tiny_config, tmp_path, capsys):
     assert capsys.readouterr().out.count("gradient noise scale") == 3
     jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
     assert resumed.noise.found == whole.noise.found
-    lines, others = records(tmp_path / "whole"), records(tmp_path / "halves")
+    lines, others = steps_of(tmp_path / "whole"), steps_of(tmp_path / "halves")
     for line, other in zip(lines, others, strict=True):
         assert NAMES & line.keys() == (NAMES if line["step"] % 2 == 0 else set())
         assert {name: line[name] for name in NAMES & line.keys()} == {name: other[name] for name in NAMES & line.keys()}

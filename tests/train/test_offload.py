@@ -1,12 +1,10 @@
 """Optimizer state on the host: the same numbers, less memory on the device, and checkpoints that fit either way."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import Run
 
 import jaxllm
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
@@ -19,9 +17,6 @@ from jaxllm.train.loop import fit
 from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import HOST, what_to_offload
 from jaxllm.train.step import make_update
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import Run
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 OFFLOADS = ("optimizer", "optimizer_and_master")

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import outside
 import pytest
+from meshes import in_one_stack
 
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.mesh import axis_sizes, make_mesh
@@ -15,9 +15,6 @@ from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints, describe_run
 from jaxllm.train.trainer import Trainer
 from jaxllm.train.weights import find_weights, read_weights
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-from meshes import in_one_stack
 
 ONE = ("parallel.data=1",)
 TWO = ("parallel.pipe=2", "parallel.data=2")

@@ -10,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from run_files import records
 from tiny import TINY
 
 import jaxllm
@@ -27,10 +28,6 @@ def finished(tiny_config, tmp_path_factory):
     """(trainer, run folder) of one undisturbed run of four steps."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     return fit(tiny_config(*EIGHT, f"run.dir={folder}")), folder
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_metrics_hold_what_the_contract_names(finished):
@@ -71,7 +68,7 @@ def test_resuming_equals_never_stopping(tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mixture_goes_on_with_the_same_samples_on_another_mesh(tiny_config, text_file, tmp_path):
+def test_a_mixture_goes_on_with_the_same_samples_on_another_mesh(text_file, tmp_path):
     """Two sources, packed, saved on data 8 with ZeRO 3, taken up on data 2 x tensor 4 with ZeRO 1."""
     (tmp_path / "other.txt").write_text("some other text, over and over; " * 40)
     parts = (("words", text_file, 3), ("other", tmp_path / "other.txt", 1))
