@@ -13,10 +13,10 @@ import difflib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, ParallelConfig, Remat
+from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, ParallelConfig, Remat, divisors
 from jaxllm.plan.cluster import hosts_of
 from jaxllm.plan.memory import parameters
 from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
@@ -240,13 +240,6 @@ def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
 def all_have_layers(layers: int, chunks: int) -> bool:
     """Whether every chunk has a layer, where all but the last are full (as config.py)."""
     return layers > (chunks - 1) * math.ceil(layers / chunks)
-
-
-@lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
 
 def check_keep(config: Config, keep: Collection[str]) -> None:
