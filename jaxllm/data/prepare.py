@@ -527,7 +527,7 @@ class _Progress:
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
             console = Console(highlight=False, soft_wrap=True, markup=False)
-            if console.is_terminal:
+            if console.is_terminal and not console.is_dumb_terminal:
                 columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True))
                 self._bar = Progress(*columns, console=console, transient=True)
                 self._task = self._bar.add_task("starting", total=self._total)
