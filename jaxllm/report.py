@@ -374,7 +374,8 @@ def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterato
         if work < MULTIPROCESSORS:
             message = (
                 f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output "
-                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of {MULTIPROCESSORS_OF}"
+                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of "
+                f"{MULTIPROCESSORS_OF}"
             )
             yield Warned("small", line.path, axis, message)
 
