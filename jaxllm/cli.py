@@ -32,7 +32,9 @@ class Command(TyperCommand):
             rows = []
             for one in self.get_params(ctx):
                 if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
-                    rows.append((one.metavar, record[1]) if title == "Arguments" else record)
+                    # Some versions of typer escape brackets for rich, which is not asked.
+                    name = one.metavar if title == "Arguments" else record[0]
+                    rows.append((name, record[1].replace("\\[", "[")))
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
