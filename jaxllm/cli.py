@@ -5,21 +5,63 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
 
 from jaxllm import __version__
 from jaxllm.config import Config, ConfigError, json_schema, load_config
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Text into tokens.")
+
+class Command(TyperCommand):
+    """Help that names arguments by their metavars alone, which say what may be left out or given again."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for title in ("Arguments", "Options"):
+            rows = []
+            for one in self.get_params(ctx):
+                if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
+                    # Some versions of typer escape brackets for rich, which is not asked.
+                    name = one.metavar if title == "Arguments" else record[0]
+                    rows.append((name, record[1].replace("\\[", "[")))
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def epilog(*lines: str) -> str:
+    """Command lines that a help ends with, as they stand."""
+    return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
+
+
+def example(*lines: str) -> dict[str, Any]:
+    """How every command is made here."""
+    return {"cls": Command, "epilog": epilog(*lines)}
+
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=epilog("train quickstart", "train --help"),
+)
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Makes tokens of text.")
 app.add_typer(data_app, name="data")
-convert_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Models of Hugging Face's in, and out again.")
+convert_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Brings models of Hugging Face's in, and out again."
+)
 app.add_typer(convert_app, name="convert")
 
 Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
@@ -53,7 +95,7 @@ def callback(
     """Trains Llama-family models with JAX."""
 
 
-@app.command()
+@app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))
 def train(recipe: Recipe) -> None:
     """Trains; resumes by itself from the run directory."""
     loaded = load(recipe)
@@ -66,18 +108,20 @@ def train(recipe: Recipe) -> None:
         raise typer.Exit(exits.RESTART)
 
 
-@app.command()
+@app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))
 def inspect(
     recipe: Recipe,
-    gpus: Annotated[int | None, typer.Option(help="Devices of the mesh; none of them need be here.")] = None,
-    gpus_per_host: Annotated[int | None, typer.Option(help="Default: the largest divisor of --gpus not above 8.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none of them need be here.")] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
+    ] = None,
     picture: Annotated[
         str | None,
         typer.Option(metavar="FILE.png", help="Draw which context rank computes which block of attention, and when."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Shows the mesh, every parameter with its shardings and bytes per device, and where the mesh wastes work."""
+    """Shows the mesh and the parameters, and where work is wasted. Every parameter with its shardings and bytes per device."""
     loaded = load(recipe)
     from jaxllm.report import inspect_config, render
 
@@ -94,30 +138,37 @@ def inspect(
     Console(highlight=False, markup=False).print(render(report))
 
 
-@app.command()
+@app.command(**example("estimate quickstart --gpu h100-80gb --gpus 8"))
 def estimate(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: bytes alone."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="How many; none of them need be here. Default: the config's mesh.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
+    ] = None,
     gpus_per_host: Annotated[
-        int | None, typer.Option(help="Default: the largest divisor of --gpus not above that kind's host size.")
+        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
     ] = None,
     convention: Annotated[
-        str, typer.Option(help="jaxllm, or megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count.")
+        str,
+        typer.Option(
+            metavar="jaxllm|megatron", help="megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count."
+        ),
     ] = "jaxllm",
     picture: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the bytes of each stage as stacked bars; .png or .svg.")
     ] = None,
     over: Annotated[
         str | None,
-        typer.Option(help="Draw bytes over sequence, microbatch or step instead; step compiles for --gpu (extra aot)."),
+        typer.Option(
+            metavar="WHAT", help="Draw bytes over sequence, microbatch or step instead; step compiles for --gpu (extra aot)."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Bytes of one device by term and stage, whether they fit, and how fast it will be; by closed forms, in a moment."""
+    """Says what memory a device needs, and how fast it will be. Bytes by term and stage, by closed forms, in a moment."""
     from jaxllm.plan.estimate import estimate as estimate_config
 
     report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
@@ -131,19 +182,21 @@ def estimate(
         from jaxllm.memory_plots import estimate_picture
 
         estimate_picture(report, picture, over)
-    print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
 
 
-@app.command("compile")
+@app.command("compile", **example("compile quickstart --gpu h100-80gb --gpus 8"))
 def compile_(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the devices here."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="How many; none of them need be here. Default: the config's mesh.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
+    ] = None,
     gpus_per_host: Annotated[
-        int | None, typer.Option(help="Default: the largest divisor of --gpus not above that kind's host size.")
+        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
     ] = None,
     real_memory: Annotated[
         bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory: does XLA rematerialise?")
@@ -154,7 +207,7 @@ def compile_(
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Compiles the real train step for GPUs that need not be here: its bytes, what it sends, and whether it fits."""
+    """Compiles the real train step for GPUs that need not be here. Says its bytes, what it sends, and whether it fits."""
     from jaxllm.plan.hardware import find_gpu
 
     loaded = load(recipe)
@@ -173,20 +226,25 @@ def compile_(
     Console(highlight=False, markup=False).print(render(report))
 
 
-@app.command()
+@app.command(**example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
 def plan(
     recipe: Recipe,
-    gpu: Annotated[str, typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU.")] = "h100-80gb",
-    gpus: Annotated[int | None, typer.Option(help="How many; none of them need be here. Default: the config's mesh.")] = None,
+    gpu: Annotated[str, typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h200-141gb.")] = "h100-80gb",
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
+    ] = None,
     gpus_per_host: Annotated[
-        int | None, typer.Option(help="Default: the largest divisor of --gpus not above that kind's host size.")
+        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
     ] = None,
     compile_: Annotated[
         int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates alone.")
     ] = 8,
     objective: Annotated[
         str,
-        typer.Option(help="speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest."),
+        typer.Option(
+            metavar="GOAL",
+            help="speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest.",
+        ),
     ] = "speed",
     keep: Annotated[
         list[str] | None,
@@ -202,14 +260,14 @@ def plan(
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")] = None,
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the winner as a recipe; a new file.")] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Candidates in the table.")] = 10,
+    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Candidates in the table.")] = 10,
     cache: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where compile reports are kept; default: as `jaxllm compile`.")
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Searches meshes, ZeRO, microbatch, schedule and remat for what fits and is fastest; confirms it by compiling."""
+    """Searches for what fits and is fastest. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
     loaded = load(recipe)
     from jaxllm.plan.recipe import check_new, write_recipe
     from jaxllm.planner import Request, outcome, progress_bar
@@ -248,13 +306,13 @@ def plan(
         raise typer.Exit(130)
 
 
-@app.command()
+@app.command(**example("schedule mesh-demo parallel.pipe=4 train.microbatch_sequences=1"))
 def schedule(
     recipe: Recipe,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Shows the pipeline's schedule: what each stage does when, how much of the step it is idle, what it must remember."""
+    """Shows the pipeline's schedule. What each stage does when, how much of the step it is idle, what it must remember."""
     loaded = load(recipe)
     from jaxllm.plan.pipeline_report import pipeline_report
 
@@ -263,10 +321,10 @@ def schedule(
         from jaxllm.plots import schedule_picture
 
         schedule_picture(report.schedule, out, slot_bytes=report.slot_bytes)
-    print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
 
 
-@app.command("report")
+@app.command("report", **example("report runs/quickstart"))
 def report_(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory: what run.dir was. Only read, but for the page.")],
     out: Annotated[
@@ -278,32 +336,33 @@ def report_(
             metavar="NAME|FILE.yaml", help="Predict steps on this kind; default: as fast as they were, on any number."
         ),
     ] = None,
-    gpus_per_host: Annotated[int | None, typer.Option(min=1, help="Default: that kind's.")] = None,
+    gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs; default: that kind's.")] = None,
     loss: Annotated[
-        float | None, typer.Option(help="Count hours to this training loss (smoothed); default: the least it reached.")
+        float | None,
+        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the least it reached."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
     ] = False,
 ) -> None:
-    """How a run went, and what more data ranks would have given it: one HTML page."""
+    """Shows how a run went, with pictures as one HTML page. And what more data ranks would have given it."""
     from jaxllm.run_page import FILE_NAME, write_page
     from jaxllm.run_report import report_on
 
     report = report_on(run, gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
     page = None if as_json and out is None else write_page(report, Path(run) / FILE_NAME if out is None else out)
-    print(json.dumps(report.to_json()) if as_json else "\n".join([*report.lines(), "", f"page {page}"]))
+    print(json.dumps(report.to_json()) if as_json else fitted([*report.lines(), "", f"page {page}"]))
 
 
-@app.command()
+@app.command(**example("export runs/quickstart models/quickstart"))
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
-    step: Annotated[int | None, typer.Option(help="This checkpoint of a run; default: the newest.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    step: Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     force: Force = False,
 ) -> None:
-    """Writes the weights alone: for train.init_from, for other machines, or to keep."""
+    """Writes the weights of a run alone. For train.init_from, for other machines, or to keep."""
     from jaxllm.train.weights import export as export_weights
 
     found = export_weights(source, destination, step, dtype, force)
@@ -326,7 +385,7 @@ OtherTokenizer = Annotated[
 ]
 
 
-@app.command("eval")
+@app.command("eval", **example("eval --model runs/quickstart --text book.txt"))
 def evaluate(
     model: ModelFolder,
     text: Annotated[str, typer.Option(metavar="FILE", help="A file of UTF-8 text.")],
@@ -337,22 +396,24 @@ def evaluate(
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens from one window to the next; default: S. If less, each token is scored with more before it."),
+        typer.Option(
+            metavar="N", help="Tokens from one window to the next; default: S. If less, each is scored with more before it."
+        ),
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Scores a text: loss in nats per token, perplexity, bits per byte. Windows do not overlap; the rest is dropped."""
+    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap by --stride alone; the rest is dropped."""
     from jaxllm import predict
     from jaxllm.planner import progress_bar
 
     options = {"sequence_length": sequence_length, "stride": stride, "tokenizer": tokenizer, "say": tell}
     with progress_bar() as progress:
         score = predict.evaluate(model, text, overrides or [], **options, progress=progress)
-    show(json.dumps(score.to_json()) if as_json else "\n".join(score.lines()))
+    show(json.dumps(score.to_json()) if as_json else fitted(score.lines()))
 
 
-@app.command()
+@app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))
 def generate(
     model: ModelFolder,
     prompt: Annotated[
@@ -363,20 +424,24 @@ def generate(
         bool, typer.Option("--chat", help="Prompts are what a user says: answer by the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most so many for each prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as the model says.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens, at most, for each prompt.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 draws as the model says.")
+    ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Draw from the likeliest tokens that make up this much of the probability.")
+        float, typer.Option(metavar="P", help="Draw from the likeliest tokens that make up this much of the probability.")
     ] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Draw from so many of the likeliest; default: from all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, besides stop tokens; may be given again.")
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Continues prompts, to see what a model has learned: with a key-value cache, as it comes."""
+    """Continues prompts, to see what a model has learned. With a key-value cache; shows text as it comes."""
     from jaxllm import predict
     from jaxllm.inference.text_stream import InTurn
 
@@ -402,7 +467,7 @@ def generate(
         show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
 
 
-@app.command()
+@app.command(**example("doctor", "doctor quickstart parallel.data=2"))
 def doctor(
     recipe: Annotated[
         list[str] | None,
@@ -413,7 +478,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Checks devices, network, clocks and run directory, here or on all processes of a launch; exit code 1 if one fails."""
+    """Checks devices, network, clocks and run directory. Here, or on all processes of a launch; exit code 1 if one fails."""
     from jaxllm.doctor import examine, read, render
     from jaxllm.plan.hardware import find_gpu
 
@@ -431,7 +496,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", **example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))
 def data_prepare(
     inputs: Annotated[
         list[str],
@@ -443,18 +508,19 @@ def data_prepare(
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run goes on in it.")],
     tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
-    text_key: Annotated[str, typer.Option(help="The field or column that holds the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(help="Processes; default: one for each CPU.")] = None,
+    text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes; default: one for each CPU.")] = None,
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Make the I-th of N parts of the work, from 0; all with the same --out.")
     ] = "0/1",
     shard_megabytes: Annotated[
-        int | None, typer.Option(help="MiB of input that become one shard, about; default: a 64th of it, but 4 to 256.")
+        int | None,
+        typer.Option(metavar="MIB", help="MiB of input that become one shard, about; default: a 64th of it, but 4 to 256."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Tokenizes text once into a folder to train on, with several processes; run it again to go on."""
+    """Tokenizes text once into a folder to train on. With several processes; run it again to go on."""
     from jaxllm.data.prepare import parse_shard, prepare
 
     try:
@@ -472,36 +538,41 @@ def data_prepare(
     except KeyboardInterrupt as stopped:
         print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print(json.dumps(summary.to_json()) if as_json else "\n".join(summary.lines()))
+    print(json.dumps(summary.to_json()) if as_json else fitted(summary.lines()))
 
 
-@convert_app.command("from-hf")
+@convert_app.command("from-hf", **example("convert from-hf data/smollm2 models/smollm2"))
 def convert_from_hf(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """A Hugging Face folder into jaxllm's own format, bit for bit, one tensor at a time; checks itself."""
+    """Brings a Hugging Face folder into jaxllm's own format. Bit for bit, one tensor at a time; checks itself."""
     from jaxllm.convert.hf import from_hf
 
     print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
 
 
-@convert_app.command("to-hf")
+@convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))
 def convert_to_hf(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A folder of jaxllm's, a run directory or a checkpoint.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, as transformers loads it.")],
-    step: Annotated[int | None, typer.Option(help="This checkpoint of a run; default: the newest.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="More is written as several files with an index.")] = "5GB",
+    step: Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of a file, such as 500MiB; more is written as several with an index.")
+    ] = "5GB",
     max_position: Annotated[
-        int | None, typer.Option(help="max_position_embeddings; default: what it came with, or the length of a run if more.")
+        int | None,
+        typer.Option(metavar="N", help="max_position_embeddings; default: what it came with, or the length of a run if more."),
     ] = None,
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """A model or a run of jaxllm's as a Hugging Face folder; checks itself."""
+    """Writes a model or a run as a Hugging Face folder. Checks itself."""
     from jaxllm.convert.hf import parse_size, to_hf
 
     done = to_hf(
@@ -517,10 +588,29 @@ def convert_to_hf(
     print("\n".join(done.lines()))
 
 
-@app.command()
+@app.command(**example("schema > recipe.schema.json"))
 def schema() -> None:
     """Prints the JSON schema of a recipe, for editors."""
     print(json.dumps(json_schema(), indent=2))
+
+
+def fitted(lines: Iterable[str]) -> str:
+    """Lines as they are; on a terminal, those too long for it are broken between words and go on further in."""
+    if not sys.stdout.isatty():
+        return "\n".join(lines)
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        line
+        if len(line) <= width
+        else textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in lines
+    )
 
 
 def show(text: str, end: str = "\n") -> None:

@@ -224,7 +224,8 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     if real_memory:
         raise ConfigError("--real-memory is for GPUs named by --gpu: devices that are here have their own memory.")
     if gpus not in (None, len(devices)):
-        raise ConfigError(f"There are {len(devices)} devices here, not {gpus}: name a kind with --gpu to compile for others.")
+        here = "is 1 device" if len(devices) == 1 else f"are {len(devices)} devices"
+        raise ConfigError(f"There {here} here, not {gpus}: name a kind with --gpu to compile for others.")
     kind = devices[0].device_kind
     known = gpu_from_device_kind(kind)
     per_host, because = hosts_of(len(devices), per_host, max(1, jax.local_device_count()))

@@ -13,6 +13,7 @@ import glob
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxllm import hf_config
 from jaxllm.batch_schedule import Phase, phase_at, phases_of, sequences_before
-from jaxllm.config_errors import ConfigError, one_sentence, refuse
+from jaxllm.config_errors import ConfigError, one_sentence, refuse, why_not_yaml
 from jaxllm.html_tables import table
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
@@ -116,10 +117,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check(self):
         if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise refuse(
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
-                f"use one of {divisors} key-value heads."
+                f"use one of {list(divisors(self.num_heads))} key-value heads."
             )
         if self.head_dim % 2:
             raise refuse(
@@ -461,10 +461,9 @@ class Config(Section):
         if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
             raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
         if model.num_heads % parallel.tensor:
-            usable = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
             raise refuse(
                 f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
-                f"use one of {usable}."
+                f"use one of {list(divisors(model.num_heads))}."
             )
         if model.num_kv_heads % parallel.tensor and parallel.tensor % model.num_kv_heads:
             raise refuse(
@@ -519,7 +518,9 @@ class Config(Section):
                 "set data.held_out_fraction above 0 or remove them."
             )
         if self.log.baselines and not (reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"}):
-            raise refuse("log.baselines counts bytes of one text in memory: remove it, or read files without a tokenizer.")
+            raise refuse(
+                "log.baselines counts bytes of one text in memory: set log.baselines=false, or read files without a tokenizer."
+            )
         if self.log.profile_steps and not 1 <= self.log.profile_steps[0] <= self.log.profile_steps[1] <= train.steps:
             raise refuse(f"log.profile_steps={list(self.log.profile_steps)} is not [first, last] within 1..{train.steps}.")
         return self
@@ -630,7 +631,7 @@ class Config(Section):
         if p.data == AUTO:
             if num_devices % rest:
                 raise ConfigError(
-                    f"{wanted} does not divide the {num_devices} devices here: "
+                    f"{wanted} does not divide the {_devices(num_devices)} here: "
                     f"choose axis sizes whose product divides {num_devices}."
                 )
             data = num_devices // rest
@@ -645,8 +646,8 @@ class Config(Section):
                     else f"change the axes so that their product is {num_devices}"
                 )
                 raise ConfigError(
-                    f"The mesh {factors} = {sizes} is {data * rest} devices, but there are {num_devices}: {hint}, "
-                    f"or set run.cpu_devices={data * rest} to try it on this machine's CPU."
+                    f"The mesh {factors} = {sizes} is {_devices(data * rest)}, but there {'is' if num_devices == 1 else 'are'} "
+                    f"{num_devices}: {hint}, or set run.cpu_devices={data * rest} to try it on this machine's CPU."
                 )
         parallel = self.parallel.model_copy(update={"data": data})
         config = self.model_copy(update={"parallel": parallel})
@@ -655,6 +656,10 @@ class Config(Section):
         except PydanticCustomError as error:
             raise ConfigError(error.message()) from None
         return config
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
 
 
 def sequence_unit(context: int, tensor: int) -> int:
@@ -680,6 +685,13 @@ def _check_fp8(model: ModelConfig, tensor: int) -> None:
             )
 
 
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending. In the root's time: a size mistyped by many digits is answered too."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(small + [number // n for n in reversed(small) if n * n != number])
+
+
 def all_have_layers(layers: int, chunks: int) -> bool:
     """Whether every chunk has a layer, where all but the last are full."""
     return layers > (chunks - 1) * math.ceil(layers / chunks)
@@ -687,12 +699,13 @@ def all_have_layers(layers: int, chunks: int) -> bool:
 
 def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
     """What to set so that every chunk has a layer: fewer virtual stages if that does, else fewer stages."""
-    for virtual_stages in range(parallel.virtual_stages - 1, 1, -1):
+    # More chunks than layers never do.
+    for virtual_stages in range(min(parallel.virtual_stages - 1, layers), 1, -1):
         if all_have_layers(layers, parallel.pipe * virtual_stages):
             return f"set parallel.virtual_stages={virtual_stages}"
     if parallel.virtual_stages > 1 and all_have_layers(layers, parallel.pipe):
         return "set parallel.virtual_stages=1 and schedule=1f1b"
-    stages = next(pipe for pipe in range(parallel.pipe - 1, 0, -1) if all_have_layers(layers, pipe))
+    stages = next(pipe for pipe in range(min(parallel.pipe - 1, layers), 0, -1) if all_have_layers(layers, pipe))
     return f"set parallel.pipe={stages}" + (", virtual_stages=1 and schedule=1f1b" if parallel.virtual_stages > 1 else "")
 
 
@@ -848,16 +861,17 @@ def json_schema() -> dict[str, Any]:
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         nearest = difflib.get_close_matches(path.name, [p.name for p in config_folder().glob("*.yaml")], n=1)
-        hint = (
-            f"did you mean {config_folder() / nearest[0]}?"
-            if nearest
-            else "give the path of a YAML recipe such as configs/quickstart.yaml."
-        )
+        if nearest:
+            hint = f"did you mean {config_folder() / nearest[0]}?"
+        elif path.name in published_models():
+            hint = f"that is a model's shape, which a recipe names as model.name={path.name}."
+        else:
+            hint = "give the path of a YAML recipe such as configs/quickstart.yaml."
         raise ConfigError(f"There is no config file {path}: {hint}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not YAML ({why_not_yaml(error)}): mend it there.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: write model:, train: and so on at the left margin.")
     return values
@@ -872,7 +886,7 @@ def _apply(override: str, values: dict[str, Any]) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"Cannot read the value of {override!r}: quote it, or write it as YAML.") from None
-    if isinstance(value, str):
+    if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
         # YAML reads 3e-4 as a string, because it wants a dot in it.
         try:
             value = float(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -26,6 +26,14 @@ def refuse(sentence: str) -> PydanticCustomError:
 def line_of(error: BaseException) -> str:
     """What an error says, in one line without its full stop: to stand in a sentence."""
     return " ".join(str(error).split()).rstrip(".")
+
+
+def why_not_yaml(error: Exception) -> str:
+    """What yaml.safe_load of a file's text said, in a few words: the line, where it gives one."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    return f"line {mark.line + 1}: {problem}" if problem and mark else line_of(error)
 
 
 def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
@@ -50,17 +58,31 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
     if kind == "missing":
         if len(where) == 1:
             return f"The section {path} is missing: add it to the config."
-        hint = " (or model.name for a published shape)" if where[0] == "model" else ""
+        hint = " (or model.name for a published shape)" if where[0] == "model" and len(where) == 2 else ""
         # Overrides reach no part of a list.
         override = "" if any(isinstance(part, int) for part in where) else f" or with {path}=VALUE"
         return f"{path} is missing: set it in the config{override}{hint}."
     if kind == "literal_error":
-        choices = _literal_choices(root, where) or first.get("ctx", {}).get("expected")
+        choices = _literal_choices(root, where) or str(first.get("ctx", {}).get("expected")).replace("'", "")
         return f"{path}={_plain(given)} is not one of the choices: use {choices}."
     if path == "parallel.data":
         return f"{path}={_plain(given)} is not valid: it should be a whole number of at least 1, or auto."
-    expectation = first["msg"].replace("Input should be", "it should be")
-    return f"{path}={_plain(given)} is not valid: {expectation}."
+    return f"{path}={_plain(given)} is not valid: {_expectation(first)}."
+
+
+def _expectation(error: Mapping[str, Any]) -> str:
+    """What a value should be: pydantic's words, where they are not about Python's classes."""
+    kind, given = error["type"], error.get("input")
+    if kind == "int_type" and isinstance(given, float) and given.is_integer():
+        # YAML reads 1e9 as a fraction.
+        return f"it should be a valid integer, written {int(given)}"
+    if kind == "string_type" and isinstance(given, int | float):
+        return "it should be a valid string, so put it in quotes (and those in quotes for a shell)"
+    plain = {"bool_type": "be true or false", "tuple_type": "be a list", "float_parsing": "be a valid number"}
+    plain |= {"int_parsing_size": "be smaller", "model_type": "have keys below it", "dict_type": "have keys below it"}
+    if kind in plain:
+        return f"it should {plain[kind]}"
+    return re.sub(r"^\w+ should", "it should", error["msg"]).replace(" after validation", "")
 
 
 def _path(where: Sequence[str | int]) -> str:

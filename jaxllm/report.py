@@ -373,8 +373,9 @@ def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterato
         work = -(-rows // TILE_ROWS) * -(-output // TILE_COLUMNS)
         if work < MULTIPROCESSORS:
             message = (
-                f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output tiles of "
-                f"{TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of {MULTIPROCESSORS_OF}"
+                f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output "
+                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of "
+                f"{MULTIPROCESSORS_OF}"
             )
             yield Warned("small", line.path, axis, message)
 

@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from jaxllm.config import AUTO, Config, ConfigError, load_config
+from jaxllm.config_errors import why_not_yaml
 
 SMOOTH_SHARE = 0.02
 """Of the run's steps, the window of the smoothed loss."""
@@ -205,7 +206,9 @@ def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a config: {' '.join(str(error).split())}.") from None
+        raise ConfigError(
+            f"{path} cannot be read as a config ({why_not_yaml(error)}): get it from a copy of the run."
+        ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: it is not the config of a run.")
     data = values.get("data") or {}

@@ -2,13 +2,16 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
 
 import pytest
+import typer
 
 import jaxllm
+from jaxllm.cli import app, fitted, load
 from jaxllm.config import config_folder
 
 ROOT = config_folder().parent
@@ -37,6 +40,48 @@ def test_mistakes_end_in_one_sentence_and_code_2(arguments, sentence):
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.strip().count("\n") == 0
+
+
+def commands(command, path=()):
+    """(command, the words that call it) of all commands and groups below one."""
+    yield command, path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
+
+
+ALL_COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize(("command", "path"), ALL_COMMANDS, ids=[" ".join(path) or "jaxllm" for _, path in ALL_COMMANDS])
+def test_help_fits_80_columns_and_ends_with_an_example_that_parses(command, path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with command.make_context(" ".join(("jaxllm", *path)), [], resilient_parsing=True) as context:
+        lines = command.get_help(context).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2].strip().endswith(".") or lines[3].strip().endswith(".")
+    # A group's list cuts no sentence short, and no option or argument has the name of a Python type for its value.
+    assert [line for line in lines if re.search(r"[a-z:,]\.\.\.$|<\w+", line)] == []
+    examples = [shlex.split(line)[1:] for line in lines if line.startswith("    jaxllm ")]
+    assert examples or hasattr(command, "commands")
+    for words in examples:
+        found = next(other for other, name in ALL_COMMANDS if name and list(name) == words[: len(name)])
+        if words[-1] != "--help":
+            rest = words[: words.index(">")] if ">" in words else words
+            name = next(name for other, name in ALL_COMMANDS if other is found)
+            recipe = found.make_context("jaxllm", rest[len(name) :]).params.get("recipe")
+            assert not recipe or load(recipe)
+
+
+def test_long_lines_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch):
+    lines = ["short", "  " + "many words " * 20]
+    assert fitted(lines) == "\n".join(lines)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    first, *rest = fitted(lines).splitlines()
+    assert first == "short"
+    assert rest[0].startswith("  many")
+    assert all(len(line) <= 40 and line.split()[-1] in ("many", "words") for line in rest)
+    assert all(line.startswith("    many") or line.startswith("    words") for line in rest[1:])
 
 
 def test_overrides_may_stand_anywhere():

@@ -24,6 +24,16 @@ REFUSALS = {
     ("model.compute_dtype=fp16",): "model.compute_dtype=fp16 is not one of the choices: use bfloat16, float32.",
     ("train.steps=0",): "train.steps=0 is not valid: it should be greater than or equal to 1.",
     ("train.steps=ten",): "train.steps=ten is not valid: it should be a valid integer.",
+    ("train.steps=1e3",): "train.steps=1000.0 is not valid: it should be a valid integer, written 1000.",
+    ("model.tie_embeddings=1",): "model.tie_embeddings=1 is not valid: it should be true or false.",
+    ("model.rope_scaling=8",): "model.rope_scaling=8 is not valid: it should have keys below it.",
+    ("model.num_heads=3000000017",): "use one of [1, 7, 428571431, 3000000017] key-value heads.",
+    ("optimizer.learning_rate=high",): "optimizer.learning_rate=high is not valid: it should be a valid number.",
+    ("data.mixture=3",): "data.mixture=3 is not valid: it should be a list.",
+    ("log.profile_steps=[1, 2, 3]",): "it should have at most 2 items, not 3.",
+    ("log.sample_prompt=''",): "it should have at least 1 character.",
+    ("parallel.remat=most",): "parallel.remat=most is not one of the choices: use none, selective, full or offload.",
+    ("parallel.pipe=1000000000",): "x virtual_stages=1 = 1000000000 without a layer: set parallel.pipe=32.",
     ("model.hidden_size=true",): "model.hidden_size=true is not valid: it should be a valid integer.",
     ("parallel.data=some",): "parallel.data=some is not valid: it should be a whole number of at least 1, or auto.",
     ("parallel.tensor=9",): "model.num_heads=32 cannot be split over parallel.tensor=9: use one of [1, 2, 4, 8, 16, 32].",
@@ -76,6 +86,10 @@ def test_missing_sizes_and_sections_are_named():
         load_config({"model": BASE["model"]})
 
 
+PATH_IS_NO_NUMBER = (
+    "data.mixture[0].paths[0]=3 is not valid: it should be a valid string, so put it in quotes "
+    "(and those in quotes for a shell)."
+)
 PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
 
 
@@ -91,7 +105,7 @@ PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
         (PART | {"zzz": 3}, "Unknown key data.mixture[0].zzz: the keys there are name, source, paths, weight."),
         ({k: v for k, v in PART.items() if k != "weight"}, "data.mixture[0].weight is missing: set it in the config."),
         (PART | {"weight": -1}, "data.mixture[0].weight=-1 is not valid: it should be greater than 0."),
-        (PART | {"paths": [3]}, "data.mixture[0].paths[0]=3 is not valid: it should be a valid string."),
+        (PART | {"paths": [3]}, PATH_IS_NO_NUMBER),
     ],
 )
 def test_mistakes_in_a_mixture_name_the_part(part, sentence):
@@ -107,7 +121,7 @@ def test_files_that_are_not_recipes(tmp_path):
     with pytest.raises(ConfigError, match="holds no sections"):
         load_config(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("model: [\n")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match=r"broken.yaml is not YAML \(line 2: .*\): mend it there"):
         load_config(tmp_path / "broken.yaml")
 
 
@@ -115,6 +129,8 @@ def test_overrides_win_and_are_typed():
     config = load_config(BASE, ["optimizer.learning_rate=3e-4", "train.steps=7", "train.steps=8", "model.tie_embeddings=true"])
     assert (config.optimizer.learning_rate, config.train.steps, config.model.tie_embeddings) == (3e-4, 8, True)
     assert (config.model.head_dim, config.model.num_kv_heads, config.model.rope_scaling.factor) == (128, 8, 8.0)
+    # A string in quotes stays one, whatever it looks like.
+    assert load_config(BASE, ["run.dir='2024'"]).run.dir == "2024"
 
 
 def test_the_mesh_must_be_the_devices():
@@ -124,6 +140,8 @@ def test_the_mesh_must_be_the_devices():
         load_config(BASE, ["parallel.tensor=16"]).resolve(8)
     with pytest.raises(ConfigError, match=r"does not divide into parallel.data=3 ranks"):
         load_config(BASE).resolve(3)
+    with pytest.raises(ConfigError, match=r"= 1 x 1 x 1 x 1 x 1 is 1 device, but there are 8: set parallel.data=8"):
+        load_config(BASE, ["parallel.data=1"]).resolve(8)
     assert load_config(BASE, ["parallel.tensor=2"]).resolve(8).parallel.data == 4
 
 

@@ -139,6 +139,27 @@ def test_colours_are_off_when_asked(found):
     assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|4[0-7]|9[0-7]|38|48)[;m]", file.getvalue())
 
 
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"NO_COLOR": "1", "TERM": "xterm-256color"}], ids=str)
+def test_a_run_on_a_terminal_has_no_more_than_it_can_show(monkeypatch, capsys, variables):
+    """A terminal that moves no cursor gets whole lines; one without colours the bar, on 80 columns too."""
+    file = io.StringIO()
+    screen = RichConsole(file=file, width=80, force_terminal=True, highlight=False, soft_wrap=True, _environ=variables)
+    monkeypatch.setattr("jaxllm.train.console.RichConsole", lambda **_: screen)
+    with Console(total_steps=72000) as console:
+        for step in (12000, 12050):
+            console.step({"step": step, "tokens": 10 * step, "loss": 1.0, "tokens_per_s_per_device": 5e4}, 0.45, due=True)
+    if variables["TERM"] == "dumb":
+        assert file.getvalue() == ""
+        assert [line[:10] for line in capsys.readouterr().out.splitlines()] == ["step 12000", "step 12050"]
+    else:
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+        assert "MFU 45.0%" in shown
+        assert "(causal)" in shown
+        assert re.search(r"━\S* +(\d+:\d\d|-+:--)", shown)
+        assert "…" not in shown
+        assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|4[0-7]|9[0-7]|38|48)[;m]", file.getvalue())
+
+
 def test_a_run_in_a_notebook_shows_one_line_that_changes(monkeypatch, capsys):
     shown = []
     handle = SimpleNamespace(update=lambda content, raw: shown.append(content))

@@ -141,9 +141,10 @@ def prepare(
     part, parts = shard
     if not 0 <= part < parts:
         raise ConfigError(f"--shard {part}/{parts} is no part of the work: use 0/{max(parts, 1)} to {_last(parts)}.")
-    for name, number in (("--workers", workers), ("--shard-megabytes", shard_bytes), ("record_tokens", record_tokens)):
+    at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
+    for name, number, unit in at_least_1:
         if number is not None and number < 1:
-            raise ConfigError(f"{name} must be at least 1.")
+            raise ConfigError(f"{name}={number // unit} is not valid: it should be at least 1.")
     folder = Path(out)
     loaded = load_tokenizer(tokenizer)
     files = find_inputs(inputs, folder)
@@ -526,7 +527,7 @@ class _Progress:
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
             console = Console(highlight=False, soft_wrap=True, markup=False)
-            if console.is_terminal:
+            if console.is_terminal and not console.is_dumb_terminal:
                 columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True))
                 self._bar = Progress(*columns, console=console, transient=True)
                 self._task = self._bar.add_task("starting", total=self._total)

@@ -82,7 +82,7 @@ def load_tokenizer(path: str | Path, name: str | None = None, *, for_documents: 
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"There is no {file}: name a folder with tokenizer.json, or bytes.")
+        raise ConfigError(f"There is no tokenizer {file}: name a folder with tokenizer.json, or bytes.")
     return JsonTokenizer(file, name or file.resolve().parent.name, for_documents)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.config import AUTO, Config, ConfigError
+from jaxllm.config import AUTO, Config, ConfigError, divisors
 
 HOST_GPUS = 8
 """GPUs of the usual host: a default host is no larger."""
@@ -46,6 +46,8 @@ def hosts_of(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple
         per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
         return per_host, f"the largest divisor of {gpus} not above {largest}, or --gpus-per-host"
     if per_host < 1 or gpus % per_host:
-        divisors = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
-        raise ConfigError(f"--gpus-per-host={per_host} does not divide the {gpus} GPUs: use one of {divisors}.")
+        usable = ", ".join(map(str, divisors(gpus)))
+        raise ConfigError(
+            f"--gpus-per-host={per_host} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}: use one of {usable}."
+        )
     return per_host, "as given"

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config_errors import ConfigError, why_not_yaml
 
 MIB = 2**20
 TERA = 1e12
@@ -291,8 +291,10 @@ def find_gpu(name: str) -> Gpu:
         return _gpu_from_file(Path(name))
     if name not in GPUS:
         nearest = [known for known in GPUS if name and known.startswith(name.lower())] or difflib.get_close_matches(name, GPUS)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise ConfigError(f"There is no GPU {name}: {hint}Choose one of {', '.join(GPUS)}, or a YAML file of your own.")
+        choose = f"did you mean {nearest[0]}? Choose" if nearest else "choose"
+        raise ConfigError(
+            f"There is no GPU {name or repr(name)}: {choose} one of {', '.join(GPUS)}, or a YAML file of your own."
+        )
     return GPUS[name]
 
 
@@ -300,9 +302,9 @@ def _gpu_from_file(path: Path) -> Gpu:
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or why_not_yaml(error)
         raise ConfigError(f"{path} cannot be read as the description of a GPU: {reason}.") from None
-    if not isinstance(given, dict) or given.get("like") not in GPUS:
+    if not isinstance(given, dict) or not isinstance(given.get("like"), str) or given["like"] not in GPUS:
         raise ConfigError(f"{path} does not say which GPU it is like: write like: and one of {', '.join(GPUS)}.")
     base = GPUS[given.pop("like")]
     on_chip = {field.name for field in dataclasses.fields(Chip)}

@@ -13,10 +13,20 @@ import difflib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-from jaxllm.config import AUTO, Config, ConfigError, ModelConfig, ParallelConfig, Remat, all_have_layers, sequence_unit
+from jaxllm.config import (
+    AUTO,
+    Config,
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    Remat,
+    all_have_layers,
+    divisors,
+    sequence_unit,
+)
 from jaxllm.plan.cluster import hosts_of
 from jaxllm.plan.memory import parameters
 from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
@@ -235,13 +245,6 @@ def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
             found.append((INTERLEAVED, virtual_stages))
             chunks.add(chunk)
     return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
 
 def check_keep(config: Config, keep: Collection[str]) -> None:

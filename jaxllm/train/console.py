@@ -1,6 +1,7 @@
 """What a run prints: a live bar on a terminal, a live line in a notebook, plain lines anywhere else.
 
-Colours and the bar are rich's: off with NO_COLOR and where output is no terminal.
+Colours and the bar are rich's. NO_COLOR turns colours off; where output is no terminal, or one that moves no cursor
+(TERM=dumb), there is neither.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from jaxllm.html_tables import escaped
 from jaxllm.plan.cost import short
@@ -41,8 +43,11 @@ class Console:
     def __enter__(self) -> Console:
         if self._main and in_notebook():
             self._line = NotebookLine(self._total)
-        elif self._main and self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(compact=True))
+        elif self._main and self._console.is_terminal and not self._console.is_dumb_terminal:
+            # A column of its own kind may wrap: on 80 columns a long line takes two, where it would have lost its end, the bar
+            # and the time left.
+            line = TextColumn("{task.description}", table_column=Column())
+            columns = (line, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("starting", total=self._total)
             self._bar.start()

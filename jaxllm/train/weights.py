@@ -183,7 +183,7 @@ def export(text: str, destination: str, step: int | None = None, dtype: str = "f
     """
     require_new(destination, force)
     numpy_dtype = dtype_named(dtype)
-    source = find_weights("The source of an export", text, step)
+    source = find_weights("RUN_OR_CHECKPOINT", text, step)
     folder = source.as_folder()
     tensors = {entry.name: (numpy_dtype, entry.shape) for entry in folder.entries.values()}
     layout = in_files(tensors, WEIGHTS, LARGEST_FILE, {})

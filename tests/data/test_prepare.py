@@ -652,7 +652,7 @@ def test_what_cannot_be_written_or_found_is_one_sentence(tmp_path):
         here([text, tmp_path / "nothing*"], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"is a folder: name the files in it, such as '.*/\*\*/\*\.jsonl'"):
         here([tmp_path], tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"--workers must be at least 1"):
+    with pytest.raises(ConfigError, match=r"--workers=0 is not valid: it should be at least 1"):
         here([text], tmp_path / "out", workers=0)
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"b\.parquet cannot be read as Parquet \(.*\): mend it or leave it out"):

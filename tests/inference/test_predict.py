@@ -239,7 +239,7 @@ def no_device(monkeypatch):
         ({"overrides": ["model.vocab_size=512"]}, "has model.vocab_size=256: leave it out."),
         ({"overrides": ["model.name=smollm2-135m"]}, "is a model already: leave it out."),
         ({"overrides": ["train.sequence_length=8"]}, "train.sequence_length is of training: leave it out"),
-        ({"tokenizer": "nowhere"}, "There is no nowhere: name a folder with tokenizer.json, or bytes."),
+        ({"tokenizer": "nowhere"}, "There is no tokenizer nowhere: name a folder with tokenizer.json, or bytes."),
     ],
 )
 def test_scoring_refuses_in_one_sentence(run_dir, text, no_device, options, sentence):

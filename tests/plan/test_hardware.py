@@ -142,6 +142,7 @@ def test_a_file_describes_another_kind(described):
     [
         ("memory_bytes: 5", "does not say which GPU it is like: write like: and one of a100-40gb"),
         ("- 1", "does not say which GPU it is like"),
+        ("like: [h100-80gb]", "does not say which GPU it is like"),
         ("{like: [}", "cannot be read as the description of a GPU"),
         ("{like: h100-80gb, memory_byte: 5}", "Unknown key memory_byte in .*: did you mean memory_bytes?"),
         ("{like: h100-80gb, memory_bytes: 80GB}", "memory_bytes=80GB in .* is not valid: it should be a whole number above"),
