@@ -172,8 +172,9 @@ def test_every_recipe_loads(tmp_path, monkeypatch):
     recipes = sorted(path.absolute() for path in config_folder().glob("*.yaml"))
     assert recipes
     monkeypatch.chdir(tmp_path)
-    model = tmp_path / "data" / "smollm2"
-    model.mkdir(parents=True)
+    model = tmp_path / "smollm2"
+    model.mkdir()
+    (tmp_path / "data").mkdir()
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 256}
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}))
     (model / "tokenizer.json").touch()
