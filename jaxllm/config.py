@@ -789,10 +789,14 @@ def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:
         step, each = ranks * micro, f"data ranks x microbatch = {ranks} x {micro} = {ranks * micro}"
     below, above = batch // step * step, (batch // step + 1) * step
     choices = f"{below} or {above}" if below else str(above)
-    return refuse(
-        f"train.global_batch_sequences={batch} does not divide into {each}: use {choices}, "
-        f"or change train.microbatch_sequences or parallel.data."
-    )
+    if micro is None:
+        instead = "change parallel.data"
+    elif batch % ranks:
+        instead = "change train.microbatch_sequences or parallel.data"
+    else:
+        own = batch // ranks
+        instead = f"set train.microbatch_sequences={max(n for n in divisors(own) if n <= micro)}"
+    return refuse(f"train.global_batch_sequences={batch} does not divide into {each}: use {choices}, or {instead}.")
 
 
 # ---------------------------------------------------------------------------------------------------------- loading

@@ -51,7 +51,8 @@ REFUSALS = {
     (
         "parallel.data=4",
         "train.microbatch_sequences=3",
-    ): "train.global_batch_sequences=16 does not divide into data ranks x microbatch = 4 x 3 = 12: use 12 or 24",
+    ): "train.global_batch_sequences=16 does not divide into data ranks x microbatch = 4 x 3 = 12: "
+    "use 12 or 24, or set train.microbatch_sequences=2.",
     ("train.seed=4294967296",): "train.seed=4294967296 is not valid: it should be less than 2147483648.",
     ("optimizer.beta2=1.0",): "optimizer.beta2=1.0 is not valid: it should be less than 1.",
     ("data.held_out_fraction=0", "log.baselines=true"): "need held-out text: set data.held_out_fraction above 0",
