@@ -963,7 +963,9 @@ def _reads_texts(data: Mapping[str, Any]) -> bool:
 
 def _published_shape(name: Any) -> dict[str, Any]:
     path = config_folder() / "models" / f"{name}.yaml"
-    if not isinstance(name, str) or "/" in name or not path.is_file():
+    if isinstance(name, str) and "/" in name:
+        raise ConfigError(f"model.name={name} is no folder with a config.json: get the model there, or name another folder.")
+    if not isinstance(name, str) or not path.is_file():
         nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
         raise ConfigError(f"model.name={name} is no published shape, and no folder: {hint}")
