@@ -541,7 +541,7 @@ def data_prepare(
     print(json.dumps(summary.to_json()) if as_json else fitted(summary.lines()))
 
 
-@convert_app.command("from-hf", **example("convert from-hf data/smollm2 models/smollm2"))
+@convert_app.command("from-hf", **example("convert from-hf smollm2 models/smollm2"))
 def convert_from_hf(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],

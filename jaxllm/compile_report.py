@@ -287,7 +287,7 @@ def _compile(
         real_memory=again,
         collectives=collectives,
         largest_results=largest_results(module),
-        warnings=tuple(warnings(config, collectives, text, capacity, fits)),
+        warnings=(*warnings(config, collectives, text, capacity, fits), *untold(module.loops_of_unknown_turns())),
         jax_version=jax.__version__,
         overlap=by_kind(play(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else (),
     )
@@ -399,6 +399,12 @@ def warnings(
             )
     if '_xla_compute_type="host"' in text or 'execution_thread="host"' in text:
         yield "XLA computes a part of the step on the host's CPU, which is very slow: look at parallel.remat and offload_state."
+
+
+def untold(loops: int) -> Iterator[str]:
+    if loops:
+        which = "a loop with collectives turns" if loops == 1 else f"{loops} loops with collectives turn"
+        yield f"XLA does not say how often {which}: what is sent there is counted once, and is more."
 
 
 def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Iterator[str]:

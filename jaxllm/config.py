@@ -460,51 +460,8 @@ class Config(Section):
                 raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={part.source} needs 256.")
         if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
             raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
-        if model.num_heads % parallel.tensor:
-            raise refuse(
-                f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
-                f"use one of {list(divisors(model.num_heads))}."
-            )
-        if model.num_kv_heads % parallel.tensor and parallel.tensor % model.num_kv_heads:
-            raise refuse(
-                f"model.num_kv_heads={model.num_kv_heads} can be neither split over parallel.tensor={parallel.tensor} nor "
-                f"repeated evenly: make one a multiple of the other."
-            )
-        if (size := model.intermediate_size) % parallel.tensor:
-            raise refuse(
-                f"model.intermediate_size={size} is not a multiple of parallel.tensor={parallel.tensor}: "
-                f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
-            )
-        if model.matmul_dtype == "fp8":
-            _check_fp8(model, parallel.tensor)
-        # Each context rank holds two chunks of a sequence (parallel/zigzag.py), and each tensor rank a part of those.
-        S, c = train.sequence_length, parallel.context
-        unit = sequence_unit(c, parallel.tensor)
-        if S % unit:
-            nearest = f"{S // unit * unit} or {math.ceil(S / unit) * unit}" if unit < S else str(unit)
-            parts = f"in two chunks over parallel.context={c} and each part " if c > 1 else ""
-            raise refuse(
-                f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
-                f"set train.sequence_length={nearest}."
-            )
-        chunks = parallel.pipe * parallel.virtual_stages
-        if not all_have_layers(model.num_layers, chunks):
-            fix = _fewer_chunks(model.num_layers, parallel)
-            raise refuse(
-                f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
-                f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: {fix}."
-            )
-        if train.diloco_steps is not None:
-            if parallel.offload_state != "none":
-                raise refuse(
-                    f"train.diloco_steps={train.diloco_steps} keeps every island's state on its devices: set "
-                    f"parallel.offload_state=none, not {parallel.offload_state}, or leave DiLoCo out."
-                )
-            if train.diloco_after_steps >= train.steps:
-                raise refuse(
-                    f"train.diloco_after_steps={train.diloco_after_steps} leaves DiLoCo none of train.steps={train.steps}: "
-                    f"make it smaller, or leave train.diloco_steps out."
-                )
+        _check_split(model, parallel, train.sequence_length)
+        _check_diloco(train, parallel)
         if parallel.data != AUTO:
             _check_microbatches(self)
         _check_batch_schedule(train)
@@ -512,17 +469,7 @@ class Config(Section):
             raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
             raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
-        if self.data.held_out_fraction == 0 and (train.eval_every_steps or self.log.baselines):
-            raise refuse(
-                "train.eval_every_steps and log.baselines need held-out text: "
-                "set data.held_out_fraction above 0 or remove them."
-            )
-        if self.log.baselines and not (reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"}):
-            raise refuse(
-                "log.baselines counts bytes of one text in memory: set log.baselines=false, or read files without a tokenizer."
-            )
-        if self.log.profile_steps and not 1 <= self.log.profile_steps[0] <= self.log.profile_steps[1] <= train.steps:
-            raise refuse(f"log.profile_steps={list(self.log.profile_steps)} is not [first, last] within 1..{train.steps}.")
+        _check_log(self, of_bytes=reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"})
         return self
 
     def __repr__(self) -> str:
@@ -667,6 +614,74 @@ def sequence_unit(context: int, tensor: int) -> int:
     return context * math.lcm(2, tensor) if context > 1 else tensor
 
 
+def _check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
+    """Heads, widths, sequence and layers over the axes that split them."""
+    if model.num_heads % parallel.tensor:
+        raise refuse(
+            f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
+            f"use one of {list(divisors(model.num_heads))}."
+        )
+    if model.num_kv_heads % parallel.tensor and parallel.tensor % model.num_kv_heads:
+        raise refuse(
+            f"model.num_kv_heads={model.num_kv_heads} can be neither split over parallel.tensor={parallel.tensor} nor "
+            f"repeated evenly: make one a multiple of the other."
+        )
+    if (size := model.intermediate_size) % parallel.tensor:
+        raise refuse(
+            f"model.intermediate_size={size} is not a multiple of parallel.tensor={parallel.tensor}: "
+            f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
+        )
+    if model.matmul_dtype == "fp8":
+        _check_fp8(model, parallel.tensor)
+    # Each context rank holds two chunks of a sequence (parallel/zigzag.py), and each tensor rank a part of those.
+    c = parallel.context
+    unit = sequence_unit(c, parallel.tensor)
+    if S % unit:
+        nearest = f"{S // unit * unit} or {math.ceil(S / unit) * unit}" if unit < S else str(unit)
+        parts = f"in two chunks over parallel.context={c} and each part " if c > 1 else ""
+        raise refuse(
+            f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
+            f"set train.sequence_length={nearest}."
+        )
+    chunks = parallel.pipe * parallel.virtual_stages
+    if not all_have_layers(model.num_layers, chunks):
+        fix = _fewer_chunks(model.num_layers, parallel)
+        raise refuse(
+            f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
+            f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: {fix}."
+        )
+
+
+def _check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
+    if train.diloco_steps is None:
+        return
+    if parallel.offload_state != "none":
+        raise refuse(
+            f"train.diloco_steps={train.diloco_steps} keeps every island's state on its devices: set "
+            f"parallel.offload_state=none, not {parallel.offload_state}, or leave DiLoCo out."
+        )
+    if train.diloco_after_steps >= train.steps:
+        raise refuse(
+            f"train.diloco_after_steps={train.diloco_after_steps} leaves DiLoCo none of train.steps={train.steps}: "
+            f"make it smaller, or leave train.diloco_steps out."
+        )
+
+
+def _check_log(config: Config, of_bytes: bool) -> None:
+    """`of_bytes`: the run reads one text in memory, as bytes."""
+    log = config.log
+    if config.data.held_out_fraction == 0 and (config.train.eval_every_steps or log.baselines):
+        raise refuse(
+            "train.eval_every_steps and log.baselines need held-out text: set data.held_out_fraction above 0 or remove them."
+        )
+    if log.baselines and not of_bytes:
+        raise refuse(
+            "log.baselines counts bytes of one text in memory: set log.baselines=false, or read files without a tokenizer."
+        )
+    if log.profile_steps and not 1 <= log.profile_steps[0] <= log.profile_steps[1] <= config.train.steps:
+        raise refuse(f"log.profile_steps={list(log.profile_steps)} is not [first, last] within 1..{config.train.steps}.")
+
+
 def _check_fp8(model: ModelConfig, tensor: int) -> None:
     """Raises if a dim of a block's matmuls, as a tensor rank has it, is none that FP8 multiplies."""
     widths = {
@@ -687,7 +702,7 @@ def _check_fp8(model: ModelConfig, tensor: int) -> None:
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending. In the root's time: a size mistyped by many digits is answered too."""
+    """Ascending. In the root's time: a size mistyped by some digits is answered too."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
@@ -789,10 +804,8 @@ def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:
         step, each = ranks * micro, f"data ranks x microbatch = {ranks} x {micro} = {ranks * micro}"
     below, above = batch // step * step, (batch // step + 1) * step
     choices = f"{below} or {above}" if below else str(above)
-    if micro is None:
+    if micro is None or batch % ranks:
         instead = "change parallel.data"
-    elif batch % ranks:
-        instead = "change train.microbatch_sequences or parallel.data"
     else:
         own = batch // ranks
         instead = f"set train.microbatch_sequences={max(n for n in divisors(own) if n <= micro)}"
@@ -968,5 +981,5 @@ def _published_shape(name: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not path.is_file():
         nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
-        raise ConfigError(f"model.name={name} is no published shape, and no folder: {hint}")
+        raise ConfigError(f"model.name={name} is no published shape, and no folder here: {hint}")
     return _read_yaml(path)

@@ -482,14 +482,16 @@ def flush() -> None:
     """What the main thread has printed; given up after a second, as that may be stuck in the middle of printing."""
 
     def flush() -> None:
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            # Who reads it may be gone, or it was closed.
+            with suppress(OSError, ValueError):
+                stream.flush()
 
-    if threading.current_thread() is threading.main_thread():
-        # At the end of the interpreter, where from Python 3.12 on no thread can be started.
-        flush()
-        return
     thread = threading.Thread(target=flush, daemon=True)
-    thread.start()
-    thread.join(1)
+    try:
+        thread.start()
+    except RuntimeError:
+        # From Python 3.12 on none is started at the end of the interpreter, where the main thread is here.
+        flush()
+    else:
+        thread.join(1)

@@ -318,7 +318,7 @@ def progress_bar() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, Any] = {}
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         yield lambda what, done, total: None
         return
     with Bar(*columns, console=console, transient=True) as bar:

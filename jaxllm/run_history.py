@@ -206,9 +206,8 @@ def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as a config ({why_not_yaml(error)}): get it from a copy of the run."
-        ) from None
+        reason = getattr(error, "strerror", None) or why_not_yaml(error)
+        raise ConfigError(f"{path} cannot be read as a config ({reason}): get it from a copy of the run.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: it is not the config of a run.")
     data = values.get("data") or {}

@@ -17,7 +17,7 @@ REFUSALS = {
     ("train.stpes=3",): "Unknown key train.stpes: did you mean train.steps?",
     ("model.sequence_length=3",): "Unknown key model.sequence_length: did you mean train.sequence_length?",
     ("trian.steps=3",): "Unknown key trian: did you mean train?",
-    ("model.name=llama-3-8",): "model.name=llama-3-8 is no published shape, and no folder: did you mean llama-3-8b?",
+    ("model.name=llama-3-8",): "model.name=llama-3-8 is no published shape, and no folder here: did you mean llama-3-8b?",
     ("model.num_kv_heads=5",): "model.num_heads=32 is not a multiple of model.num_kv_heads=5: use one of [1, 2, 4, 8, 16, 32]",
     ("model.head_dim=33",): "model.head_dim=33 is odd, and rotary embeddings turn pairs: make it 34.",
     ("parallel.zero=4",): "parallel.zero=4 is not one of the choices: use 0, 1, 2, 3.",
@@ -53,6 +53,10 @@ REFUSALS = {
         "train.microbatch_sequences=3",
     ): "train.global_batch_sequences=16 does not divide into data ranks x microbatch = 4 x 3 = 12: "
     "use 12 or 24, or set train.microbatch_sequences=2.",
+    (
+        "parallel.data=3",
+        "train.microbatch_sequences=1",
+    ): "does not divide into data ranks x microbatch = 3 x 1 = 3: use 15 or 18, or change parallel.data.",
     ("train.seed=4294967296",): "train.seed=4294967296 is not valid: it should be less than 2147483648.",
     ("optimizer.beta2=1.0",): "optimizer.beta2=1.0 is not valid: it should be less than 1.",
     ("data.held_out_fraction=0", "log.baselines=true"): "need held-out text: set data.held_out_fraction above 0",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxllm.compile_report import untold
 from jaxllm.hlo import Module
 from jaxllm.overlap import by_kind, play, total
 from jaxllm.plan.hardware import GPUS
@@ -69,6 +70,19 @@ def test_flops_are_counted_where_they_lie(played):
     assert played["all-gather", False, True].flops_behind == MATMUL
     assert played["all-reduce", False, True].flops_behind == 0
     assert played["all-gather", True, True].flops_behind == SMALL_MATMUL
+
+
+def test_a_loop_of_unknown_turns_is_said():
+    """Where it holds collectives; in it all counts once."""
+    unknown = Module(TEXT.replace(f", {TURNS}", ""), AXES)
+    assert Module(TEXT, AXES).loops_of_unknown_turns() == 0
+    assert unknown.loops_of_unknown_turns() == 1
+    assert unknown.flops(unknown.entry) == MATMUL + SMALL_MATMUL
+    without = unknown.text.replace("all-gather-start(%h.1)", "copy-start(%h.1)").replace("all-gather(%f.1)", "copy(%f.1)")
+    assert Module(without, AXES).loops_of_unknown_turns() == 0
+    (sentence,) = untold(1)
+    assert sentence.startswith("XLA does not say how often a loop with collectives turns: what is sent there is counted once")
+    assert not list(untold(0))
 
 
 def test_fp8_counts_as_any_other():

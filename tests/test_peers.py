@@ -1,5 +1,6 @@
 """The line between processes: who is lost, by what, and what the others say and leave with."""
 
+import io
 import json
 import os
 import re
@@ -319,3 +320,19 @@ def test_a_stopped_process_is_given_up_and_knows_it_when_it_goes_on():
         for process in started:
             process.kill()
             process.communicate()
+
+
+def test_flushing_fails_of_nothing(monkeypatch):
+    closed, told = io.StringIO(), []
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(flush=lambda: told.append("stderr")))
+    peers.flush()
+    assert told == ["stderr"]
+
+
+def test_flushing_at_the_interpreters_end():
+    """Where Python 3.12 starts no thread any more."""
+    code = "import atexit; from jaxllm import peers; atexit.register(peers.flush); print('said')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (found.stdout, found.stderr) == ("said\n", "")

@@ -152,19 +152,7 @@ def prepare(
         total_mib = sum(file.size for file in files) >> 20
         shard_bytes = min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
     tasks = cut(files, text_key, shard_bytes)
-    origin = Origin(
-        options={
-            "tokenizer": {"name": loaded.name, "sha256": loaded.sha256},
-            "text_key": text_key,
-            "shard_bytes": shard_bytes,
-            "record_tokens": record_tokens,
-        },
-        inputs={
-            "count": len(files),
-            "bytes": sum(file.size for file in files),
-            "sha256": hashlib.sha256(json.dumps([(f.path, f.size, f.modified_ns) for f in files]).encode()).hexdigest(),
-        },
-    )
+    origin = _origin(files, loaded, text_key, shard_bytes, record_tokens)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_same_origin(folder, origin)
@@ -181,13 +169,9 @@ def prepare(
                 raise strict_error(done[task.shard]["broken_records"][0])
     if todo:
         job = _Job(folder, tokenizer, origin, strict)
-        count = min(workers or available_cpus(), len(todo))
         try:
             with _Progress(todo, progress) as shows:
-                if count == 1:
-                    _run_here(job, loaded, todo, shows)
-                else:
-                    _run_workers(job, todo, count, shows)
+                _run(job, loaded, todo, min(workers or available_cpus(), len(todo)), shows)
         except KeyboardInterrupt:
             there = sum(read_shard(folder, task.name) is not None for task in tasks)
             raise KeyboardInterrupt(
@@ -287,6 +271,23 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
     return [Task(i, len(shares), tuple(share)) for i, share in enumerate(shares)]
 
 
+def _origin(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, shard_bytes: int, record_tokens: int) -> Origin:
+    told = json.dumps([(file.path, file.size, file.modified_ns) for file in files])
+    return Origin(
+        options={
+            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
+            "text_key": text_key,
+            "shard_bytes": shard_bytes,
+            "record_tokens": record_tokens,
+        },
+        inputs={
+            "count": len(files),
+            "bytes": sum(file.size for file in files),
+            "sha256": hashlib.sha256(told.encode()).hexdigest(),
+        },
+    )
+
+
 def _check_same_origin(folder: Path, origin: Origin) -> None:
     """Raises ConfigError if shards of another origin are there."""
     for file in sorted(folder.glob("tokens-*-of-*.json")):
@@ -338,6 +339,14 @@ class _Job:
     tokenizer: str
     origin: Origin
     strict: bool
+
+
+def _run(job: _Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: _Progress) -> None:
+    """In so many processes; one is this."""
+    if count == 1:
+        _run_here(job, tokenizer, tasks, shows)
+    else:
+        _run_workers(job, tasks, count, shows)
 
 
 def _run_here(job: _Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: _Progress) -> None:
