@@ -404,9 +404,10 @@ def test_what_cannot_be_is_refused(tiny_config):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_two_and_four_islands_learn_as_well_as_one(tmp_path):
+def test_four_islands_learn_as_well_as_one(tmp_path):
     """H = 50, batch global / K each, after a fifth of the steps together: the held-out loss of data parallel within 2% at equal
-    tokens. Bytes of Python's own library. It takes 32 rounds: after 16, four islands were 3.8% behind.
+    tokens. Bytes of Python's own library. It takes 32 rounds: after 16, four islands were 3.8% behind. Two, which are nearer to
+    one (1.224, 1.222 and, of four, 1.238), are left to who changes the outer step: three minutes.
     """
     model = {**TINY["model"], "hidden_size": 64, "intermediate_size": 192}
     train = {"steps": 2000, "sequence_length": 64, "global_batch_sequences": 32, "eval_batches": 100}
@@ -414,7 +415,7 @@ def test_two_and_four_islands_learn_as_well_as_one(tmp_path):
     recipe = tmp_path / "run.yaml"
     recipe.write_text(yaml.safe_dump(values | {"log": {"baselines": False}, "parallel": {"data": 1}}))
     losses = {}
-    for islands in (1, 2, 4):
+    for islands in (1, 4):
         run = tmp_path / str(islands)
         rounds = () if islands == 1 else ("train.diloco_steps=50", "train.diloco_after_steps=400")
         axes = (f"run.cpu_devices={islands}", f"parallel.replica={islands}")
@@ -425,7 +426,6 @@ def test_two_and_four_islands_learn_as_well_as_one(tmp_path):
         losses[islands] = records(run)[-1]["eval_loss"]
     # Byte trigrams are at 1.74 (README).
     assert losses[1] < 1.4
-    assert losses[2] < 1.02 * losses[1]
     assert losses[4] < 1.02 * losses[1]
 
 
