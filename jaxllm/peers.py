@@ -259,7 +259,8 @@ class Line:
             # Whoever was stopped and goes on has its peers' words in the buffers: read before it is judged. Its own absence
             # they have judged by now.
             now = time.monotonic()
-            if (still_s := now - last_s) > self._silence_s:
+            # They count from its last beat, a little before it stood still: where one is gone, that little is not asked for.
+            if (still_s := now - last_s) > self._silence_s - (2 * self._beat_s if self._lost else 0):
                 sentence = f"{self.name()} stood still for {still_s:.0f} s (stopped, or frozen): the others have given it up"
                 self._learn(News(sentence, exits.LOST))
             last_s = now
