@@ -120,7 +120,7 @@ OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
     # Unrolls loops by two, so that what one turn hands to the next need not be copied into place.
     "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
     # Collectives become one up to so many bytes. XLA's default joins a small model's layer; a large one's matrices travel one
-    # by one. With a layer's bytes they are one transfer a layer, with fewer launches. By the played clock half of what shows
+    # by one. With a layer's bytes they are one transfer a layer, with fewer launches. By the played clock a part of what shows
     # goes with ZeRO 3, and in a pipeline more shows (benchmarks/RESULTS.md, overlap).
     "layer_combined": {
         "xla_gpu_all_gather_combine_threshold_bytes": LAYER_BYTES,
