@@ -24,12 +24,13 @@ import yaml
 from run_files import records, saved_state
 from tiny import TINY
 
+from jaxllm.peers import BEAT_S
 from jaxllm.train.checkpoint import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
 HOST = re.escape(socket.gethostname())
 """For patterns."""
-STEPS = 100
+STEPS = 120
 """Of the whole run: more than all its disturbed launches together get done."""
 PACE_S = 0.2
 """Before each step, so that something can happen to it."""
@@ -189,8 +190,9 @@ class Launch:
         self.assert_resumed()
 
     def wait_until_it_trains(self) -> None:
-        """For three steps, and has a checkpoint of its own."""
+        """For three steps, has a checkpoint of its own, and all have said that they train: beats are a second apart."""
         self.wait_for_steps(3)
+        time.sleep(1.5 * BEAT_S)
         self.wait_until(lambda: self._run.saved[-1:] > [self.first], "a checkpoint")
 
     def assert_resumed(self) -> None:
