@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shlex
 import shutil
 import signal
@@ -17,7 +19,7 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperCommand
 
-from jaxllm import __version__
+from jaxllm import __version__, exits
 from jaxllm.config import Config, ConfigError, json_schema, load_config
 
 
@@ -651,6 +653,14 @@ def main() -> None:
     except ConfigError as error:
         print(f"jaxllm: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = error.filename or "what it prints or writes"
+        print(f"jaxllm: {error.strerror} for {what}: make room there.", file=sys.stderr)
+        # What is left in the buffer would fail once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(exits.BAD_INPUT)
 
 
 if __name__ == "__main__":

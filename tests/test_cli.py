@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
@@ -40,6 +41,15 @@ def test_mistakes_end_in_one_sentence_and_code_2(arguments, sentence):
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the disk that is full is Linux's /dev/full")
+def test_output_on_a_full_disk_ends_in_one_sentence_and_code_2():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "jaxllm.cli", "estimate", "quickstart", "--gpus", "2"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300)
+    assert result.returncode == 2
+    assert result.stderr == "jaxllm: No space left on device for what it prints or writes: make room there.\n"
 
 
 def commands(command, path=()):

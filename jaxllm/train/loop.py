@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
-import yaml
 
 from jaxllm import distributed, exits, progress, watchdog
-from jaxllm.batch_schedule import Phase, done_by, phases_of
-from jaxllm.config import ATTENTION_RESULTS, Config, ConfigError
+from jaxllm.config import Config
 from jaxllm.data.baselines import ngram_baseline
-from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable
-from jaxllm.parallel.stacking import stacking_of
-from jaxllm.plan.activations import is_blockwise, remat_words
-from jaxllm.plan.flops import mfu, parameter_count
+from jaxllm.plan.flops import mfu
 from jaxllm.plan.hardware import gpu_from_device_kind
-from jaxllm.plan.noise_reading import reading
-from jaxllm.plan.pipeline_report import USUAL_IDLE
-from jaxllm.plan.schedule import idle_share, microbatches_for
-from jaxllm.pretrained.folder import TOKENIZER, copy_companions
-from jaxllm.train.checkpoint import Checkpoints, Meta, describe_run, require_shared, saved_steps
+from jaxllm.train.checkpoint import Checkpoints, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
 from jaxllm.train.fence import alone_in
 from jaxllm.train.fits import explaining_out_of_memory
 from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.metrics import Record, Sink, open_sinks
+from jaxllm.train.notes import announce, by_source, describe_phase, noise_note, what_went_wrong
 from jaxllm.train.run_clock import RunClock
+from jaxllm.train.run_dir import has_evaluation, keep_companions, make_run_dir, require_same_run, write_config
 from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Evaluation, Trainer
 
-log = logging.getLogger(__name__)
-
-WELL_FILLED = 0.9
-"""Of a sequence: below this a run says how much of it is room."""
 FINAL_EVAL_TOKENS = 2**24
 """Of each source, in the evaluation at the end: a hundredth of a large corpus would take days."""
 
@@ -115,97 +99,6 @@ def leave_early(name: str) -> None:
     )
 
 
-def make_run_dir(config: Config) -> Path:
-    """run.dir, made if it is not there; ConfigError if it cannot be written."""
-    folder = Path(config.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"run.dir={folder} cannot be written: choose another folder ({error.strerror}).") from None
-    return folder
-
-
-def keep_companions(folder: Path, trainer: Trainer) -> None:
-    """run.dir/tokenizer, for exports and for whoever resumes elsewhere: the run's own tokenizer, none for bytes, and what came
-    beside the weights that it started from, whose folder may be gone one day.
-    """
-    home, aside, before = folder / TOKENIZER, folder / ".tokenizer", folder / ".tokenizer-before"
-    beside = None if trainer.weights is None else trainer.weights.outline().companions
-    if trainer.step:
-        # Killed between the two renames below, an earlier start left it there.
-        beside = home if home.exists() else before
-    shutil.rmtree(aside, ignore_errors=True)
-    # Where data is token ids alone, the weights' tokenizer is theirs.
-    copy_companions(beside, aside, tokenizer=trainer.data.tokenizer is None)
-    if trainer.data.tokenizer is not None:
-        trainer.data.tokenizer.save(aside)
-        if (template := trainer.data.chat_template) is not None and aside.exists():
-            # What the model has learnt to answer to, wherever it came from.
-            (aside / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
-    if home.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        home.rename(before)
-    if aside.exists():
-        aside.rename(home)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str) -> None:
-    """Refuses to go on with a run under a config that would change its model, its text or where each step reads.
-
-    Args:
-      meta: what the checkpoint says of itself.
-      fingerprint: of the text as it is now.
-
-    Raises:
-      ConfigError: names the first such key, with both values, or says that the text is another.
-    """
-    before, now = meta["config"], config.model_dump(mode="json")
-    # What the text is, its fingerprint says, wherever it lies now.
-    free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
-    free |= {("data", key) for key in ("paths", "tokenizer", "chat_template")}
-    keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
-    keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
-    for section, key in keys:
-        # A key that is newer than the run had its default.
-        default = type(getattr(config, section)).model_fields[key].get_default()
-        old, new = before.get(section, {}).get(key, default), now[section][key]
-        if key == "mixture":
-            old, new = ([{k: v for k, v in part.items() if k != "paths"} for part in parts] for parts in (old, new))
-        if old != new:
-            raise ConfigError(
-                f"{folder} holds a run with {section}.{key}={old}, not {new}: go on with that value, or choose another run.dir."
-            )
-    require_same_batches(folder, meta, config)
-    if meta["fingerprint"] != fingerprint:
-        raise ConfigError(
-            f"{folder} holds a run on other text: what data names has changed since; bring it back, or choose another run.dir."
-        )
-
-
-def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
-    """Refuses a train.batch_schedule that says other of the steps that are done; what comes later may be changed."""
-    train, step = meta["config"]["train"], meta["step"]
-    first, length = train["global_batch_sequences"], train["sequence_length"]
-    before = done_by(phases_of(first, train.get("batch_schedule", ()), length), step)
-    if before != done_by(config.phases, step):
-        told = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
-        raise ConfigError(
-            f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
-            f"train.batch_schedule=[{told}], and the one given says otherwise of them: begin it with these, or choose another "
-            f"run.dir."
-        )
-
-
-def write_config(folder: Path, config: Config) -> None:
-    """config.yaml, the old one or the new one at any moment."""
-    aside = folder / ".config.yaml"
-    aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    aside.replace(folder / "config.yaml")
-
-
 def train(
     trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, console: Console, sinks: list[Sink], clock: RunClock
 ) -> str | None:
@@ -275,121 +168,6 @@ def train(
     return stopped_by
 
 
-def noise_note(trainer: Trainer) -> str | None:
-    """What the gradient noise scale says of the last step's batch; None if it was not measured."""
-    if (found := trainer.noise.found) is None:
-        return None
-    config = trainer.config
-    tokens = config.tokens_before(trainer.step) - config.tokens_before(trainer.step - 1)
-    # In rounds an island's steps are its own.
-    return f"step {trainer.step}  {reading(found, tokens // (config.parallel.replica if trainer.rounds else 1))}"
-
-
-def announce(console: Console, trainer: Trainer) -> None:
-    config, devices = trainer.config, trainer.mesh.devices
-    kind = devices.flat[0].device_kind
-    axes = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
-    console.say(f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}")
-    M = config.num_microbatches
-    console.say(
-        f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
-        f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
-    )
-    for line in batch_notes(config):
-        console.say(line)
-    if config.parallel.pipe > 1:
-        for line in pipeline_notes(config):
-            console.say(line)
-    if config.train.diloco_steps is not None:
-        console.say(diloco_line(config))
-    if trainer.memory_fit is not None:
-        console.say(trainer.memory_fit.line)
-    if trainer.weights is not None:
-        console.say(f"weights from {trainer.weights.description}; optimizer, step and data begin anew")
-    if config.total_tokens < config.optimizer.warmup_tokens:
-        console.say(f"note: the run ends within its warm-up of {config.optimizer.warmup_tokens:,} tokens")
-    fates = config.parallel.remat
-    attention = trainer.parallelized.attention
-    console.say(f"attention {attention}; remat {remat_words(fates)}; {trainer.data.description}")
-    named = set(fates) & set(ATTENTION_RESULTS) if isinstance(fates, dict) else ()
-    if named and (attention == "xla" or not is_blockwise(config)):
-        console.say(f"note: attention that is not in blocks has no {', '.join(sorted(named))}: it is computed again")
-    note_epochs(console, trainer)
-
-
-def diloco_line(config: Config) -> str:
-    """Who trains on its own, on how much, and when islands meet."""
-    train, islands = config.train, config.parallel.replica
-    alone = f"{islands} islands, each on 1/{islands} of every batch" if islands > 1 else "one island"
-    start = f" after {train.diloco_after_steps} steps together" if train.diloco_after_steps else ""
-    outer = f"Nesterov step of {train.diloco_lr:g}, momentum {train.diloco_momentum:g}"
-    return f"DiLoCo: {alone}{start}; an outer {outer}, every {train.diloco_steps} steps and after the last"
-
-
-def batch_notes(config: Config) -> Iterator[str]:
-    """What train.batch_schedule comes to; each batch's program is compiled when its first step is due."""
-    if not config.train.batch_schedule:
-        return
-    later = config.phases[1:]
-    for phase in later:
-        if phase.first_step < config.train.steps:
-            tokens = config.tokens_before(phase.first_step)
-            yield f"after step {phase.first_step} ({tokens:,} tokens) {describe_phase(config, phase)}, compiled then"
-    if config.train.batch_lr != "none":
-        rule = {"sqrt": "the root of the batch", "linear": "the batch"}[config.train.batch_lr]
-        last = config.phases[-1].sequences
-        yield f"learning rate in proportion to {rule}; optimizer.learning_rate is that of {last} sequences"
-    if later and later[-1].first_step >= config.train.steps:
-        yield f"note: the run ends before train.batch_schedule comes to its batch of {later[-1].sequences} sequences"
-
-
-def describe_phase(config: Config, phase: Phase) -> str:
-    M = config.in_phase(phase).num_microbatches
-    tokens = phase.sequences * config.train.sequence_length
-    return f"batch of {phase.sequences} sequences, {tokens:,} tokens a step in {M} microbatch{'es' if M > 1 else ''}"
-
-
-def what_went_wrong(record: Record) -> str:
-    """Of a step that was skipped, or is a spike."""
-    what = "a spike" if record["loss_spike"] else "not finite"
-    skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
-    return f"step {record['step']} is {what}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}{skipped}"
-
-
-def pipeline_notes(config: Config) -> Iterator[str]:
-    """What the pipeline costs: its bubble, and layers that do nothing."""
-    stages, virtual, M = config.parallel.pipe, config.parallel.virtual_stages, config.num_microbatches
-    stacking = stacking_of(config)
-    chunks = f" x {virtual} chunks" if virtual > 1 else ""
-    plural, idle = "s" if stacking.chunk > 1 else "", idle_share(stages, M, virtual)
-    schedule, layers = config.parallel.schedule, f"{stacking.chunk} layer{plural}"
-    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}; idle {100 * idle:.1f}% of a step"
-    if extra := stacking.identity_layers:
-        layers = f"{extra} identity layers fill up the last stages" if extra > 1 else "1 identity layer fills up the last stage"
-        yield f"note: {layers}: computed, never changed"
-    if idle >= USUAL_IDLE:
-        enough = microbatches_for(USUAL_IDLE, stages, virtual)
-        size = enough * config.train.global_batch_sequences // M
-        yield (
-            f"note: stages stand still {100 * idle:.1f}% of a step; {enough} microbatches (such as "
-            f"train.global_batch_sequences={size}) bring that below {100 * USUAL_IDLE:.0f}%"
-        )
-
-
-def note_epochs(console: Console, trainer: Trainer) -> None:
-    """How often the run will read each source, where there are several or one is read more than once."""
-    config, stream = trainer.config, trainer.stream
-    epochs = stream.epochs(config.sequences_before(config.train.steps))
-    if len(epochs) > 1 or max(epochs.values()) > 1:
-        console.say("epochs of the whole run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
-    full = sum(
-        share * source.packing.num_tokens / source.packing.num_samples
-        for source, share in zip(stream.sources, stream.counts, strict=True)
-    ) / (sum(stream.counts) * config.train.sequence_length)
-    if full < WELL_FILLED:
-        console.say(f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less")
-
-
 def record_evaluation(
     trainer: Trainer, sinks: list[Sink], interrupt: Interrupt, max_batches: int | None = None
 ) -> Evaluation | None:
@@ -403,11 +181,6 @@ def record_evaluation(
     for sink in sinks:
         sink.write(record)
     return found
-
-
-def by_source(found: Evaluation) -> str:
-    several = len(found.by_source) > 1
-    return " (" + ", ".join(f"{name} {loss:.4f}" for name, loss in found.by_source.items()) + ")" if several else ""
 
 
 def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: list[Sink]) -> str | None:
@@ -434,13 +207,6 @@ def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: li
         new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
         console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
     return None
-
-
-def has_evaluation(metrics: Path, step: int) -> bool:
-    if not metrics.exists():
-        return False
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return any("eval_loss" in line and line["step"] == step for line in lines)
 
 
 @contextmanager

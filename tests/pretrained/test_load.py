@@ -24,8 +24,9 @@ from jaxllm.pretrained.load import load_params
 from jaxllm.pretrained.names import entries
 from jaxllm.pretrained.safetensors import TensorFile
 from jaxllm.train.checkpoint import Checkpoints, describe_run
-from jaxllm.train.loop import fit, keep_companions
+from jaxllm.train.loop import fit
 from jaxllm.train.opened import open_model
+from jaxllm.train.run_dir import keep_companions
 from jaxllm.train.weights import initial_weights
 
 # 7 layers and 259 rows divide by nothing, so meshes fill them up.

@@ -19,7 +19,9 @@ from jaxllm.config import ConfigError
 from jaxllm.plan.estimate import estimate
 from jaxllm.train import loop
 from jaxllm.train.checkpoint import read_meta
+from jaxllm.train.notes import batch_notes
 from jaxllm.train.optimizer import make_learning_rate
+from jaxllm.train.run_dir import require_same_batches
 
 # Six steps: two of 8 sequences (128 tokens), two of 16, two of 32; on 8 data ranks in 1, 2 and 4 microbatches.
 RAMP = ("train.batch_schedule=[[256, 16], [700, 32]]", "train.steps=6")
@@ -226,7 +228,7 @@ def test_the_phases_are_announced(whole):
 
 def test_a_batch_the_run_does_not_come_to_is_announced(tiny_config):
     config = tiny_config(*RAMP, "train.steps=4").resolve(8)
-    assert list(loop.batch_notes(config))[-1] == (
+    assert list(batch_notes(config))[-1] == (
         "note: the run ends before train.batch_schedule comes to its batch of 32 sequences"
     )
 
@@ -258,7 +260,7 @@ def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config)
     meta = {"step": 3, "config": tiny_config(*RAMP).model_dump(mode="json")}
 
     def go_on(schedule):
-        loop.require_same_batches(Path("run"), meta, tiny_config(f"train.batch_schedule={schedule}"))
+        require_same_batches(Path("run"), meta, tiny_config(f"train.batch_schedule={schedule}"))
 
     go_on("[[256, 16], [4000, 64]]")
     # Another threshold, the same steps.
