@@ -285,6 +285,8 @@ if rank == 0:
     door = socket.create_server(("127.0.0.1", 0))
     print(door.getsockname()[1], flush=True)
 line = Line(rank, members, door if rank == 0 else ("127.0.0.1", rest[0]), 4)
+while rank and not line._seen:
+    time.sleep(0.1)
 print("here", flush=True)
 time.sleep(60)
 """
@@ -306,7 +308,6 @@ def test_a_stopped_process_is_given_up_and_knows_it_when_it_goes_on():
         stopped, other = start(1, 3, port), start(2, 3, port)
         for process in started:
             assert process.stdout.readline() == "here\n"
-        time.sleep(0.5)
         os.kill(stopped.pid, signal.SIGSTOP)
         for process in (hub, other):
             _, error = process.communicate(timeout=LIMIT_S)
