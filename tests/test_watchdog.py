@@ -130,7 +130,7 @@ def test_waiting_for_the_others_to_start_is_not_its_business(clock):
 def line(behind: Behind | None):
     told = []
     return SimpleNamespace(
-        name=lambda: "process 1 on h1", behind=lambda: behind, stuck=told.append, told=told, standing=lambda: ""
+        rank=1, name=lambda: "process 1 on h1", behind=lambda: behind, stuck=told.append, told=told, standing=lambda: ""
     )
 
 
@@ -177,7 +177,8 @@ def test_a_usual_step_is_not_stuck(tiny_config):
 # ------------------------------------------------------------------------------------------------------------------- end
 
 
-def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd):
+def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd, monkeypatch):
+    monkeypatch.setattr(watchdog, "STACKS_S", 0.0)
     codes, peers = deque(), line(None)
     run = RunConfig(stuck_min_s=0.05, phase_timeout_s=0.05)
     with Watchdog(run, lambda: peers, end=codes.append, look_s=0.01), progress.phase("step"):
