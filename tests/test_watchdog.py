@@ -210,7 +210,7 @@ import ctypes
 import time
 from jaxllm.config import RunConfig
 from jaxllm.watchdog import Watchdog
-with Watchdog(RunConfig(stuck_min_s=2, phase_timeout_s=2), look_s=0.1):
+with Watchdog(RunConfig(stuck_min_s=5, phase_timeout_s=5), look_s=0.1):
     time.sleep(0.3)
     {}
 """
@@ -220,7 +220,7 @@ with Watchdog(RunConfig(stuck_min_s=2, phase_timeout_s=2), look_s=0.1):
     ("work", "code", "words"),
     [
         # With Python's lock held, and without.
-        ("ctypes.PyDLL(None).sleep(60)", 1, "Timeout (0:00:02)!"),
+        ("ctypes.PyDLL(None).sleep(60)", 1, "Timeout (0:00:05)!"),
         ("ctypes.CDLL(None).sleep(60)", exits.LOST, "jaxllm: this process is stuck: start has taken "),
     ],
 )

@@ -304,7 +304,7 @@ def test_killed_runs_go_on(tmp_path, corpus):
 
 
 def test_a_killed_command_with_workers_leaves_nothing_behind(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines(made_up(40_000)))
+    (tmp_path / "a.jsonl").write_bytes(lines(made_up(40_000) * 3))
     arguments = [
         tmp_path / "a.jsonl",
         "--out",
@@ -333,7 +333,7 @@ def test_a_killed_command_with_workers_leaves_nothing_behind(tmp_path):
     assert "shards are prepared: run the same command again to go on." in errors
     result = run(*arguments, "--json")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["documents"] == 40_000
+    assert json.loads(result.stdout)["documents"] == 120_000
     assert list((tmp_path / "out").glob(".*")) == []
 
 
