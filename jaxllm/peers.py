@@ -251,13 +251,20 @@ class Line:
                 self._beat()
                 next_beat_s = now + self._beat_s
             due_s = min(next_beat_s, self._tell_at_s) if self._lost else next_beat_s
-            for key, _ in self._selector.select(max(due_s - now, 0.01)):
-                if key.data is None:
-                    self._answer()
-                else:
-                    self._read(key.data)
-            # Whoever was stopped and goes on has its peers' words in the buffers: read before it is judged. Its own absence
-            # they have judged by now.
+            ready = self._selector.select(max(due_s - now, 0.01))
+            # Whoever was stopped and goes on has its peers' words in the buffers, and perhaps their end behind them: all is
+            # read before it is judged. The first select after a stop returns with nothing. Its own absence they have judged by
+            # now.
+            stopped = time.monotonic() - last_s > 1.5 * self._beat_s
+            if stopped and not ready:
+                ready = self._selector.select(0)
+            while ready:
+                for key, _ in ready:
+                    if key.data is None:
+                        self._answer()
+                    else:
+                        self._read(key.data)
+                ready = self._selector.select(0) if stopped else []
             now = time.monotonic()
             # They count from its last beat, a little before it stood still: where one is gone, that little is not asked for.
             if (still_s := now - last_s) > self._silence_s - (2 * self._beat_s if self._lost else 0):

@@ -28,6 +28,8 @@ from jaxllm.peers import Line, flush, print_sentence
 LOOK_S = 1.0
 BEAT_S = 1.0
 OLD_NEWS_S = 3.0
+STACKS_S = 1.0
+"""For the others to show where they stand, before a process ends and their collectives fail of it."""
 _beating: set[int] = set()
 
 
@@ -113,6 +115,8 @@ class Watchdog:
             print_sentence(where)
         progress.show_stacks()
         flush()
+        if line and line.rank:
+            time.sleep(STACKS_S)
         end = self._end or (line.leave if line else os._exit)
         end(exits.LOST)
 

@@ -44,6 +44,11 @@ mark() {
   while IFS= read -r line || [[ -n "$line" ]]; do printf '[%s] %s\n' "$1" "$line"; done
 }
 
+# A signal that comes before all are started reaches them afterwards.
+told=""
+trap 'told=INT' INT
+trap 'told=TERM' TERM HUP
+
 # A process group each: a signal reaches what the processes start, and Ctrl-C comes through here alone.
 set -m
 pids=()
@@ -59,6 +64,7 @@ send() {
 }
 trap 'send INT' INT
 trap 'send TERM' TERM HUP
+[[ -z "$told" ]] || send "$told"
 
 # Looks rather than waits: "wait -n" is not in every bash, and cannot say which process it was.
 first_code=0

@@ -32,7 +32,7 @@ check_types() { "$python" -m basedpyright --pythonpath "$python" --level error; 
 # CPU is split into. Not every system has `timeout` (macOS); a hang is then for the caller to end.
 run_tests() {
   local limit="" processes="" preload
-  if command -v timeout >/dev/null; then limit="timeout --kill-after=60 75m"; fi
+  if command -v timeout >/dev/null; then limit="timeout --kill-after=60 80m"; fi
   if has_module xdist; then processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"; fi
   # XLA's compiler allocates and frees without end: an eighth of the time (a pipeline's gradient: 17.1 s of CPU, not 19.7).
   preload="$(ldconfig -p 2>/dev/null | awk '/libjemalloc\.so\.2/ { print $NF; exit }')"

@@ -1,7 +1,10 @@
 """Processes that a test starts outside the test room (conftest.py): their environment, and waiting for what they do."""
 
 import os
+import random
+import socket
 import time
+from contextlib import suppress
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -16,3 +19,12 @@ def wait_until(condition, process, limit_s) -> None:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.0005)
+
+
+def free_port() -> int:
+    """Above those that Linux gives to outgoing connections, which come and go."""
+    for port in random.sample(range(61440, 65536), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no port is free")

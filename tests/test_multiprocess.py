@@ -15,6 +15,7 @@ import pytest
 import yaml
 from golden.weights import to_ours
 from hf_folders import HUB, model_of, random_weights, write_folder
+from outside import free_port
 from run_files import records
 from tiny import TINY
 
@@ -238,10 +239,9 @@ def refusal(process: subprocess.Popen, code: int = 2) -> str:
 @pytest.fixture
 def ports():
     """Two that are free."""
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
-            probe.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+    one = free_port()
+    with socket.create_server(("127.0.0.1", one)):
+        return one, free_port()
 
 
 @pytest.fixture

@@ -173,8 +173,8 @@ def test_another_launch_on_this_port_is_named(launch):
         own = call(0, launch_id="new")
         with pytest.raises(ConfigError, match=f"Port {place.port} of JAXLLM_COORDINATOR is taken on this host"):
             open_port(place, own)
-        with pytest.raises(Missing, match=r"after 1 s \(process 0 of another launch, old, is there"):
-            attend(call(1, launch_id="new"), launch(1, start_timeout_s=1))
+        with pytest.raises(Missing, match=r"after 3 s \(process 0 of another launch, old, is there"):
+            attend(call(1, launch_id="new"), launch(1, start_timeout_s=3))
         # Nor was it disturbed.
         with ThreadPoolExecutor(2) as others:
             found = [others.submit(attend, call(rank, launch_id="old"), launch(rank)) for rank in (1, 2)]
@@ -247,7 +247,7 @@ def test_a_connection_to_itself_is_none(monkeypatch):
 
 @pytest.mark.parametrize("answers", [b"", b"HTTP/1.1 400\r\n\r\n"], ids=["nobody", "something else"])
 def test_process_0_is_not_there(launch, answers):
-    place = launch(1, start_timeout_s=1)
+    place = launch(1, start_timeout_s=3)
     why = r"Connection refused" if not answers else "something else answers there"
     listener = socket.create_server(("127.0.0.1", place.port)) if answers else None
 
@@ -263,7 +263,7 @@ def test_process_0_is_not_there(launch, answers):
     if listener:
         threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(
-        Missing, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 1 s \({why}; 127.0.0.1"
+        Missing, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 3 s \({why}; 127.0.0.1"
     ):
         attend(call(1), place)
     if listener:

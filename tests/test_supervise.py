@@ -17,7 +17,7 @@ from jaxllm.supervise import LONGEST_PAUSE_S, NESTED, ONE_OF_SEVERAL, Limits, en
 CHECKOUT = Path(__file__).parents[1]
 LIMIT_S = 120
 VARIABLES = ("JAXLLM_ATTEMPT", "JAXLLM_RESTARTS", "JAXLLM_LAUNCH_ID", "JAXLLM_BEAT_FD", "SLURM_JOB_ID")
-BEATS = '(while sleep 0.1; do printf . >&"$JAXLLM_BEAT_FD"; done) 2>/dev/null & beats=$!\n'
+BEATS = '(while sleep 0.1; do printf . >&"$JAXLLM_BEAT_FD"; touch beaten-$JAXLLM_ATTEMPT; done) 2>/dev/null & beats=$!\n'
 """bash: a child that beats as a thread of jaxllm does."""
 
 
@@ -109,8 +109,8 @@ def test_without_restarts_nobody_is_promised_one(start):
 
 def test_an_attempt_that_lasted_begins_the_count_anew(start):
     """Attempts 0, 1, 3 and 4 fail at once and 2 does not: two in a row each time, never three."""
-    script = "echo $JAXLLM_ATTEMPT; ((JAXLLM_ATTEMPT != 2)) || sleep 2; exit 7"
-    code, out, err = ended(start(script, "--restarts", "2", "--anew-after", "2"))
+    script = "echo $JAXLLM_ATTEMPT; ((JAXLLM_ATTEMPT != 2)) || sleep 5; exit 7"
+    code, out, err = ended(start(script, "--restarts", "2", "--anew-after", "5"))
     assert (code, out) == (7, ["0", "1", "2", "3", "4"])
     assert [line.split("; ")[1].split(" of")[0] for line in err[:-1]] == ["restart 1", "restart 2", "restart 1", "restart 2"]
 
@@ -172,7 +172,11 @@ def test_it_starts_no_jax():
 def test_a_frozen_process_is_killed_and_started_again(start):
     """It stops its whole group, as a hypervisor or a debugger would."""
     process = start(
-        BEATS + "sleep 0.5; ((JAXLLM_ATTEMPT)) || kill -STOP 0; echo $JAXLLM_ATTEMPT; kill $beats", "--silent-after", "2"
+        BEATS
+        + "until [[ -e beaten-$JAXLLM_ATTEMPT ]]; do sleep 0.05; done; "
+        + "((JAXLLM_ATTEMPT)) || kill -STOP 0; echo $JAXLLM_ATTEMPT; kill $beats",
+        "--silent-after",
+        "2",
     )
     code, out, err = ended(process)
     assert (code, out) == (0, ["1"])

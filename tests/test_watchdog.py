@@ -130,7 +130,7 @@ def test_waiting_for_the_others_to_start_is_not_its_business(clock):
 def line(behind: Behind | None):
     told = []
     return SimpleNamespace(
-        name=lambda: "process 1 on h1", behind=lambda: behind, stuck=told.append, told=told, standing=lambda: ""
+        rank=1, name=lambda: "process 1 on h1", behind=lambda: behind, stuck=told.append, told=told, standing=lambda: ""
     )
 
 
@@ -177,7 +177,8 @@ def test_a_usual_step_is_not_stuck(tiny_config):
 # ------------------------------------------------------------------------------------------------------------------- end
 
 
-def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd):
+def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd, monkeypatch):
+    monkeypatch.setattr(watchdog, "STACKS_S", 0.0)
     codes, peers = deque(), line(None)
     run = RunConfig(stuck_min_s=0.05, phase_timeout_s=0.05)
     with Watchdog(run, lambda: peers, end=codes.append, look_s=0.01), progress.phase("step"):
@@ -209,7 +210,7 @@ import ctypes
 import time
 from jaxllm.config import RunConfig
 from jaxllm.watchdog import Watchdog
-with Watchdog(RunConfig(stuck_min_s=2, phase_timeout_s=2), look_s=0.1):
+with Watchdog(RunConfig(stuck_min_s=5, phase_timeout_s=5), look_s=0.1):
     time.sleep(0.3)
     {}
 """
@@ -219,7 +220,7 @@ with Watchdog(RunConfig(stuck_min_s=2, phase_timeout_s=2), look_s=0.1):
     ("work", "code", "words"),
     [
         # With Python's lock held, and without.
-        ("ctypes.PyDLL(None).sleep(60)", 1, "Timeout (0:00:02)!"),
+        ("ctypes.PyDLL(None).sleep(60)", 1, "Timeout (0:00:05)!"),
         ("ctypes.CDLL(None).sleep(60)", exits.LOST, "jaxllm: this process is stuck: start has taken "),
     ],
 )

@@ -167,9 +167,13 @@ class Fence:
         """Looks for a sign of life: "holds", "silent", or "changed" where another holds it now, or nobody."""
         who = found.name if found else "another process"
         log.warning("run.dir=%s was held by %s: looking up to %.0f s whether it still is.", self._folder, who, SILENT_S)
-        deadline = time.monotonic() + SILENT_S
-        while time.monotonic() < deadline:
-            time.sleep(min(0.5, BEAT_S / 4))
+        look_s, watched_s, last_s = min(0.5, BEAT_S / 4), 0.0, time.monotonic()
+        while watched_s < SILENT_S:
+            time.sleep(look_s)
+            # What stood still with this process may have kept the holder from its beats too.
+            now_s = time.monotonic()
+            watched_s += min(now_s - last_s, 2 * look_s)
+            last_s = now_s
             now = read_holder(self._path)
             if now != found:
                 return "holds" if now and found and now.token == found.token else "changed"

@@ -312,6 +312,10 @@ def test_ahead_yields_in_order_and_works_two_ahead():
 
     results = ahead(make, 5)
     assert [next(results) for _ in range(20)] == [step * step for step in range(5, 25)]
+    deadline = time.monotonic() + 20
+    while len(made) < 22 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # More would come now.
     time.sleep(0.1)
     assert made == list(range(5, 27))
     results.close()

@@ -7,7 +7,6 @@ the one before has left.
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import socket
@@ -16,15 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+from outside import free_port
 from run_files import records, saved_state
 from tiny import TINY
 
-from jaxllm.peers import BEAT_S
 from jaxllm.train.checkpoint import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
@@ -35,6 +34,8 @@ STEPS = 120
 PACE_S = 0.2
 """Before each step, so that something can happen to it."""
 SLOW_SAVE_S = 1.0
+SLOW_COMPILATION_S = 5.0
+TRAINS = "told process 0 of a step"
 FIRST_BAD_BATCH = 4
 """Of a launch, counted from 0: some steps and a save come before it."""
 PEER_S = 15
@@ -60,13 +61,13 @@ COMMON = (
 # jaxllm train, at its pace, with one fault. It says where it is past Python's buffers: several threads speak.
 PROGRAM = f"""
 import errno, os, sys, time
-from jaxllm import cli
+from jaxllm import cli, peers
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.trainer import Trainer
 
 pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
 advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
-list_files, first_batch = Checkpoints._list_files, None
+list_files, beat, first_batch, trains = Checkpoints._list_files, peers.Line._beat, None, False
 
 def say(words):
     os.write(1, f"{{words}}\\n".encode())
@@ -77,6 +78,8 @@ def at_its_pace(self):
 
 def said(self, batch):
     say("compiling")
+    if fault == "slow compilation":
+        time.sleep({SLOW_COMPILATION_S})
     return compile_step(self, batch)
 
 def slowly(self):
@@ -94,10 +97,18 @@ def read(self, step):
         time.sleep(1000)
     return train_batch(self, step)
 
-Trainer.advance, Trainer.compile_step = at_its_pace, said
+def beat_and_say(self):
+    global trains
+    beat(self)
+    # What was sent, not what the process does by now.
+    if self.rank and not trains and self._seen[0].step:
+        trains = True
+        say("{TRAINS}")
+
+Trainer.advance, Trainer.compile_step, peers.Line._beat = at_its_pace, said, beat_and_say
 if fault == "slow save":
     Checkpoints._list_files = slowly
-elif fault:
+elif fault.endswith("data"):
     Trainer.train_batch = read
 say(f"pid {{os.getpid()}}")
 sys.argv[1:1] = ["train"]
@@ -190,9 +201,10 @@ class Launch:
         self.assert_resumed()
 
     def wait_until_it_trains(self) -> None:
-        """For three steps, has a checkpoint of its own, and all have said that they train: beats are a second apart."""
+        """For three steps, has a checkpoint of its own, and all have told process 0 that they train."""
         self.wait_for_steps(3)
-        time.sleep(1.5 * BEAT_S)
+        for rank in range(1, self._count):
+            self.wait_for(rank, TRAINS)
         self.wait_until(lambda: self._run.saved[-1:] > [self.first], "a checkpoint")
 
     def assert_resumed(self) -> None:
@@ -297,15 +309,6 @@ def environment() -> dict[str, str]:
 def supervised(restarts: int) -> tuple[str, ...]:
     options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", "20")
     return (sys.executable, "-m", "jaxllm.supervise", *options, "--")
-
-
-def free_port() -> int:
-    """Above those that Linux gives to outgoing connections, which come and go."""
-    for port in random.sample(range(61440, 65536), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 def is_open(port: int) -> bool:

@@ -70,9 +70,10 @@ def test_a_killed_coordinator_is_named(run):
         launch.start_all()
         launch.wait_until_it_trains()
         launch.strike(0, signal.SIGKILL)
-        # The sentence comes first, but 0.1 s later JAX aborts who is still on the way out.
+        # JAX aborts 0.1 s later who is still on the way out, on a busy machine before its sentence.
         launch.assert_ends(-signal.SIGKILL, (exits.LOST, -signal.SIGABRT))
-        launch.assert_says(1, lost(0, KILLED))
+        if launch[1].popen.returncode == exits.LOST:
+            launch.assert_says(1, lost(0, KILLED))
 
 
 def test_a_late_process_is_waited_for_and_missed_when_it_is_killed(run):
@@ -101,7 +102,8 @@ def test_a_stopped_process_is_given_up_by_the_other_and_killed_by_its_supervisor
 
 def test_what_fails_in_one_process_is_told_by_the_other(run):
     """Where data is read, in a thread: it is that process's end."""
-    with run.launch() as launch:
+    # Process 1 would wait for the end of a save, and JAX abort it once process 0 has left.
+    with run.launch(NO_SAVES) as launch:
         launch.start(0)
         launch.start(1, fault="unreadable data")
         launch.wait_for(1, "reading fails")
@@ -143,7 +145,7 @@ def test_a_process_whose_disk_is_full_ends_the_run_and_loses_nothing(run):
 
 
 def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again(tmp_path):
-    lines = (f'{{"text": "{i} law mesh ring axis shard gather tick"}}\n' for i in range(80_000))
+    lines = (f'{{"text": "{i} law mesh ring axis shard gather tick"}}\n' for i in range(240_000))
     (tmp_path / "a.jsonl").write_text("".join(lines))
     command = [sys.executable, "-m", "jaxllm.cli", "data", "prepare", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes"]
     options = {"env": environment(), "cwd": CHECKOUT, "text": True}
@@ -209,7 +211,7 @@ def test_sigterm_in_the_compilation_ends_all_at_once(run):
     """Nothing is trained, so nothing is waited for."""
     before = run.saved
     with run.launch() as launch:
-        launch.start_all(**RESTARTS)
+        launch.start_all(fault="slow compilation", **RESTARTS)
         launch.wait_for(1, "compiling")
         launch.strike(1, signal.SIGTERM)
         launch.assert_ends(exits.RESTART, exits.RESTART)
@@ -224,7 +226,7 @@ def test_sigterm_in_the_compilation_ends_all_at_once(run):
 def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp_path):
     """Each sample in the step that it belongs to: the losses are those of the whole run but for the order of sums."""
     run, steps = Run(tmp_path, text_file), 30
-    with run.launch(f"train.steps={steps}", count=4) as launch:
+    with run.launch(count=4) as launch:
         launch.start_all()
         launch.wait_until_it_trains()
         launch.strike(2, signal.SIGKILL)
@@ -246,12 +248,14 @@ def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp
 
 def test_who_comes_too_late_meets_the_next_attempt_and_the_run_ends_as_if_undisturbed(run, whole):
     with run.launch(NO_SAVES, pace_s=0) as launch:
-        # Each attempt waits so long; some may pass until the other has started.
-        launch.start(0, under=supervised(restarts=5), JAXLLM_START_TIMEOUT_S="6")
+        # Each attempt waits so long, and JAX's own start may take no longer; some may pass until the other has started.
+        launch.start(0, under=supervised(restarts=5), JAXLLM_START_TIMEOUT_S="15")
         launch.wait_until(lambda: "; restart 1 of at most 5 in " in launch[0].err.text, "the end of the first attempt")
         launch.start(1)
         launch.assert_ends(0, 0, within_s=START_S)
         launch.assert_resumed()
-        launch.assert_says(0, rf"Process 1 of 2 did not come to 127\.0\.0\.1:{launch.port} within 6 s \(there: 0 on {HOST}; .*")
+        launch.assert_says(
+            0, rf"Process 1 of 2 did not come to 127\.0\.0\.1:{launch.port} within 15 s \(there: 0 on {HOST}; .*"
+        )
     assert run.records() == whole.records()
     jax.tree.map(np.testing.assert_array_equal, run.final_state(), whole.final_state())

@@ -27,20 +27,20 @@ from jaxllm.train.loop import fit
 CHECKOUT = Path(__file__).parents[2]
 LIMIT_S = 240
 INSTALL_LIMIT_S = 240
-STEPS, STEP_S = 20, 0.2
+STEPS, STEP_S = 60, 0.2
 """Enough for what is to happen after step 7 to find the run under way."""
 COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", f"train.steps={STEPS}")
 
 # jaxllm train, a step at a time.
-PROGRAM = f"""
+PROGRAM = """
 import sys, time
 from jaxllm import cli
 from jaxllm.train.trainer import Trainer
 
-advance = Trainer.advance
+advance, step_s = Trainer.advance, float(sys.argv.pop(1))
 
 def slowly(self):
-    time.sleep({STEP_S})
+    time.sleep(step_s)
     return advance(self)
 
 Trainer.advance = slowly
@@ -64,7 +64,10 @@ def require(**packages: str) -> None:
     with (Path(tempfile.gettempdir()) / "jaxllm-tests-apt.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for command in (install, ["apt-get", "update", "--quiet"], install):
-            result = subprocess.run(command, capture_output=True, text=True, **options)
+            try:
+                result = subprocess.run(command, capture_output=True, text=True, **options)
+            except subprocess.TimeoutExpired:
+                pytest.skip(f"{' and '.join(missing)} cannot be installed here in {INSTALL_LIMIT_S} s")
             if command is install and result.returncode == 0:
                 return
     pytest.skip(f"{' and '.join(missing)} cannot be installed here: {result.stderr.strip()[-200:]}")
@@ -144,7 +147,7 @@ def launch(script: str, *arguments, cwd: Path, **variables: str) -> tuple[int, s
 
 
 class Run:
-    """A recipe, a slow program that trains it as `python FOLDER/slowly.py ...`, and what came out."""
+    """A recipe, a slow program that trains it as `python FOLDER/slowly.py SECONDS ...`, and what came out."""
 
     def __init__(self, folder: Path, text_file: Path):
         self.folder, self.dir = folder, folder / "run"
@@ -152,10 +155,10 @@ class Run:
         self.recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
         self.program.write_text(PROGRAM)
 
-    def command(self) -> tuple[str, ...]:
+    def command(self, step_s: float = STEP_S) -> tuple[str, ...]:
         """For two processes of one device each: they compile quickest."""
         overrides = ("run.cpu_devices=1", "parallel.data=2", f"run.dir={self.dir}", "run.peer_timeout_s=20", *COMMON)
-        return ("python", str(self.program), str(self.recipe), *overrides)
+        return ("python", str(self.program), str(step_s), str(self.recipe), *overrides)
 
     def wait_for(self, step: int, process: subprocess.Popen) -> None:
         """Until the run has this step's loss; the launch must be alive."""

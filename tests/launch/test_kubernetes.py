@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tomllib
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from outside import free_port
 from run_files import steps_of
 
 from jaxllm import exits, launchers
@@ -132,7 +132,10 @@ def validator():
         return importlib.import_module("kubernetes_validate")
     except ImportError:
         install = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "kubernetes-validate"]
-        result = subprocess.run(install, capture_output=True, text=True, timeout=200)
+        try:
+            result = subprocess.run(install, capture_output=True, text=True, timeout=200)
+        except subprocess.TimeoutExpired:
+            pytest.skip("kubernetes-validate cannot be installed here in 200 s")
         if result.returncode:
             pytest.skip(f"kubernetes-validate cannot be installed here: {result.stderr.strip()[-200:]}")
         importlib.invalidate_caches()
@@ -143,8 +146,7 @@ def validator():
 @pytest.mark.slow
 def test_the_pods_commands_train_together(tmp_path):
     """Every pod as a process; the name of the first pod is this machine's."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable if word == "python" else word for word in COMMAND]
     at = command.index("jaxllm")
     command[at : at + 1] = [sys.executable, "-m", "jaxllm.cli"]

@@ -10,7 +10,11 @@ from real_launches import LIMIT_S, launch, launched, processes_of_launch, wait_u
 
 from jaxllm import exits
 
-BEATS = '(while sleep 0.1; do printf . >&"$JAXLLM_BEAT_FD"; done) 2>/dev/null & '
+BEATS = """
+beaten="beaten-$JAXLLM_ATTEMPT-$JAXLLM_PROCESS_ID"
+(while sleep 0.1; do printf . >&"$JAXLLM_BEAT_FD"; touch "$beaten"; done) 2>/dev/null &
+until [[ -e "$beaten" ]]; do sleep 0.05; done
+"""
 
 
 def test_options_need_values(tmp_path):
@@ -27,7 +31,7 @@ def test_failed_and_frozen_processes_are_started_again(tmp_path):
     """Of two, each in its own way; then both go on."""
     words = 'echo "$JAXLLM_ATTEMPT"; ((JAXLLM_ATTEMPT)) && exit 0; ((JAXLLM_PROCESS_ID)) && exit 7; kill -STOP 0'
     options = ("--restarts", "1", "--backoff-s", "0.1", "--silent-after", "2")
-    code, out, err = launch("local_cluster.sh", *options, "2", "bash", "-c", BEATS + f"sleep 0.5; {words}", cwd=tmp_path)
+    code, out, err = launch("local_cluster.sh", *options, "2", "bash", "-c", BEATS + words, cwd=tmp_path)
     assert (code, sorted(out.splitlines())) == (0, ["[0] 0", "[0] 1", "[1] 0", "[1] 1"])
     assert "[1] jaxllm: exit code 7 (an error); restart 1 of at most 1 in 0.1 s" in err
     assert "[0] jaxllm: exit code 137 (ended by SIGKILL); restart 1 of at most 1 in 0.1 s" in err

@@ -74,8 +74,8 @@ def test_a_given_coordinator_and_the_first_failure_that_is_final(tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_through_a_kill_and_a_signal_to_the_losses_of_one_process(text_file, tmp_path):
     run = real_launches.Run(tmp_path, text_file)
-    line = ("mpi.sh", "--restarts", "3", "--backoff-s", "0.1", *TWO, "--", *run.command())
-    with launched(*line, cwd=tmp_path, **AS_ROOT) as process:
+    line = ("mpi.sh", "--restarts", "3", "--backoff-s", "0.1", *TWO, "--")
+    with launched(*line, *run.command(), cwd=tmp_path, **AS_ROOT) as process:
         run.wait_for(3, process)
         os.kill(pid_of("slowly.py", rank=1), signal.SIGKILL)
         # Nobody gets there alone.
@@ -85,7 +85,7 @@ def test_a_run_goes_through_a_kill_and_a_signal_to_the_losses_of_one_process(tex
     assert process.returncode == exits.RESTART, out + err
     assert "[1] jaxllm: exit code 137 (ended by SIGKILL); restart 1 of at most 3 in 0.1 s" in err
     assert "by SIGTERM; saved" in out
-    code, out, err = launch(*line, cwd=tmp_path, **AS_ROOT)
+    code, out, err = launch(*line, *run.command(step_s=0), cwd=tmp_path, **AS_ROOT)
     assert code == 0, out + err
     assert "[0] resumed from step" in out
     run.assert_losses_of_one_process()

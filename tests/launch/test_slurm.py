@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from outside import free_port
 from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
@@ -389,8 +389,7 @@ class Run:
         return self.folder.with_name(f"{self.folder.name}-undisturbed")
 
     def run_undisturbed(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+        coordinator = f"127.0.0.1:{free_port()}"
         several = {"JAXLLM_COORDINATOR": coordinator, "JAXLLM_NUM_PROCESSES": str(self.processes), "PYTHONPATH": str(CHECKOUT)}
         command = [sys.executable, "-m", "jaxllm.cli", *self.command[1:], f"run.dir={self.undisturbed}"]
         # Saving changes nothing but the time.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import real_launches
+from outside import free_port
 from real_launches import LIMIT_S, launch, launched, pid_of, processes_of_launch, wait_until
 
 from jaxllm import exits
@@ -57,11 +58,6 @@ def ssh(tmp_path_factory):
         with suppress(ProcessLookupError):
             os.killpg(daemon.pid, signal.SIGKILL)
         daemon.wait(LIMIT_S)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def answers(port: int) -> bool:
@@ -211,8 +207,8 @@ def test_nothing_outlives_a_killed_launcher(ssh, hosts, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_through_a_kill_and_a_broken_connection_to_the_losses_of_one_process(ssh, hosts, text_file, tmp_path):
     run = real_launches.Run(tmp_path, text_file)
-    line = ("ssh.sh", "--restarts", "3", "--backoff-s", "0.1", hosts("h1", "h2"), *run.command())
-    with launched(*line, cwd=tmp_path, SSH=ssh) as process:
+    line = ("ssh.sh", "--restarts", "3", "--backoff-s", "0.1", hosts("h1", "h2"))
+    with launched(*line, *run.command(), cwd=tmp_path, SSH=ssh) as process:
         run.wait_for(3, process)
         os.kill(pid_of("slowly.py", rank=1), signal.SIGKILL)
         # Nobody gets there alone.
@@ -223,7 +219,7 @@ def test_a_run_goes_through_a_kill_and_a_broken_connection_to_the_losses_of_one_
     assert process.returncode == 128 + signal.SIGKILL, out + err
     assert "[1] jaxllm: exit code 137 (ended by SIGKILL); restart 1 of at most 3 in 0.1 s" in err
     assert "by SIGTERM; saved" in out
-    code, out, err = launch(*line, cwd=tmp_path, SSH=ssh)
+    code, out, err = launch(*line, *run.command(step_s=0), cwd=tmp_path, SSH=ssh)
     assert code == 0, out + err
     assert "[0] resumed from step" in out
     run.assert_losses_of_one_process()

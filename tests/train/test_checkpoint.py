@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
+from outside import free_port
 from run_files import steps_of
 from tiny import TINY
 
@@ -295,9 +295,7 @@ def pair(text_file, tmp_path):
     started = []
 
     def start(*overrides, folders=(tmp_path, tmp_path), limits=("unlimited", "unlimited")):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "jaxllm.cli", "train", recipe, "run.cpu_devices=1", "parallel.data=2"]
         for rank, (folder, limit) in enumerate(zip(folders, limits, strict=True)):
             place = {"JAXLLM_COORDINATOR": f"127.0.0.1:{port}", "JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": str(rank)}

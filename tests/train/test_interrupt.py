@@ -5,7 +5,6 @@ somebody restarts it with exits.RESTART.
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from outside import wait_until
+from outside import free_port, wait_until
 from run_files import steps_of
 from tiny import TINY
 
@@ -39,13 +38,31 @@ def recipe(text_file, tmp_path_factory):
 
 RESTARTS = {"JAXLLM_RESTARTS": "yes"}
 
+# The command line, with a first compilation that lasts.
+SLOW_COMPILATION = """
+import time
+from jaxllm import cli
+from jaxllm.train.trainer import Trainer
+compile_step = Trainer.compile_step
 
-def start(recipe, folder, *overrides, rank=None, port=None, steps=ENDLESS, devices=1, variables=()) -> subprocess.Popen:
+def slowly(self, batch):
+    print("in the compilation")
+    time.sleep(5)
+    return compile_step(self, batch)
+
+Trainer.compile_step = slowly
+cli.main()
+"""
+
+
+def start(
+    recipe, folder, *overrides, rank=None, port=None, steps=ENDLESS, devices=1, variables=(), program=("-m", "jaxllm.cli")
+) -> subprocess.Popen:
     place = {} if rank is None else dict(zip(VARIABLES, (f"127.0.0.1:{port}", "2", str(rank)), strict=True))
     place |= dict(variables)
     command = ["train", recipe, f"run.cpu_devices={devices}", f"run.dir={folder}", f"train.steps={steps}", *COMMON, *overrides]
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxllm.cli", *command],
+        [sys.executable, *program, *command],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1", **place},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -115,8 +132,8 @@ def test_a_signal_during_a_save_saves_and_asks_for_a_restart(recipe, tmp_path):
 def test_a_signal_during_the_first_compilation_asks_for_a_restart_at_once(recipe, tmp_path):
     """Nothing is trained, so nothing is waited for."""
     folder = tmp_path / "run"
-    process = start(recipe, folder, variables=RESTARTS)
-    wait_for(process, r"^attention ")
+    process = start(recipe, folder, variables=RESTARTS, program=("-c", SLOW_COMPILATION))
+    wait_for(process, "^in the compilation")
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)
     sentence = "jaxllm: told to stop by SIGTERM before the first step of this start: there is nothing to save\n"
@@ -159,11 +176,8 @@ def test_what_must_be_whole_is_done_before_ctrl_c_raises():
 @pytest.mark.slow
 def test_by_hand_a_signal_during_the_first_compilation_stops_before_the_first_step(recipe, tmp_path):
     folder = tmp_path / "run"
-    process = start(recipe, folder)
-    wait_for(process, r"^attention ")
-    # From here on it listens; the compilation has begun, or will in a moment.
-    wait_until(lambda: (folder / "tokenizer").exists() or (folder / "config.yaml").exists(), process, LIMIT_S)
-    time.sleep(0.3)
+    process = start(recipe, folder, program=("-c", SLOW_COMPILATION))
+    wait_for(process, "^in the compilation")
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)
     assert (code, error) == (0, "")
@@ -181,6 +195,11 @@ import ctypes, threading, time
 from jaxllm.train.interrupt import Interrupt
 with Interrupt(leave_early={"print" if restarts else None}) as interrupt:
     interrupt.begin()
+    def tell():
+        while interrupt._signal is None:
+            time.sleep(0.01)
+        print("heard", flush=True)
+    threading.Thread(target=tell, daemon=True).start()
     print("ready", flush=True)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
@@ -197,6 +216,7 @@ with Interrupt(leave_early={"print" if restarts else None}) as interrupt:
     process.send_signal(signal.SIGTERM)
     # One signal sent twice, to a process and to its group, is one.
     process.send_signal(signal.SIGTERM)
+    wait_for(process, "heard")
     time.sleep(2 * module.SAME_SIGNAL_S)
     if restarts:
         process.send_signal(signal.SIGTERM)
@@ -212,9 +232,7 @@ with Interrupt(leave_early={"print" if restarts else None}) as interrupt:
     "ranks", [(1,), pytest.param((0,), marks=pytest.mark.slow), pytest.param((0, 1), marks=pytest.mark.slow)], ids=str
 )
 def test_a_signal_to_one_process_stops_all_at_the_same_step(ranks, recipe, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     expected = exits.RESTART if ranks == (1,) else 0
     variables = RESTARTS if expected else {}
     pair = [start(recipe, tmp_path / "run", "parallel.data=2", rank=rank, port=port, variables=variables) for rank in (0, 1)]
@@ -229,11 +247,9 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(ranks, recipe, tmp_p
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_signal_to_one_process_during_the_first_compilation_ends_all_alike(rank, recipe, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pair = [start(recipe, tmp_path / "run", "parallel.data=2", rank=r, port=port, variables=RESTARTS) for r in (0, 1)]
-    wait_for(pair[0], r"^attention ")
+    options = {"port": free_port(), "variables": RESTARTS, "program": ("-c", SLOW_COMPILATION)}
+    pair = [start(recipe, tmp_path / "run", "parallel.data=2", rank=r, **options) for r in (0, 1)]
+    wait_for(pair[rank], "^in the compilation")
     pair[rank].send_signal(signal.SIGTERM)
     ends = [finish(process) for process in pair]
     assert [code for code, *_ in ends] == [exits.RESTART, exits.RESTART], ends

@@ -1,4 +1,4 @@
-"""SIGKILL at twenty random moments, some inside a save: the run ends as if nothing had happened."""
+"""SIGKILL at twelve random moments, some inside a save: the run ends as if nothing had happened."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from tiny import TINY
 from jaxllm.train.checkpoint import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
-STEPS, KILLS, SEED, LIMIT_S = 600, 20, 0, 200
+STEPS, KILLS, SEED, LIMIT_S = 600, 12, 0, 200
 
 
 def start(recipe, folder, *overrides) -> subprocess.Popen:
@@ -59,7 +59,7 @@ def metrics(folder):
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
+def test_killed_twelve_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
     recipe = tmp_path / "tiny.yaml"
     train = TINY["train"] | {"steps": STEPS}
     data = {"source": "files", "paths": [str(text_file)], "held_out_fraction": 0.0}
@@ -74,7 +74,7 @@ def test_killed_twenty_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
 
     inside_a_save = 0
     # Anywhere in the start, at any time while it trains, and when a folder is seen that is being written.
-    moments = ["start"] * 4 + ["time"] * 6 + ["save"] * 10
+    moments = ["start"] * 2 + ["time"] * 3 + ["save"] * 7
     rng.shuffle(moments)
     for number in range(KILLS + 1):
         before = saved_steps(folder / "checkpoints")
@@ -105,7 +105,7 @@ def test_killed_twenty_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
             assert process.returncode == 0, said + error
 
     print(f"{inside_a_save} of {KILLS} kills fell inside a save")
-    assert inside_a_save >= 3
+    assert inside_a_save >= 2
     assert metrics(folder) == metrics(whole)
     assert [step for step, *_ in metrics(folder)] == list(range(1, STEPS + 1))
     jax.tree.map(np.testing.assert_array_equal, saved_state(folder, STEPS), saved_state(whole, STEPS))
