@@ -43,14 +43,28 @@ STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "8b-zero3": (8, "llama-3.1-8b", ("parallel.zero=3",)),
     "8b-zero3-tensor": (8, "llama-3.1-8b", ("parallel.zero=3", "parallel.tensor=2")),
     "8b-pipe-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.tensor=2")),
+    "8b-pipe-tensor-both": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.tensor=2", "parallel.overlap_passes=true")),
     "8b-pipe-context-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
     "8b-zero3-64": (64, "llama-3.1-8b", ("parallel.zero=3",)),
     "70b-4d": (64, "llama-3.1-70b", ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4")),
+    "70b-4d-both": (
+        64,
+        "llama-3.1-70b",
+        ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4", "parallel.overlap_passes=true"),
+    ),
     "70b-4d-interleaved": (
         64,
         "llama-3.1-70b",
         (
             *("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4"),
+            *("parallel.schedule=interleaved", "parallel.virtual_stages=4"),
+        ),
+    ),
+    "70b-4d-interleaved-both": (
+        64,
+        "llama-3.1-70b",
+        (
+            *("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4", "parallel.overlap_passes=true"),
             *("parallel.schedule=interleaved", "parallel.virtual_stages=4"),
         ),
     ),

@@ -190,6 +190,9 @@ class ParallelConfig(Section):
     """How queries meet the keys of other context ranks. ring: keys travel behind the blocks' compute; all_gather: every rank
     gathers them first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value head
     below 4096)."""
+    overlap_passes: bool = False
+    """In ticks of a pipeline that go forward and backward: a layer of each in turn, not a chunk of each, so that what tensor
+    ranks send for one travels behind the other's matmuls. Of use with tensor > 1, zero 0 or 1, schedule 1f1b or interleaved."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -199,6 +202,12 @@ class ParallelConfig(Section):
             raise refuse(
                 f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
                 f"more, 1f1b and gpipe take 1."
+            )
+        if self.overlap_passes and self.pipe > 1 and self.remat == "none":
+            # Compiled so, a step of 8B holds a tenth more than without.
+            raise refuse(
+                "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold much twice: set "
+                "parallel.remat=selective."
             )
         return self
 

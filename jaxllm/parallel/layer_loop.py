@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,17 @@ class Ring:
         )
 
 
+class Pass(NamedTuple):
+    """A microbatch's way through a chunk of layers, one way."""
+
+    chunk: Any
+    x_BSD: jax.Array
+    """What goes in: hidden states; backward, the gradient of those that came out."""
+    side: Side
+    slot: Any
+    """Of the ring."""
+
+
 class LayerLoop:
     """`block` under a remat policy, over chunks of `length` layers.
 
@@ -104,23 +115,8 @@ class LayerLoop:
         """(h, ring, weights): the chunk's output; the ring with its residuals (None: nothing is kept); and, where weights are
         gathered, those of layer `then` of the rank's, ready for what comes next.
         """
-        first, gather, last = chunk * self.length, self._access.gather, self.length - 1
-
-        def turn(carry, number):
-            h_BSD, weights, ring = carry
-            if gather is None:
-                weights, following = self._read(layers, first + number), None
-            else:
-                at = first + jnp.minimum(number + 1, last)
-                following = self._read(layers, at if then is None else jnp.where(number < last, at, then))
-            if ring is None:
-                return (self._block(weights, h_BSD, side), following, None), None
-            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, side)
-            return (h_BSD, following, ring.write(slot * self.length + number, keep(vjp))), None
-
-        weights = None if gather is None else self._read(layers, first)
-        numbers = jnp.arange(self.length)
-        (h_BSD, weights, ring), _ = jax.lax.scan(turn, (h_BSD, weights, ring), numbers, unroll=self._unroll)
+        turn = self._forward_turn(layers, Pass(chunk, h_BSD, side, slot), then)
+        h_BSD, weights, ring = self._scan(turn, (h_BSD, self._gathered(layers, chunk * self.length), ring))
         return h_BSD, ring, weights
 
     def backward(self, layers, chunk, dh_BSD, side: Side, ring: Ring, slot, sums: Tree, weights: Tree = None, valid=True):
@@ -130,41 +126,96 @@ class LayerLoop:
         Args:
           weights: of the chunk's last layer, if they are gathered already.
         """
-        first, n = chunk * self.length, self.length
+        back = Pass(chunk, dh_BSD, side, slot)
+        layer = self._backward_turn(layers, back, valid)
+        turn = lambda number, carry: layer(number, carry, self._from_ring(ring, slot, number))  # noqa: E731
+        carry = self._before_backward(layers, back, ring, sums, weights)
+        return self._after_backward(chunk, self._scan(turn, carry, reverse=True), valid)
+
+    def both(self, layers, ahead: Pass, back: Pass, ring: Ring, sums: Tree, valid=True):
+        """((h, ring), (dh, sums, squares)): what `forward` and `backward` would give, a layer of each in a turn. Neither waits
+        for the other, so that what one sends travels behind the other's matmuls.
+        """
+        forward, backward = self._forward_turn(layers, ahead), self._backward_turn(layers, back, valid)
+
+        def turn(number, carry):
+            (h_BSD, weights, ring), behind = carry
+            at = self.length - 1 - number
+            # The read comes before the write: in no order XLA would copy the ring in every turn.
+            ring, read = jax.lax.optimization_barrier((ring, self._from_ring(ring, back.slot, at)))
+            return forward(number, (h_BSD, weights, ring)), backward(at, behind, read)
+
+        before = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring)
+        (h_BSD, _, ring), behind = self._scan(turn, (before, self._before_backward(layers, back, ring, sums)))
+        return (h_BSD, ring), self._after_backward(back.chunk, behind, valid)
+
+    def _scan(self, turn, carry, *, reverse: bool = False):
+        """turn(number of a layer in its chunk, carry) -> carry, of all of them."""
+        scanned = lambda carry, number: (turn(number, carry), None)  # noqa: E731
+        return jax.lax.scan(scanned, carry, jnp.arange(self.length), reverse=reverse, unroll=self._unroll)[0]
+
+    def _forward_turn(self, layers, ahead: Pass, then=None):
+        first, gather, last = ahead.chunk * self.length, self._access.gather, self.length - 1
+
+        def turn(number, carry):
+            h_BSD, weights, ring = carry
+            if gather is None:
+                weights, following = self._read(layers, first + number), None
+            else:
+                at = first + jnp.minimum(number + 1, last)
+                following = self._read(layers, at if then is None else jnp.where(number < last, at, then))
+            if ring is None:
+                return self._block(weights, h_BSD, ahead.side), following, None
+            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.side)
+            return h_BSD, following, ring.write(ahead.slot * self.length + number, keep(vjp))
+
+        return turn
+
+    def _backward_turn(self, layers, back: Pass, valid):
+        first, last = back.chunk * self.length, self.length - 1
         gather, scatter, square = self._access.gather, self._access.scatter, self._access.square
-        fetches = any(ring.on_host)
         shapes = self._weights_shape(layers)
-        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, side)[1], shapes, dh_BSD)
+        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.side)[1], shapes, back.x_BSD)
 
-        def add(sums, number, gradients):
-            return jax.tree.map(lambda sum, g: _add_at(sum, first + number, jnp.where(valid, g, 0)), sums, gradients)
-
-        def turn(carry, number):
+        def turn(number, carry, read: Tree):
             dh_BSD, weights, kept, pending, sums, squares = carry
-            before = jnp.maximum(number - 1, 0)
-            here, ahead = (
-                (weights, self._read(layers, first + before)) if gather else (self._read(layers, first + number), None)
-            )
-            kept, kept_ahead = (kept, ring.read(slot * n + before)) if fetches else (ring.read(slot * n + number), None)
+            at = first + (jnp.maximum(number - 1, 0) if gather else number)
+            here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
+            kept, kept_ahead = (read, None) if kept is None else (kept, read)
             if scatter:
                 # The gradients of the layer after this one; in the first turn zeros.
-                sums = add(sums, jnp.minimum(number + 1, n - 1), scatter(pending))
-            gradients, dh_BSD, _ = rebuild(template, here, side, kept)(dh_BSD)
+                sums = _add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
+            gradients, dh_BSD, _ = rebuild(template, here, back.side, kept)(dh_BSD)
             if square:
                 squares = squares + square(gradients)
             if not scatter:
-                sums = add(sums, number, gradients)
-            return (dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares), None
+                sums = _add(sums, first + number, gradients, valid)
+            return dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares
 
-        if gather and weights is None:
-            weights = self._read(layers, first + n - 1)
-        kept = ring.read(slot * n + n - 1) if fetches else None
-        pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes) if scatter else None
+        return turn
+
+    def _before_backward(self, layers, back: Pass, ring: Ring, sums: Tree, weights: Tree = None):
+        last, shapes, square = self.length - 1, self._weights_shape(layers), self._access.square
+        if weights is None:
+            weights = self._gathered(layers, back.chunk * self.length + last)
+        kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
+        pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes) if self._access.scatter else None
         squares = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(square, shapes)) if square else None
-        carry = (dh_BSD, weights if gather else None, kept, pending, sums, squares)
-        (dh_BSD, _, _, pending, sums, squares), _ = jax.lax.scan(turn, carry, jnp.arange(n), reverse=True, unroll=self._unroll)
-        sums = add(sums, 0, scatter(pending)) if scatter else sums
+        return back.x_BSD, weights, kept, pending, sums, squares
+
+    def _from_ring(self, ring: Ring, slot, number) -> Tree:
+        """What a turn backward reads: its layer's residuals, or where some wait on the host those of the layer after it."""
+        return ring.read(slot * self.length + (jnp.maximum(number - 1, 0) if any(ring.on_host) else number))
+
+    def _after_backward(self, chunk, carry, valid):
+        dh_BSD, _, _, pending, sums, squares = carry
+        if self._access.scatter:
+            sums = _add(sums, chunk * self.length, self._access.scatter(pending), valid)
         return dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
+
+    def _gathered(self, layers: Tree, number) -> Tree:
+        """A layer's whole weights where they have to be gathered, None where each turn reads its own."""
+        return self._read(layers, number) if self._access.gather else None
 
     def _read(self, layers: Tree, number) -> Tree:
         weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), layers)
@@ -217,6 +268,12 @@ def host_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
 
 
-def _add_at(sums: jax.Array, index, x: jax.Array) -> jax.Array:
-    here = jax.lax.dynamic_index_in_dim(sums, index, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(sums, here + x.astype(sums.dtype), index, 0)
+def _add(sums: Tree, number, gradients: Tree, valid) -> Tree:
+    """`sums` with a layer's gradients added in place, or with zeros if they are not `valid`."""
+
+    def add(sum, gradient):
+        here = jax.lax.dynamic_index_in_dim(sum, number, keepdims=False)
+        gradient = jnp.where(valid, gradient, 0).astype(sum.dtype)
+        return jax.lax.dynamic_update_index_in_dim(sum, here + gradient, number, 0)
+
+    return jax.tree.map(add, sums, gradients)

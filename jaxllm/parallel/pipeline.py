@@ -9,7 +9,8 @@ on the loss of the one that leaves. Gradients are computed here, by hand; the vo
 
 A tick's messages overlap with its compute: the output is sent as soon as it is made and travels during the backward; the
 gradient is sent at the top of the next tick and travels during its forward; the loss of an output is taken one tick later, so
-forward and backward of a tick do not wait for each other.
+forward and backward of a tick do not wait for each other. Where they are computed at once, layer by layer, both are sent at the
+top of the next tick, behind the head.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class Stage:
     use)"""
     backward: Callable[..., tuple[jax.Array, Tree]]
     """(chunk, dh, rows, ring, slot, sums, what the forward left or None, valid) -> (dh, sums)"""
+    both: Callable[..., tuple[tuple[jax.Array, Tree], tuple[jax.Array, Tree]]] | None
+    """((chunk, h, rows, slot), (chunk, dh, rows, slot), ring, sums, valid) -> ((h, ring), (dh, sums)), a layer of each in turn;
+    None: one after the other"""
     head: Callable[..., tuple[jax.Array, jax.Array, Tree]]
     """(h, rows, sums, valid) -> (loss, dh, sums), all ranks: of a microbatch that has left the last stage"""
     head_loss: Callable[[jax.Array, Rows], jax.Array]
@@ -73,38 +77,47 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False), batch)
 
     def tick(run: Run, carry, line):
-        arriving, returning, finished, ring, sums, loss = carry
+        h_BSD, dh_BSD, finished, ring, sums, loss = carry
         ahead, back = (jax.tree.map(lambda column: column[rank], line[way]) for way in ("forward", "backward"))
+        if run.forward and stage.both:
+            h_BSD = stage.send(h_BSD, 1)
         if run.backward:
-            dh_BSD = stage.send(returning, -1)
+            returning, dh_BSD = dh_BSD, stage.send(dh_BSD, -1)
             if run.embed:
                 sums = embedding_backward(returning, line["returned"], sums)
         if run.head:
             leaving = line["leaving"]
-            h_BSD = jax.lax.dynamic_index_in_dim(finished, line["taken"], keepdims=False)
-            h_BSD = stage.broadcast(jnp.where(is_last, h_BSD, 0))
+            out_BSD = jax.lax.dynamic_index_in_dim(finished, line["taken"], keepdims=False)
+            out_BSD = stage.broadcast(jnp.where(is_last, out_BSD, 0))
             if run.backward:
-                part, of_head_BSD, sums = stage.head(h_BSD, rows_of(leaving["microbatch"]), sums, leaving["valid"])
+                part, of_head_BSD, sums = stage.head(out_BSD, rows_of(leaving["microbatch"]), sums, leaving["valid"])
                 dh_BSD = jnp.where(is_last & (back["chunk"] == V - 1), of_head_BSD, dh_BSD)
             else:
-                part = stage.head_loss(h_BSD, rows_of(leaving["microbatch"]))
+                part = stage.head_loss(out_BSD, rows_of(leaving["microbatch"]))
             loss = loss + jnp.where(leaving["valid"], part, 0)
-        left = None
-        if run.forward:
-            h_BSD = arriving
-            if run.embed:
-                x_BSD = stage.look_up(rows_of(line["entering"]["microbatch"]))
-                h_BSD = jnp.where(is_first & (ahead["chunk"] == 0), x_BSD, h_BSD)
-            following = back["chunk"] if run.backward else None
-            h_BSD, ring, left = stage.forward(
-                ahead["chunk"], h_BSD, rows_of(ahead["microbatch"]), ring, ahead["slot"], following
+        if run.forward and run.embed:
+            x_BSD = stage.look_up(rows_of(line["entering"]["microbatch"]))
+            h_BSD = jnp.where(is_first & (ahead["chunk"] == 0), x_BSD, h_BSD)
+        if run.forward and run.backward and stage.both:
+            one, other = (
+                (unit["chunk"], x_BSD, rows_of(unit["microbatch"]), unit["slot"])
+                for unit, x_BSD in ((ahead, h_BSD), (back, dh_BSD))
             )
-            arriving = stage.send(h_BSD, 1)
+            (h_BSD, ring), (dh_BSD, sums) = stage.both(one, other, ring, sums, back["valid"])
+        else:
+            left = None
+            if run.forward:
+                following = back["chunk"] if run.backward else None
+                h_BSD, ring, left = stage.forward(
+                    ahead["chunk"], h_BSD, rows_of(ahead["microbatch"]), ring, ahead["slot"], following
+                )
+            if run.backward:
+                unit = (back["slot"], sums, left, back["valid"])
+                dh_BSD, sums = stage.backward(back["chunk"], dh_BSD, rows_of(back["microbatch"]), ring, *unit)
+        if run.forward:
             finished = jax.lax.dynamic_update_index_in_dim(finished, h_BSD, line["finished"], 0)
-        if run.backward:
-            unit = (back["slot"], sums, left if run.forward else None, back["valid"])
-            returning, sums = stage.backward(back["chunk"], dh_BSD, rows_of(back["microbatch"]), ring, *unit)
-        return (arriving, returning, finished, ring, sums, loss), None
+            h_BSD = h_BSD if stage.both else stage.send(h_BSD, 1)
+        return (h_BSD, dh_BSD, finished, ring, sums, loss), None
 
     def embedding_backward(returning, unit, sums):
         return stage.look_up_backward(jnp.where(is_first & unit["valid"], returning, 0), rows_of(unit["microbatch"]), sums)

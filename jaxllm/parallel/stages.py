@@ -22,7 +22,7 @@ from jaxllm.model.layers import Ops, rotary_table
 from jaxllm.model.llama import Llama, Side, apply_block
 from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
 from jaxllm.parallel.embedding import add_over_ranks
-from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
+from jaxllm.parallel.layer_loop import Access, LayerLoop, Pass, unrolling
 from jaxllm.parallel.pipeline import Rows, Stage, run_schedule
 from jaxllm.parallel.squares import NUMBER, SQUARES, SquaredNorms, StageSquares, parts_of
 from jaxllm.parallel.stacking import stacking_of
@@ -157,14 +157,21 @@ def llama_stage(
         then = None if following is None else following * loop.length + loop.length - 1
         return loop.forward(weights["layers"], chunk, h_BSD, side(rows), ring, slot, then)
 
-    def backward(chunk, dh_BSD, rows: Rows, ring, slot, sums: Tree, last, valid):
-        arguments = (weights["layers"], chunk, dh_BSD, side(rows), ring, slot, sums["layers"], last, valid)
-        dh_BSD, layers, of_layers = loop.backward(*arguments)
+    def filed(dh_BSD, layers: Tree, of_layers, rows: Rows, sums: Tree):
         sums = sums | {"layers": layers}
         if squares is not None:
             assert of_layers is not None, "with squares, access.square makes them"
             sums = squares.file(sums, rows, of_layers)
         return ops.constrain(dh_BSD, SPLIT), sums
+
+    def backward(chunk, dh_BSD, rows: Rows, ring, slot, sums: Tree, last, valid):
+        arguments = (weights["layers"], chunk, dh_BSD, side(rows), ring, slot, sums["layers"], last, valid)
+        return filed(*loop.backward(*arguments), rows, sums)
+
+    def both(ahead, back, ring, sums: Tree, valid):
+        passes = [Pass(chunk, x_BSD, side(rows), slot) for chunk, x_BSD, rows, slot in (ahead, back)]
+        forward, backward = loop.both(weights["layers"], *passes, ring, sums["layers"], valid)
+        return forward, filed(*backward, back[2], sums)
 
     return Stage(
         axis=PIPE,
@@ -172,6 +179,7 @@ def llama_stage(
         look_up_backward=look_up_backward,
         forward=forward,
         backward=backward,
+        both=both if parallel.overlap_passes else None,
         head=head,
         head_loss=head_loss,
         send=partial(send, stages=parallel.pipe),

@@ -89,6 +89,9 @@ def layer_backward(step: Step) -> Moments:
         size += layers_of_weights(step) * units["layer"] + step.fp8_rounded
         if transposes(step):
             size += (1 + late_sequences(step, moment)) * units["whole"]
+        if step.parallel.overlap_passes and step.pipelined:
+            # Of the layer that goes forward beside it.
+            size += units["mlp"] + units["whole"]
         moments[moment] = {"layer_copies": copies(step, moment), "working_set": size + attention(step, moment)}
         if moment == "attention" and step.scores:
             moments[moment]["attention_scores"] = SCORE_BYTES * step.scores

@@ -197,13 +197,16 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     # With one rank to shard over, all levels are the same.
     zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
     remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
+    if "remat" in keep:
+        remats = (parallel.remat,)
+    if parallel.overlap_passes and mesh.pipe > 1:
+        # Refused together.
+        remats = tuple(remat for remat in remats if remat != "none")
     # A microbatch is the same in every phase of train.batch_schedule.
     shares = [batch // mesh.data for batch in config.batches]
     microbatches = divisors(math.gcd(*shares))
     if "zero" in keep:
         zeros = (parallel.zero,)
-    if "remat" in keep:
-        remats = (parallel.remat,)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
     shares_out = zero_divides(config.model, mesh)

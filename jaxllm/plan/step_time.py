@@ -39,6 +39,7 @@ from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.megatron import megatron_flops_per_token
 from jaxllm.plan.network import Group, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
+from jaxllm.plan.schedule import GPIPE
 
 Convention = Literal["jaxllm", "megatron"]
 CONVENTIONS = get_args(Convention)
@@ -291,7 +292,7 @@ class _Step:
         }
         forward, backward = _Transfers(), _Transfers()
         if self.t > 1:
-            self.add_tensor(forward, backward, layers, matmuls_s[1], "attention_out" in again)
+            self.add_tensor(forward, backward, layers, matmuls_s, "attention_out" in again)
         if self.c > 1:
             self.add_context(forward, backward, layers, attention_s, attention_again)
         forward_s, backward_s = (layers * sum(parts) for parts in zip(matmuls_s, attention_s, moves_s, strict=True))
@@ -413,28 +414,43 @@ class _Step:
     # -------------------------------------------------------------------------------- transfers of one layer and microbatch
 
     def add_tensor(
-        self, forward: _Transfers, backward: _Transfers, layers: int, backward_s: float, scatters_again: bool
+        self, forward: _Transfers, backward: _Transfers, layers: int, matmuls_s: tuple[float, float], scatters_again: bool
     ) -> None:
         """Sequence parallelism: hidden states are gathered into both halves of a block and scattered out of them, backward the
         same, and the two inputs gathered once more (6 and 4 of a layer); out of attention once more if that is repeated.
 
         Of XLA's, three gathers and one scatter lie behind a matmul (70B at tensor 4, compiled for 1,024 H100s; taken for the
-        backward's); of Megatron's two, behind the gradient of an input, and two, behind that of a weight.
+        backward's); of Megatron's two, behind the gradient of an input, and two, behind that of a weight. In ticks that turn
+        layers of both passes the others lie behind the other pass's matmuls (benchmarks/overlap.py).
         """
         size_bytes = self.rows * self.model.hidden_size * self.itemsize
         gather_s = all_gather_s(size_bytes, self.tensor_group, self.links)
         scatter_s = reduce_scatter_s(size_bytes, self.tensor_group, self.links)
-        behind_s = backward_s / (2 * len(self.matmuls))
+        behind_s = matmuls_s[1] / (2 * len(self.matmuls))
         gathers, scatters = 4, 2 + scatters_again
         hidden_gathers, hidden_scatters = (2, 2) if self.is_megatron else (3, 1)
-        forward.add("tensor", gather_s + scatter_s, times=2 * layers)
         backward.add("tensor", gather_s, behind_s, layers * hidden_gathers)
         backward.add("tensor", scatter_s, behind_s, layers * hidden_scatters)
-        backward.add("tensor", gather_s, times=layers * (gathers - hidden_gathers))
-        backward.add("tensor", scatter_s, times=layers * (scatters - hidden_scatters))
+        # What has nothing of its own pass to lie behind.
+        alone = (
+            (forward, matmuls_s[1], 2, 2),
+            (backward, matmuls_s[0], gathers - hidden_gathers, scatters - hidden_scatters),
+        )
+        paired = self.paired_share
+        for way, other_s, gathered, scattered in alone:
+            for transfer_s, times in ((gather_s, gathered), (scatter_s, scattered)):
+                way.add("tensor", transfer_s, times=(1 - paired) * layers * times)
+                way.add("tensor", transfer_s, other_s / (gathered + scattered), paired * layers * times)
         # Hidden or not, as it was fitted.
         forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
         backward.add("tensor_skew", self.fitted.sync_s, times=layers * (gathers + scatters))
+
+    @property
+    def paired_share(self) -> float:
+        """Of the ticks that go forward, those that go backward too, layer by layer: all but the first P V."""
+        if self.P == 1 or not self.parallel.overlap_passes or self.is_megatron or self.parallel.schedule == GPIPE:
+            return 0.0
+        return max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1))
 
     def add_context(
         self, forward: _Transfers, backward: _Transfers, layers: int, attention_s: tuple[float, float], again: bool

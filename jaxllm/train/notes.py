@@ -82,7 +82,8 @@ def pipeline_notes(config: Config) -> Iterator[str]:
     chunks = f" x {virtual} chunks" if virtual > 1 else ""
     plural, idle = "s" if stacking.chunk > 1 else "", idle_share(stages, M, virtual)
     schedule, layers = config.parallel.schedule, f"{stacking.chunk} layer{plural}"
-    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}; idle {100 * idle:.1f}% of a step"
+    turn = ", layers of both passes in turn" if config.parallel.overlap_passes else ""
+    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}{turn}; idle {100 * idle:.1f}% of a step"
     if extra := stacking.identity_layers:
         layers = f"{extra} identity layers fill up the last stages" if extra > 1 else "1 identity layer fills up the last stage"
         yield f"note: {layers}: computed, never changed"

@@ -42,6 +42,10 @@ REFUSALS = {
     ),
     ("parallel.schedule=1F1B",): "parallel.schedule=1F1B is not one of the choices: use gpipe, 1f1b, interleaved.",
     ("parallel.pipe=0",): "parallel.pipe=0",
+    ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.remat=none"): (
+        "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold much twice: set "
+        "parallel.remat=selective."
+    ),
     (*INTERLEAVED, FOUR_LAYERS, "parallel.data=2", "train.microbatch_sequences=4"): (
         "parallel.schedule=interleaved takes microbatches in rounds of parallel.pipe=2, and a step has 1: make it 2, with "
         "train.global_batch_sequences=16 or another microbatch_sequences."

@@ -106,6 +106,15 @@ def test_memory_of_an_8b_model_on_eight_h100s(schedule):
     assert (most - eight) / 120 == pytest.approx(slot, rel=0.05)
 
 
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_layers_of_both_passes_in_turn_hold_no_residuals_twice():
+    """Without an order of read and write XLA copied every layer's inputs in all slots, each turn."""
+    at = ({**MEDIUM, "num_layers": 16}, 4096, "1f1b", 8)
+    alone, both = (temporary(*at, overlap_passes=overlap, **H100) for overlap in (False, True))
+    assert both - alone < 0.5 * bytes_per_slot(configured(*at, **H100))[0]
+
+
 # ------------------------------------------------------------------------------------------------- bytes, by the names' sum
 
 

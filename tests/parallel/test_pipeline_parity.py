@@ -146,6 +146,24 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, pipeline, mes
     check(make_run(pipeline, mesh, zero, remat, variant), one_device(variant, layers_of(pipeline)))
 
 
+OVERLAPPED = [
+    ("1f1b-2", (1, 1, 2), 1, "selective", "gqa-tied"),
+    ("interleaved-2x2", (2, 1, 2), 1, "offload", "gqa-untied-packed"),
+    ("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed"),
+    ("1f1b-2", (2, 1, 1), 2, "mapping", "mqa-tied-packed"),
+    ("gpipe-4", (1, 1, 2), 0, "full", "mqa-untied"),
+]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "mesh", "zero", "remat", "variant"),
+    [pytest.param(*c, marks=() if i < 1 else pytest.mark.slow, id=name_of(*c)) for i, c in enumerate(OVERLAPPED)],
+)
+def test_layers_of_both_passes_in_turn_equal_one_device(make_run, one_device, pipeline, mesh, zero, remat, variant):
+    run = make_run(pipeline, mesh, zero, remat, variant, "parallel.overlap_passes=true")
+    check(run, one_device(variant, layers_of(pipeline)))
+
+
 @pytest.mark.slow
 def test_collectives_of_a_ticks_two_loops_never_mix(make_run):
     """On forced CPU devices (xla_flags.py): where they did, half of the runs of this mesh hung or differed within seconds."""

@@ -143,6 +143,14 @@ def test_the_space_comes_in_the_same_order():
     assert [choice.applied_to(small()) for choice in first] == list(space(small(), 8))
 
 
+def test_what_is_refused_together_is_not_among_the_choices():
+    config = small("parallel.overlap_passes=true")
+    pipelines = [choice for choice in choices_of(config, 8) if choice.mesh.pipe > 1]
+    assert {choice.remat for choice in choices_of(small(), 8) if choice.mesh.pipe > 1} > {choice.remat for choice in pipelines}
+    for choice in random.Random(0).sample(pipelines, 20):
+        assert load_config(recipe(choice.applied_to(config))).parallel.overlap_passes
+
+
 def test_tensor_and_context_stay_inside_hosts():
     within = list(choices_of(small("train.sequence_length=256"), 16, 2))
     assert max(choice.mesh.tensor * choice.mesh.context for choice in within) == 2

@@ -153,6 +153,7 @@ MESHES = {
     "zero 3, context": ((1, 1, 2, 2, 2, 3),),
     "context": ((1, 1, 1, 4, 1, 1), "model.tie_embeddings=true"),
     "pipeline": ((1, 2, 2, 1, 1, 1),),
+    "pipeline, both passes": ((1, 2, 1, 1, 2, 1), "parallel.overlap_passes=true"),
     "pipeline, zero 2, tied": ((1, 2, 2, 1, 2, 2), "model.tie_embeddings=true"),
     "gpipe, tied": ((1, 4, 1, 1, 1, 1), "model.tie_embeddings=true", "parallel.schedule=gpipe", "model.num_layers=4"),
     "interleaved, context, tied": (
