@@ -141,13 +141,13 @@ class LayerLoop:
         def turn(number, carry):
             (h_BSD, weights, ring), behind = carry
             at = self.length - 1 - number
-            # The read comes before the write: in no order XLA would copy the ring in every turn.
+            # The read before the write: without an order XLA copies the ring in every turn.
             ring, read = jax.lax.optimization_barrier((ring, self._from_ring(ring, back.slot, at)))
             return forward(number, (h_BSD, weights, ring)), backward(at, behind, read)
 
         before = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring)
-        (h_BSD, _, ring), behind = self._scan(turn, (before, self._before_backward(layers, back, ring, sums)))
-        return (h_BSD, ring), self._after_backward(back.chunk, behind, valid)
+        (h_BSD, _, after), behind = self._scan(turn, (before, self._before_backward(layers, back, ring, sums)))
+        return (h_BSD, after), self._after_backward(back.chunk, behind, valid)
 
     def _scan(self, turn, carry, *, reverse: bool = False):
         """turn(number of a layer in its chunk, carry) -> carry, of all of them."""

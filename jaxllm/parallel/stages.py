@@ -157,7 +157,8 @@ def llama_stage(
         then = None if following is None else following * loop.length + loop.length - 1
         return loop.forward(weights["layers"], chunk, h_BSD, side(rows), ring, slot, then)
 
-    def filed(dh_BSD, layers: Tree, of_layers, rows: Rows, sums: Tree):
+    def filed(found: tuple[jax.Array, Tree, Tree], rows: Rows, sums: Tree):
+        dh_BSD, layers, of_layers = found
         sums = sums | {"layers": layers}
         if squares is not None:
             assert of_layers is not None, "with squares, access.square makes them"
@@ -166,12 +167,12 @@ def llama_stage(
 
     def backward(chunk, dh_BSD, rows: Rows, ring, slot, sums: Tree, last, valid):
         arguments = (weights["layers"], chunk, dh_BSD, side(rows), ring, slot, sums["layers"], last, valid)
-        return filed(*loop.backward(*arguments), rows, sums)
+        return filed(loop.backward(*arguments), rows, sums)
 
     def both(ahead, back, ring, sums: Tree, valid):
-        passes = [Pass(chunk, x_BSD, side(rows), slot) for chunk, x_BSD, rows, slot in (ahead, back)]
-        forward, backward = loop.both(weights["layers"], *passes, ring, sums["layers"], valid)
-        return forward, filed(*backward, back[2], sums)
+        one, other = (Pass(chunk, x_BSD, side(rows), slot) for chunk, x_BSD, rows, slot in (ahead, back))
+        forward, backward = loop.both(weights["layers"], one, other, ring, sums["layers"], valid)
+        return forward, filed(backward, back[2], sums)
 
     return Stage(
         axis=PIPE,
