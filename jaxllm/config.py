@@ -203,6 +203,10 @@ class ParallelConfig(Section):
                 f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
                 f"more, 1f1b and gpipe take 1."
             )
+        if self.overlap_passes and self.pipe > 1 and self.schedule == "gpipe":
+            raise refuse(
+                "parallel.overlap_passes=true takes ticks that go both ways, and gpipe has none: set parallel.schedule=1f1b."
+            )
         if self.overlap_passes and self.pipe > 1 and self.remat == "none":
             # Compiled so, a step of 8B holds a tenth more than without.
             raise refuse(

@@ -199,8 +199,9 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
     if "remat" in keep:
         remats = (parallel.remat,)
-    if parallel.overlap_passes and mesh.pipe > 1:
-        # Refused together.
+    overlaps = parallel.overlap_passes and mesh.pipe > 1
+    if overlaps:
+        # Refused together, as is gpipe.
         remats = tuple(remat for remat in remats if remat != "none")
     # A microbatch is the same in every phase of train.batch_schedule.
     shares = [batch // mesh.data for batch in config.batches]
@@ -212,6 +213,8 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     shares_out = zero_divides(config.model, mesh)
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
         if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
+            continue
+        if overlaps and schedule == GPIPE:
             continue
         even = microbatches
         if virtual_stages > 1:

@@ -39,7 +39,6 @@ from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.megatron import megatron_flops_per_token
 from jaxllm.plan.network import Group, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
-from jaxllm.plan.schedule import GPIPE
 
 Convention = Literal["jaxllm", "megatron"]
 CONVENTIONS = get_args(Convention)
@@ -448,7 +447,7 @@ class _Step:
     @property
     def paired_share(self) -> float:
         """Of the ticks that go forward, those that go backward too, layer by layer: all but the first P V."""
-        if self.P == 1 or not self.parallel.overlap_passes or self.is_megatron or self.parallel.schedule == GPIPE:
+        if self.P == 1 or not self.parallel.overlap_passes or self.is_megatron:
             return 0.0
         return max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1))
 

@@ -42,6 +42,9 @@ REFUSALS = {
     ),
     ("parallel.schedule=1F1B",): "parallel.schedule=1F1B is not one of the choices: use gpipe, 1f1b, interleaved.",
     ("parallel.pipe=0",): "parallel.pipe=0",
+    ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.schedule=gpipe"): (
+        "parallel.overlap_passes=true takes ticks that go both ways, and gpipe has none: set parallel.schedule=1f1b."
+    ),
     ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.remat=none"): (
         "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold much twice: set "
         "parallel.remat=selective."

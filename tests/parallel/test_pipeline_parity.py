@@ -151,7 +151,7 @@ OVERLAPPED = [
     ("interleaved-2x2", (2, 1, 2), 1, "offload", "gqa-untied-packed"),
     ("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed"),
     ("1f1b-2", (2, 1, 1), 2, "mapping", "mqa-tied-packed"),
-    ("gpipe-4", (1, 1, 2), 0, "full", "mqa-untied"),
+    ("1f1b-4", (1, 1, 2), 0, "full", "mqa-untied"),
 ]
 
 

@@ -59,7 +59,7 @@ def some_configs() -> list[Config]:
         parallel |= {"zero": choose([0, 1, 2, 3]), "remat": choose(["none", "selective", "full", "offload"])}
         parallel |= {"offload_state": choose(["none", "optimizer", "optimizer_and_master"])}
         parallel |= {"context_method": choose(["auto", "ring", "all_gather"])}
-        parallel |= {"overlap_passes": len(drawn) % 2 == 1 and parallel["remat"] != "none"}
+        parallel |= {"overlap_passes": len(drawn) % 2 == 1 and parallel["remat"] != "none" and schedule != "gpipe"}
         train = {"microbatch_sequences": choose([1, 2])}
         attention = {"name": "llama-3.2-1b", "attention": choose(["auto", "xla"])}
         drawn.append(configured(pipe * tensor * context * data, model=attention, train=train, **parallel))
@@ -171,7 +171,6 @@ def test_transfers_over_tensor_hide_in_all_ticks_but_the_first_where_passes_over
         assert hidden_turned > hidden
         assert less < whole - 0.8 * (one - turned)
         assert shown(True, 256, **parallel)[0] == pytest.approx(turned, rel=0.05)
-    assert shown(True, 64, schedule="gpipe") == shown(False, 64, schedule="gpipe")
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
