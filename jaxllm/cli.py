@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from jaxllm import __version__, exits
 from jaxllm.config import Config, ConfigError, json_schema, load_config
+from jaxllm.peers import print_sentence
 
 
 class Command(TyperCommand):
@@ -649,18 +650,23 @@ def main() -> None:
     # Orbax logs a page for each error of a save, and raises it too: one sentence from us is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ConfigError as error:
         print(f"jaxllm: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.EPIPE, *exits.FULL):
             raise
-        what = error.filename or "what it prints or writes"
-        print(f"jaxllm: {error.strerror} for {what}: make room there.", file=sys.stderr)
-        # What is left in the buffer would fail once more at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(exits.BAD_INPUT)
+        # Who reads it may have seen enough.
+        if error.errno != errno.EPIPE:
+            print_sentence(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.")
+        # What is left in the buffers would fail once more at the end.
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        sys.exit(exits.of(error))
 
 
 if __name__ == "__main__":

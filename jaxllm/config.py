@@ -208,9 +208,9 @@ class ParallelConfig(Section):
                 "parallel.overlap_passes=true takes ticks that go both ways, and gpipe has none: set parallel.schedule=1f1b."
             )
         if self.overlap_passes and self.pipe > 1 and self.remat == "none":
-            # Compiled so, a step of 8B holds a tenth more than without.
+            # Compiled for H100s, 8B over pipe 2 and tensor 2 takes 114.8 GiB, and 104.1 with one pass after the other.
             raise refuse(
-                "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold much twice: set "
+                "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold a tenth more: set "
                 "parallel.remat=selective."
             )
         return self

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxllm import launchers, peers, xla_flags
+from jaxllm import exits, launchers, peers, xla_flags
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.cuda_driver import visible_gpus
 from jaxllm.joining import Joined, join
@@ -232,7 +232,7 @@ def leaving_on_errors():
         yield
     except BaseException as error:
         if jax.distributed.is_initialized():
-            code = error.exit_code if isinstance(error, ConfigError) else 1
+            code = exits.of(error)
             if _line is not None:
                 _line.failed(_in_a_sentence(error), code, perhaps_a_peer=any(map(is_of_jax, causes(error))))
             # Runs before JAX's own farewell (last registered, first called), after the error was printed.

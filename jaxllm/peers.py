@@ -258,13 +258,14 @@ class Line:
             stopped = time.monotonic() - last_s > 1.5 * self._beat_s
             if stopped and not ready:
                 ready = self._selector.select(0)
+            until_s = time.monotonic() + self._beat_s
             while ready:
                 for key, _ in ready:
                     if key.data is None:
                         self._answer()
                     else:
                         self._read(key.data)
-                ready = self._selector.select(0) if stopped else []
+                ready = self._selector.select(0) if stopped and time.monotonic() < until_s else []
             now = time.monotonic()
             # They count from its last beat, a little before it stood still: where one is gone, that little is not asked for.
             if (still_s := now - last_s) > self._silence_s - (2 * self._beat_s if self._lost else 0):

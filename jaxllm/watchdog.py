@@ -115,6 +115,7 @@ class Watchdog:
             print_sentence(where)
         progress.show_stacks()
         flush()
+        # Process 0 waits for the others as it is.
         if line and line.rank:
             time.sleep(STACKS_S)
         end = self._end or (line.leave if line else os._exit)

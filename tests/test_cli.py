@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, exit codes, one sentence."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -44,11 +45,14 @@ def test_mistakes_end_in_one_sentence_and_code_2(arguments, sentence):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the disk that is full is Linux's /dev/full")
-def test_output_on_a_full_disk_ends_in_one_sentence_and_code_2():
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["flushed", "in the buffer"])
+def test_output_on_a_full_disk_ends_in_one_sentence_and_code_2(more):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "jaxllm.cli", "estimate", "quickstart", "--gpus", "2", *more]
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "jaxllm.cli", "estimate", "quickstart", "--gpus", "2"]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300)
-    assert result.returncode == 2
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300, env=environment)
+        both = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=300, env=environment)
+    assert (result.returncode, both.returncode) == (2, 2)
     assert result.stderr == "jaxllm: No space left on device for what it prints or writes: make room there.\n"
 
 

@@ -134,7 +134,8 @@ class LayerLoop:
 
     def both(self, layers, ahead: Pass, back: Pass, ring: Ring, sums: Tree, valid=True):
         """((h, ring), (dh, sums, squares)): what `forward` and `backward` would give, a layer of each in a turn. Neither waits
-        for the other, so that what one sends travels behind the other's matmuls.
+        for the other, so that what one sends travels behind the other's matmuls. Gathered weights are not handed over: each
+        pass gathers its first layer's, and in the last turn a layer's for nothing.
         """
         forward, backward = self._forward_turn(layers, ahead), self._backward_turn(layers, back, valid)
 

@@ -203,6 +203,8 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     if overlaps:
         # Refused together, as is gpipe.
         remats = tuple(remat for remat in remats if remat != "none")
+    if not remats:
+        return
     # A microbatch is the same in every phase of train.batch_schedule.
     shares = [batch // mesh.data for batch in config.batches]
     microbatches = divisors(math.gcd(*shares))

@@ -305,7 +305,10 @@ class _Step:
                 # 1F1B waits for each.
                 backward.add("pipe", message_s, times=2)
             else:
-                behind_forward["pipe"] = behind_backward["pipe"] = message_s
+                # Sent at a tick's top, behind the head, half of them show (compiled steps).
+                bare = self.paired_share / 2
+                backward.add("pipe", message_s, times=2 * bare)
+                behind_forward["pipe"] = behind_backward["pipe"] = (1 - bare) * message_s
         if self.parallel.zero >= 2 and self.data_group.size > 1 and not self.is_megatron:
             gather_s, scatter_s = self.layerwise_data_s()
             if gather_s:
@@ -432,7 +435,7 @@ class _Step:
         backward.add("tensor", scatter_s, behind_s, layers * hidden_scatters)
         # What has nothing of its own pass to lie behind.
         alone = (
-            (forward, matmuls_s[1], 2, 2),
+            (forward, matmuls_s[1] - (hidden_gathers + hidden_scatters) * behind_s, 2, 2),
             (backward, matmuls_s[0], gathers - hidden_gathers, scatters - hidden_scatters),
         )
         paired = self.paired_share
@@ -446,8 +449,10 @@ class _Step:
 
     @property
     def paired_share(self) -> float:
-        """Of the ticks that go forward, those that go backward too, layer by layer: all but the first P V."""
-        if self.P == 1 or not self.parallel.overlap_passes or self.is_megatron:
+        """Of the ticks that go forward, those that go backward too, layer by layer: all but the first P V. None with ZeRO 2 and
+        3, whose own transfers fill the room (nothing was gained in a compiled step)."""
+        layerwise = self.parallel.zero >= 2 and self.data_group.size > 1
+        if self.P == 1 or not self.parallel.overlap_passes or self.is_megatron or layerwise:
             return 0.0
         return max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1))
 

@@ -171,10 +171,11 @@ class Fence:
         while watched_s < SILENT_S:
             time.sleep(look_s)
             # What stood still with this process may have kept the holder from its beats too.
-            now_s = time.monotonic()
-            watched_s += min(now_s - last_s, 2 * look_s)
-            last_s = now_s
+            watched_s += min(time.monotonic() - last_s, 2 * look_s)
+            last_s = time.monotonic()
             now = read_holder(self._path)
+            watched_s += time.monotonic() - last_s
+            last_s = time.monotonic()
             if now != found:
                 return "holds" if now and found and now.token == found.token else "changed"
         return "silent"

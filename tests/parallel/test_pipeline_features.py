@@ -46,7 +46,7 @@ REFUSALS = {
         "parallel.overlap_passes=true takes ticks that go both ways, and gpipe has none: set parallel.schedule=1f1b."
     ),
     ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.remat=none"): (
-        "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold much twice: set "
+        "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold a tenth more: set "
         "parallel.remat=selective."
     ),
     (*INTERLEAVED, FOUR_LAYERS, "parallel.data=2", "train.microbatch_sequences=4"): (

@@ -34,6 +34,7 @@ MEDIUM = {
 }
 LLAMA_8B = {"name": "llama-3.1-8b", "attention": "cudnn"}
 CPU = {"pipe": 4, "tensor": 1}
+MIXED = {"block_input": "offload", "mlp_gate": "offload", "mlp_up": "keep"}
 H100 = {"pipe": 4, "tensor": 2}
 
 
@@ -149,16 +150,19 @@ def test_a_slot_is_the_sum_of_the_named_tensors(remat, parallel):
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(
-    ("schedule", "remat"),
+    ("schedule", "remat", "overlap"),
     [
-        ("1f1b", "offload"),
-        pytest.param("interleaved", "offload", marks=pytest.mark.slow),
-        pytest.param("1f1b", {"block_input": "offload", "mlp_gate": "offload", "mlp_up": "keep"}, marks=pytest.mark.slow),
+        ("1f1b", "offload", False),
+        pytest.param("1f1b", "offload", True, marks=pytest.mark.slow),
+        pytest.param("interleaved", "offload", False, marks=pytest.mark.slow),
+        pytest.param(
+            "1f1b", {"block_input": "offload", "mlp_gate": "offload", "mlp_up": "keep"}, False, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_offloaded_tensors_wait_in_the_host_and_move_behind_matmuls(capfd, schedule, remat):
+def test_offloaded_tensors_wait_in_the_host_and_move_behind_matmuls(capfd, schedule, remat, overlap):
     V, M, layers = 2 if schedule == "interleaved" else 1, 16, 6
-    config = configured({**MEDIUM, "num_layers": layers * 4 * V}, 2048, schedule, M, remat, **H100)
+    config = configured({**MEDIUM, "num_layers": layers * 4 * V}, 2048, schedule, M, remat, **H100, overlap_passes=overlap)
     step = compiled(config)
     text, warnings = step.as_text(), capfd.readouterr().err
     assert not re.search(r"host.?compute|compute_type", text + warnings, re.IGNORECASE)

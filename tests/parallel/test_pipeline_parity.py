@@ -165,9 +165,10 @@ def test_layers_of_both_passes_in_turn_equal_one_device(make_run, one_device, pi
 
 
 @pytest.mark.slow
-def test_collectives_of_a_ticks_two_loops_never_mix(make_run):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_collectives_of_a_ticks_two_passes_never_mix(make_run, overlap):
     """On forced CPU devices (xla_flags.py): where they did, half of the runs of this mesh hung or differed within seconds."""
-    run = make_run("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed")
+    run = make_run("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed", f"parallel.overlap_passes={overlap}")
     expected = jax.device_get(run.gradients())
     for _ in range(5):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.gradients()), expected)
@@ -218,8 +219,10 @@ def test_three_virtual_stages(make_run, one_device):
 
 
 @pytest.mark.slow
-def test_unrolled_layers(make_run, one_device):
-    run = make_run("interleaved-2x2", (2, 1, 2), 3, "selective", "gqa-untied-packed", "model.scan_layers=false")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_unrolled_layers(make_run, one_device, overlap):
+    more = ("model.scan_layers=false", f"parallel.overlap_passes={overlap}")
+    run = make_run("interleaved-2x2", (2, 1, 2), 3, "selective", "gqa-untied-packed", *more)
     check(run, one_device("gqa-untied-packed", layers_of("interleaved-2x2")))
 
 
@@ -293,9 +296,20 @@ def test_bfloat16_in_a_pipeline_follows_float32(make_run, one_device, pipeline, 
     ],
 )
 def test_evaluation_equals_one_device(make_run, one_device, pipeline, mesh, zero):
+    check_evaluation(make_run(pipeline, mesh, zero, "selective", "mqa-tied-packed"), one_device, pipeline)
+
+
+@pytest.mark.slow
+def test_evaluation_with_overlapped_passes_equals_one_device(make_run, one_device):
+    """Outputs are sent a tick later than otherwise."""
+    run = make_run("1f1b-4", (1, 1, 2), 1, "selective", "mqa-tied-packed", "parallel.overlap_passes=true")
+    check_evaluation(run, one_device, "1f1b-4")
+
+
+def check_evaluation(tested, one_device, pipeline):
     reference, *_ = one_device("mqa-tied-packed", layers_of(pipeline))
     totals = []
-    for run in (make_run(pipeline, mesh, zero, "selective", "mqa-tied-packed"), reference):
+    for run in (tested, reference):
         with jax.set_mesh(run.mesh):
             totals.append(jax.jit(run.functions.loss_sum)(run.state.params, run.place(run.batch(0))))
     (loss, count), (expected_loss, expected_count) = totals

@@ -150,6 +150,10 @@ def test_what_is_refused_together_is_not_among_the_choices():
     assert {choice.schedule for choice in pipelines} <= {"1f1b", "interleaved"}
     for choice in random.Random(0).sample(pipelines, 20):
         assert load_config(recipe(choice.applied_to(config))).parallel.overlap_passes
+    alone = small("parallel.overlap_passes=true", "parallel.remat=none")
+    assert {choice.mesh.pipe for choice in choices_of(alone, 8, keep=["remat"])} == {1}
+    plan = search(alone, GPUS["h100-80gb"], 8, keep=["remat"])
+    assert {one.config.parallel.pipe for one in plan.candidates} == {1}
 
 
 def test_tensor_and_context_stay_inside_hosts():
