@@ -39,35 +39,21 @@ GPU = GPUS["h100-80gb"]
 GPUS_PER_HOST = 8
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
+PIPE_TENSOR = ("parallel.pipe=2", "parallel.tensor=2")
+FOUR_AXES = ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4")
+INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=4")
+BOTH = "parallel.overlap_passes=true"
 STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "8b-zero3": (8, "llama-3.1-8b", ("parallel.zero=3",)),
     "8b-zero3-tensor": (8, "llama-3.1-8b", ("parallel.zero=3", "parallel.tensor=2")),
-    "8b-pipe-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.tensor=2")),
-    "8b-pipe-tensor-both": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.tensor=2", "parallel.overlap_passes=true")),
+    "8b-pipe-tensor": (8, "llama-3.1-8b", PIPE_TENSOR),
+    "8b-pipe-tensor-both": (8, "llama-3.1-8b", (*PIPE_TENSOR, BOTH)),
     "8b-pipe-context-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
     "8b-zero3-64": (64, "llama-3.1-8b", ("parallel.zero=3",)),
-    "70b-4d": (64, "llama-3.1-70b", ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4")),
-    "70b-4d-both": (
-        64,
-        "llama-3.1-70b",
-        ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4", "parallel.overlap_passes=true"),
-    ),
-    "70b-4d-interleaved": (
-        64,
-        "llama-3.1-70b",
-        (
-            *("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4"),
-            *("parallel.schedule=interleaved", "parallel.virtual_stages=4"),
-        ),
-    ),
-    "70b-4d-interleaved-both": (
-        64,
-        "llama-3.1-70b",
-        (
-            *("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4", "parallel.overlap_passes=true"),
-            *("parallel.schedule=interleaved", "parallel.virtual_stages=4"),
-        ),
-    ),
+    "70b-4d": (64, "llama-3.1-70b", FOUR_AXES),
+    "70b-4d-both": (64, "llama-3.1-70b", (*FOUR_AXES, BOTH)),
+    "70b-4d-interleaved": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED)),
+    "70b-4d-interleaved-both": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED, BOTH)),
 }
 """Name -> (GPUs, model, overrides); data takes what the other axes leave."""
 MICROBATCHES = 8

@@ -203,11 +203,12 @@ class ParallelConfig(Section):
                 f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
                 f"more, 1f1b and gpipe take 1."
             )
-        if self.overlap_passes and self.pipe > 1 and self.schedule == "gpipe":
+        overlaps = self.overlap_passes and self.pipe > 1
+        if overlaps and self.schedule == "gpipe":
             raise refuse(
                 "parallel.overlap_passes=true takes ticks that go both ways, and gpipe has none: set parallel.schedule=1f1b."
             )
-        if self.overlap_passes and self.pipe > 1 and self.remat == "none":
+        if overlaps and self.remat == "none":
             # Compiled for H100s, 8B over pipe 2 and tensor 2 takes 114.8 GiB, and 104.1 with one pass after the other.
             raise refuse(
                 "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold a tenth more: set "

@@ -309,7 +309,7 @@ class _Step:
                 bare = self.paired_share / 2
                 backward.add("pipe", message_s, times=2 * bare)
                 behind_forward["pipe"] = behind_backward["pipe"] = (1 - bare) * message_s
-        if self.parallel.zero >= 2 and self.data_group.size > 1 and not self.is_megatron:
+        if self.sends_by_layer:
             gather_s, scatter_s = self.layerwise_data_s()
             if gather_s:
                 behind_forward["data"] = (layers - 1) * gather_s
@@ -451,8 +451,7 @@ class _Step:
     def paired_share(self) -> float:
         """Of the ticks that go forward, those that go backward too, layer by layer: all but the first P V. None with ZeRO 2 and
         3, whose own transfers fill the room (nothing was gained in a compiled step)."""
-        layerwise = self.parallel.zero >= 2 and self.data_group.size > 1
-        if self.P == 1 or not self.parallel.overlap_passes or self.is_megatron or layerwise:
+        if self.P == 1 or not self.parallel.overlap_passes or self.is_megatron or self.sends_by_layer:
             return 0.0
         return max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1))
 
@@ -474,6 +473,11 @@ class _Step:
             scatter_s = reduce_scatter_s(returned * self.c, self.context_group, self.links)
             forward.add("context", gather_s, times=layers)
             backward.add("context", (1 + again) * gather_s + scatter_s, times=layers)
+
+    @property
+    def sends_by_layer(self) -> bool:
+        """Whether gradients, and with ZeRO 3 weights, travel over data x context a layer at a time."""
+        return self.parallel.zero >= 2 and self.data_group.size > 1 and not self.is_megatron
 
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer: ZeRO 2 scatters its gradients behind the backward of the layer before it, 3 also

@@ -167,15 +167,14 @@ class Fence:
         """Looks for a sign of life: "holds", "silent", or "changed" where another holds it now, or nobody."""
         who = found.name if found else "another process"
         log.warning("run.dir=%s was held by %s: looking up to %.0f s whether it still is.", self._folder, who, SILENT_S)
-        look_s, watched_s, last_s = min(0.5, BEAT_S / 4), 0.0, time.monotonic()
+        look_s, watched_s = min(0.5, BEAT_S / 4), 0.0
         while watched_s < SILENT_S:
+            began_s = time.monotonic()
             time.sleep(look_s)
-            # What stood still with this process may have kept the holder from its beats too.
-            watched_s += min(time.monotonic() - last_s, 2 * look_s)
-            last_s = time.monotonic()
+            woke_s = time.monotonic()
             now = read_holder(self._path)
-            watched_s += time.monotonic() - last_s
-            last_s = time.monotonic()
+            # What stood still with this process may have kept the holder from its beats too.
+            watched_s += min(woke_s - began_s, 2 * look_s) + time.monotonic() - woke_s
             if now != found:
                 return "holds" if now and found and now.token == found.token else "changed"
         return "silent"
