@@ -361,13 +361,13 @@ def test_the_devices_here_need_no_kind():
 
 @needs_gpu_compiler
 @pytest.mark.slow
-def test_70b_on_1024_gpus_takes_less_than_two_minutes():
+def test_70b_on_1024_gpus_takes_less_than_a_minute():
     mesh = ("parallel.pipe=8", "parallel.context=2", "parallel.tensor=4", "parallel.remat=full")
     train = {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1024, "microbatch_sequences": 1}
     chosen = load_config({"model": {"name": "llama-3.1-70b"}, "train": train}, mesh)
     clock, cores = time.perf_counter(), sum(os.times()[:4])
     found = compile_report(chosen, H100, 1024)
     # Beside another test it takes longer by the clock; what its threads and their assembler took of the cores does not grow.
-    assert min(time.perf_counter() - clock, sum(os.times()[:4]) - cores) < 120
+    assert min(time.perf_counter() - clock, sum(os.times()[:4]) - cores) < 60
     assert found.mesh == {"pipe": 8, "data": 16, "context": 2, "tensor": 4}
     assert found.fits

@@ -426,7 +426,7 @@ def test_four_islands_learn_as_well_as_one(tmp_path):
         losses[islands] = records(run)[-1]["eval_loss"]
     # Byte trigrams are at 1.74 (README).
     assert losses[1] < 1.4
-    assert losses[4] < 1.03 * losses[1]
+    assert losses[4] < 1.02 * losses[1]
 
 
 # ---------------------------------------------------------------------------------------------------------- several processes
