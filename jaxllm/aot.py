@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.mesh import batch_sharding
+from jaxllm.placement import mesh_on_hosts
 from jaxllm.plan.hardware import GPUS, Gpu
 from jaxllm.train.build import build_training
 from jaxllm.xla_flags import compile_options
@@ -126,7 +127,7 @@ class Traced:
 def trace_step(config: Config, devices: Sequence[jax.Device]) -> Traced:
     """The same, with the program as it was traced."""
     config = config.resolve(len(devices))
-    mesh = make_mesh(config.parallel, devices)
+    mesh = mesh_on_hosts(config.parallel, devices)
     training = build_training(config, mesh)
 
     def placed(x, sharding):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.launchers import Place
-from jaxllm.mesh import AXES, REPLICA, crossings
+from jaxllm.mesh import AXES, REPLICA
+from jaxllm.placement import crossings
 from jaxllm.plan.hardware import XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
 from jaxllm.plan.network import Group, Links, all_gather_s, all_reduce_s, permute_s
 from jaxllm.probes import Collective, Facts, Folder

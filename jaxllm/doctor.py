@@ -29,8 +29,8 @@ from jaxllm import diagnosis, distributed, probes, xla_flags
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, RunConfig, Section, load_config, with_overrides
 from jaxllm.config_errors import one_sentence
 from jaxllm.diagnosis import FAIL, OK, WARN, Row, named
-from jaxllm.mesh import hosts_of, make_mesh, widest_group
 from jaxllm.peers import print_sentence
+from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.plan.flops import parameter_count
 from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
 from jaxllm.plan.network import links_of
@@ -137,7 +137,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     measured: list[Collective] = []
     expected_s: dict[str, float] = {}
     try:
-        mesh = make_mesh(_mesh(config, parallel, hosts))
+        mesh = mesh_on_hosts(_mesh(config, parallel, hosts))
     except ConfigError as error:
         rows.append(Row("mesh", FAIL, str(error), "change parallel.*, or the number of devices"))
     else:

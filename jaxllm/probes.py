@@ -35,7 +35,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm import distributed, xla_flags
-from jaxllm.mesh import place_of
+from jaxllm.mesh import axis_index
 from jaxllm.plan.hardware import available_cpus
 
 PACKAGES = (
@@ -338,12 +338,12 @@ def collectives(mesh: Mesh, axis: str, size_bytes: int, before: Callable[[str], 
       before: called with the name of each before it begins.
     """
     ranks, place = mesh.shape[axis], mesh.devices.shape
-    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(place), place_of(axis), -1)
+    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(place), axis_index(axis), -1)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
 
     def expected(values: np.ndarray) -> np.ndarray:
         """[device, value] of what a device should hold, from [..., rank along the axis, value]."""
-        return np.moveaxis(values, -2, place_of(axis) - 1).reshape(mesh.devices.size, -1)
+        return np.moveaxis(values, -2, axis_index(axis) - 1).reshape(mesh.devices.size, -1)
 
     every_rank = np.repeat(numbers[..., None, :], ranks, axis=-2)
     kinds = {

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 
 from jaxllm import distributed
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
-from jaxllm.mesh import make_mesh
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import Parallelized, merge_model, parallelize, parameter_table
+from jaxllm.placement import mesh_on_hosts
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.sharding import Parameter, layout, weight_rules
 from jaxllm.train.weights import SHAPE_KEYS, Source, find_weights, read_weights
@@ -154,7 +154,7 @@ def _load(source: Source, config: Config, devices: list[jax.Device], follows: bo
         batch = (train.microbatch_sequences or 1) * (len(devices) // others) * p.pipe * p.replica
         config = config.model_copy(update={"train": train.model_copy(update={"global_batch_sequences": batch})})
     config = config.resolve(len(devices))
-    mesh = make_mesh(config.parallel, devices)
+    mesh = mesh_on_hosts(config.parallel, devices)
     with jax.set_mesh(mesh):
         functions = parallelize(config, mesh)
     opened = source.opened

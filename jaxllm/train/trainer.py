@@ -28,11 +28,12 @@ from jaxllm import distributed, progress, xla_flags
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
-from jaxllm.mesh import make_mesh, replicated
+from jaxllm.mesh import replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.batches import place
 from jaxllm.parallel.parallelize import merge_model
+from jaxllm.placement import mesh_on_hosts
 from jaxllm.train import diloco
 from jaxllm.train.build import State, Training, build_training
 from jaxllm.train.checkpoint import Checkpoints, Meta
@@ -117,7 +118,7 @@ class Trainer:
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
-        self.mesh = make_mesh(config.parallel)
+        self.mesh = mesh_on_hosts(config.parallel)
         self.traces = 0
         # Rounds begin later, if only with the first step.
         training = self._use(in_rounds=False)
