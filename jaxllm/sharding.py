@@ -17,9 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
+from jaxllm.config import ZERO_DIMS, ConfigError, ModelConfig, ParallelConfig
 from jaxllm.mesh import PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
-from jaxllm.plan.memory import ZERO_DIMS
 
 Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
