@@ -38,6 +38,9 @@ ZERO_AXES = (DATA, CONTEXT)
 LOCAL = (TENSOR, CONTEXT)
 """Axes that should stay inside a host: their collectives run several times a layer. The one that matters most first."""
 
+HOST = "pinned_host"
+"""Memory kind of a sharding whose arrays are stored in the host's pinned memory."""
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
