@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,13 +45,14 @@ from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.fp8_ranks import fp8_per_tensor_rank
-from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
+from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.layer_norms import layer_norms_region
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
-from jaxllm.parallel.squares import SQUARES, Parts, SquaredNorms, parts_of
+from jaxllm.parallel.squares import SQUARES, SquaredNorms, parts_of
 from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.parallel.stages import pipeline_regions
+from jaxllm.parallel.types import Batch, Parallelized, Params, WeightAccess
 from jaxllm.parallel.zero import Zero, manual_spec, sink
 from jaxllm.plan.activations import context_method, policy_of
 from jaxllm.sharding import (
@@ -67,35 +67,6 @@ from jaxllm.sharding import (
     vocab_rows,
     weight_rules,
 )
-
-Params = Any
-"""Nested dict of arrays."""
-Batch = dict[str, jax.Array]
-"""Arrays [microbatch, sequence, position]: tokens, targets, positions int32, mask bool, and segments int32 if packed."""
-
-
-@dataclass(frozen=True)
-class Parallelized:
-    """What training needs of the model, on one mesh."""
-
-    value_and_grad: Callable[[Params, Batch], tuple[jax.Array, Params]]
-    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
-    train.diloco_steps all three have a leading dim that counts islands, and each island's loss is the mean over its targets."""
-    value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, Parts]]
-    """The same, and with it what the gradient noise scale is measured from. Costs a little more (squares.py)."""
-    loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
-    """(master params, batch) -> (sum of -log p over valid targets, their number): no gradient."""
-    layer_norms: Callable[[Params, Batch], jax.Array]
-    """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
-    initialize: Callable[[jax.Array], Params]
-    """key -> master params; to be jitted with master_shardings, so that no device ever holds more than its share."""
-    master_shardings: Any
-    table: Any
-    """Nested dict of Parameter."""
-    layouts: Any
-    """Nested dict of Layout."""
-    attention: str
-    """How it is computed: xla or cudnn, and over several context ranks by ring or all_gather."""
 
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
@@ -121,9 +92,9 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     norms = SquaredNorms(layouts, len(stacking_of(config).shape), sizes[CONTEXT], sizes[TENSOR])
 
     def regions(norms: SquaredNorms | None = None):
-        """(of gradients, of the loss alone); with `norms` that of gradients gives Parts too."""
+        """(of gradients, of the loss alone); with `norms` that of gradients gives NoiseParts too."""
         if sizes[PIPE] > 1:
-            return pipeline_regions(config, graph, ops, zero.access if zero else Access(), together, everybody, norms)
+            return pipeline_regions(config, graph, ops, zero.access if zero else WeightAccess(), together, everybody, norms)
         sums = microbatch_sums(config, graph, ops, zero, norms)
 
         def new_sinks() -> Params | None:
@@ -221,7 +192,7 @@ def microbatch_sums(
     """The forward pass of one microbatch, as differentiated. With `norms` and sinks one of these is for the squares."""
     model, train = config.model, config.train
     policy, unroll = policy_of(config.parallel.remat), unrolling(model)
-    access, square = zero.access if zero else Access(), None
+    access, square = zero.access if zero else WeightAccess(), None
     if zero is not None and norms is not None:
         access, square = dataclasses.replace(access, square=norms.of_layer), norms.of
 
@@ -263,7 +234,7 @@ def gradient_region(
 ) -> Callable[[Params, Batch], tuple[Any, ...]]:
     """Mean loss over the batch of all ranks along the axes `together`, and float32 gradients summed over the rank's
     microbatches: those of the sinks, reduced already, or without sinks the rank's own part with a leading dim of 1. With
-    `norms` Parts too.
+    `norms` NoiseParts too.
     """
 
     def squared(gradients: Params) -> tuple[Params, jax.Array | None]:

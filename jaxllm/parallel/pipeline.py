@@ -24,11 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.parallel.types import Rows, Tree
 from jaxllm.plan.schedule import Run, Schedule, Units
-
-Tree = Any
-Rows = dict[str, jax.Array]
-"""One microbatch's rows of the batch: tokens, targets, ... [sequence, position]."""
 
 
 @dataclass(frozen=True)

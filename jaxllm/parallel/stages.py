@@ -22,15 +22,15 @@ from jaxllm.model.layers import Ops, rotary_table
 from jaxllm.model.llama import Llama, Side, apply_block
 from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
 from jaxllm.parallel.embedding import add_over_ranks
-from jaxllm.parallel.layer_loop import Access, LayerLoop, Pass, unrolling
-from jaxllm.parallel.pipeline import Rows, Stage, run_schedule
+from jaxllm.parallel.layer_loop import LayerLoop, Pass, unrolling
+from jaxllm.parallel.pipeline import Stage, run_schedule
 from jaxllm.parallel.squares import NUMBER, SQUARES, SquaredNorms, StageSquares, parts_of
 from jaxllm.parallel.stacking import stacking_of
+from jaxllm.parallel.types import Rows, Tree, WeightAccess
 from jaxllm.plan.activations import policy_of
 from jaxllm.plan.schedule import forward_only, make_schedule
 from jaxllm.sharding import over_tensor
 
-Tree = Any
 Region = Callable[[Tree, Rows], Any]
 SPLIT, WHOLE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
 
@@ -39,7 +39,7 @@ def pipeline_regions(
     config: Config,
     graph: nnx.GraphDef,
     ops: Ops,
-    access: Access,
+    access: WeightAccess,
     together: tuple[str, ...],
     everybody: tuple[str, ...],
     norms: SquaredNorms | None = None,
@@ -48,7 +48,7 @@ def pipeline_regions(
 
     The first: (weights, batch) -> (mean loss over the batch of the ranks along the axes `together`, float32 gradients).
     Gradients of layers are the rank's share of their sum if `access` scatters; all others are the rank's own part, with a
-    leading dim of 1. With `norms` Parts (squares.py) too. The second: (weights, batch) -> (sum of token losses over the batch
+    leading dim of 1. With `norms` NoiseParts too. The second: (weights, batch) -> (sum of token losses over the batch
     of the ranks along the axes `everybody`, number of targets).
     """
     parallel, stacking = config.parallel, stacking_of(config)
@@ -68,7 +68,7 @@ def pipeline_regions(
     def gradient_region(weights: Tree, batch: Rows):
         scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), together), 1).astype(jnp.float32)
         flat = flatten_layers(weights, stack_dims)
-        sums = {name: new_sums(tree, access if name == "layers" else Access()) for name, tree in flat.items()}
+        sums = {name: new_sums(tree, access if name == "layers" else WeightAccess()) for name, tree in flat.items()}
         M, B, S = batch["tokens"].shape
         schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
         squares = None
@@ -210,7 +210,7 @@ def flatten_layers(weights: Tree, stack_dims: int) -> Tree:
     return {**weights, "layers": flat}
 
 
-def new_sums(weights: Tree, access: Access) -> Tree:
+def new_sums(weights: Tree, access: WeightAccess) -> Tree:
     """Zeros for gradients: of the weights' shapes, or of a rank's share of them if `access` scatters."""
     gather, scatter = access.gather, access.scatter
     if scatter is None:

@@ -20,10 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
-from jaxllm.parallel.layer_loop import Access, Square
+from jaxllm.parallel.types import Square, Tree, WeightAccess
 from jaxllm.sharding import Layout, over_tensor
-
-Tree = Any
 
 
 class Zero:
@@ -39,7 +37,7 @@ class Zero:
         layer = jax.tree.map(partial(of_one_layer, stack_dims=stack_dims), layouts["layers"])
         rest = {name: spots for name, spots in layouts.items() if name != "layers"}
         self._rest_scatter, self._rest_gather = _scatter(rest), _gather(rest) if level == 3 else lambda weights: weights
-        self.access = Access(_gather(layer) if level == 3 else None, _scatter(layer))
+        self.access = WeightAccess(_gather(layer) if level == 3 else None, _scatter(layer))
         """To the layers, for a loop over them."""
 
     def read(self, weights: Tree, sinks: Tree, squares: jax.Array | None = None, square: Square | None = None) -> Tree:

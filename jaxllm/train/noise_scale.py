@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.parallel.squares import Parts
+from jaxllm.parallel.types import NoiseParts
 from jaxllm.plan.noise_reading import Estimate
 
 WINDOW = 200.0
@@ -41,7 +41,7 @@ SCALE, LOW, HIGH = "noise_scale_tokens", "noise_scale_low", "noise_scale_high"
 """Metrics of the run so far."""
 
 
-def estimates(parts: Parts, grad_norm: Any) -> dict[str, Any]:
+def estimates(parts: NoiseParts, grad_norm: Any) -> dict[str, Any]:
     """One step's |g|^2 and tr(S), of its parts and the norm of the whole gradient before clipping. Not finite of a single part.
 
     Arrays of JAX, of numpy, or numbers.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.config import Config
 from jaxllm.mesh import HOST, replicated
-from jaxllm.parallel.parallelize import Parallelized
+from jaxllm.parallel.types import Parallelized
 
 log = logging.getLogger(__name__)
 
