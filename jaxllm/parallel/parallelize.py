@@ -27,7 +27,6 @@ from jaxllm.config import Config, ModelConfig
 from jaxllm.mesh import (
     CONTEXT,
     DATA,
-    MANUAL,
     PIPE,
     TENSOR,
     ZERO_AXES,
@@ -53,17 +52,19 @@ from jaxllm.parallel.squares import SQUARES, SquaredNorms, parts_of
 from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.parallel.stages import pipeline_regions
 from jaxllm.parallel.types import Batch, Parallelized, Params, WeightAccess
-from jaxllm.parallel.zero import Zero, manual_spec, sink
+from jaxllm.parallel.zero import Zero, sink
 from jaxllm.plan.activations import context_method, policy_of
 from jaxllm.sharding import (
     Parameter,
     constrainer,
     is_shared_out,
     layout,
+    manual_spec,
     named,
     of_islands,
     over_specs,
     over_tensor,
+    partial_sum_spec,
     vocab_rows,
     weight_rules,
 )
@@ -124,7 +125,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         return pinned(cast, by_name(3, master, compute), lies)
 
     share, whole = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
-    summed = jax.tree.map(over_ranks, whole)
+    summed = jax.tree.map(partial_sum_spec, whole)
     per_rank = P(None, *batch_sharding(mesh).spec[1:])
     region = partial(jax.shard_map, mesh=mesh, axis_names=manual_axes(mesh), check_vma=False)
     weights_lie, gradients_lie = by_name(3, share, whole), by_name(2, share, summed)
@@ -219,11 +220,6 @@ def microbatch_sums(
         return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
 
     return sums  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what cross_entropy returns
-
-
-def over_ranks(whole: P) -> P:
-    """The layout of ranks' own gradients with a leading dim: over all axes along which a rank's weight is not split."""
-    return P(tuple(axis for axis in MANUAL if axis not in whole), *whole)
 
 
 # Regions: run by each rank of (pipe, data, context) on its own weights and rows, with `tensor` left to XLA.

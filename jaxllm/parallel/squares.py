@@ -29,9 +29,8 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.mesh import CONTEXT, PIPE, TENSOR
 from jaxllm.model.layers import Ops
 from jaxllm.parallel.types import NoiseParts, Tree
-from jaxllm.parallel.zero import of_one_layer, tensor_specs
 from jaxllm.plan.schedule import Schedule
-from jaxllm.sharding import over_tensor
+from jaxllm.sharding import over_tensor, tensor_specs, unstack_layout
 
 SQUARES, TIED, NUMBER = "squares", "tied", "number"
 """Entries beside those of the parameters: of sinks and sums, of sums, and of a microbatch's rows."""
@@ -49,7 +48,7 @@ class SquaredNorms:
 
     def __init__(self, layouts: Tree, stack_dims: int, context: int, tensor: int):
         self._layouts, self.context, self.tensor = layouts, context, tensor
-        self._layer = jax.tree.map(partial(of_one_layer, stack_dims=stack_dims), layouts["layers"])
+        self._layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
 
     def of(self, gradients: dict[str, Tree]) -> jax.Array:
         """Of some or all top-level entries."""
