@@ -11,9 +11,9 @@ import optax
 
 from jaxllm.parallel.types import NoiseParts
 from jaxllm.train.instability import Judge, skip_not_finite
-from jaxllm.train.noise_scale import estimates
 from jaxllm.train.optimizer import LearningRate, clip_by_norm
 from jaxllm.train.state import TrainState
+from jaxllm.train.step_noise import estimates
 
 Metrics = dict[str, jax.Array]
 Update = Callable[[Any, Any, Any, jax.Array, jax.Array], tuple[Any, Any]]

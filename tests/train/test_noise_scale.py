@@ -24,7 +24,8 @@ from jaxllm.plan.flops import parameter_count
 from jaxllm.plan.noise_reading import Estimate, reading
 from jaxllm.plan.schedule import make_schedule
 from jaxllm.train.loop import fit
-from jaxllm.train.noise_scale import NoiseScale, estimates, student_t
+from jaxllm.train.noise_scale import NoiseScale, student_t
+from jaxllm.train.step_noise import estimates
 
 # ---------------------------------------------------------------------------------------------------------- the estimator
 
