@@ -16,10 +16,10 @@ from flax import nnx
 
 from jaxllm.config import Config
 from jaxllm.mesh import PIPE
-from jaxllm.model.layers import Ops, rotary_table
+from jaxllm.model.layers import SHARDED_SEQUENCE, Ops, rotary_table
 from jaxllm.model.llama import apply_block
-from jaxllm.parallel.stacking import stacking_of
-from jaxllm.parallel.stages import SPLIT, broadcast, flatten_layers
+from jaxllm.parallel.pipeline import sum_over_stages
+from jaxllm.parallel.stacking import flatten_layers, stacking_of
 from jaxllm.parallel.types import Batch, Tree, WeightAccess
 from jaxllm.parallel.zero import Zero
 
@@ -52,11 +52,11 @@ def layer_norms_region(
             h_BSD, squares = jax.lax.scan(layer, h_BSD, number // stages * stacking.chunk + jnp.arange(stacking.chunk))
             if stages > 1:
                 is_mine = jax.lax.axis_index(PIPE) == number % stages
-                h_BSD = broadcast(jnp.where(is_mine, h_BSD, 0))
+                h_BSD = sum_over_stages(jnp.where(is_mine, h_BSD, 0))
                 squares = jax.lax.psum(jnp.where(is_mine, squares, 0), PIPE)
             return h_BSD, squares
 
-        h_BSD = ops.constrain(ops.look_up(weights["embedding"], rows["tokens"]), SPLIT)
+        h_BSD = ops.constrain(ops.look_up(weights["embedding"], rows["tokens"]), SHARDED_SEQUENCE)
         _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * virtual))
         # In the order of layers; identity layers are the last.
         squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], everybody)
