@@ -22,7 +22,8 @@ from jaxllm import distributed
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
 from jaxllm.mesh import make_mesh
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.parallelize import merge_model, parallelize, parameter_table
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.parameters import merge_model, parameter_table
 from jaxllm.parallel.types import Parallelized
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.sharding import Parameter, layout, weight_rules
