@@ -132,6 +132,9 @@ BLOCK_INPUT = "block_input"
 ATTENTION_RESULTS = ("attention_output", "attention_lse")
 BLOCK_TENSORS = (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
 """What a block may keep for its backward pass, in the order it computes them; the model gives these names to its tensors."""
+ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
+"""ZeRO shards the first of these dims that a parameter has, that divides, and that no other axis shards. It never shards a dim
+that counts layers: ZeRO 3 gathers layer by layer."""
 Fate = Literal["keep", "recompute", "offload"]
 
 

@@ -34,6 +34,9 @@ ZERO_AXES = (DATA, CONTEXT)
 LOCAL = (TENSOR, CONTEXT)
 """Axes that should stay inside a host: their collectives run several times a layer. The most important comes first."""
 
+HOST = "pinned_host"
+"""Memory kind of a sharding whose arrays are stored in the host's pinned memory."""
+
 T = TypeVar("T")
 
 

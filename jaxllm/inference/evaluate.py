@@ -22,7 +22,7 @@ from jaxllm.config_errors import ConfigError
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
 from jaxllm.parallel.batches import place
-from jaxllm.parallel.parallelize import Parallelized
+from jaxllm.parallel.types import Parallelized
 
 ROWS_TOKENS = 8192
 """Tokens that an accelerator reads at once, about."""

@@ -32,7 +32,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from jaxllm.config import Config, ConfigError, ModelConfig, ParallelConfig
+from jaxllm.config import ZERO_DIMS, Config, ConfigError, ModelConfig, ParallelConfig
 from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, is_blockwise, policy_of, takes_cudnn
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.layer_backward import layer_backward, runs_ahead
@@ -89,10 +89,6 @@ def estimate_memory(config: Config, gpu: Gpu | None = None) -> MemoryEstimate:
 
 
 # -------------------------------------------------------------------------------------------------------------- parameters
-
-ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
-"""Where ZeRO cuts: the first of these that a parameter has, that divides and that nothing else splits. Never one that counts
-layers: ZeRO 3 gathers layer by layer."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from jaxllm.config import Config
 from jaxllm.mesh import replicated
-from jaxllm.parallel.parallelize import Parallelized, parallelize
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_update

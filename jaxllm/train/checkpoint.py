@@ -35,10 +35,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import distributed, exits
 from jaxllm.config import CheckpointConfig, Config, ConfigError
+from jaxllm.mesh import HOST
 from jaxllm.pretrained.folder import versions
 from jaxllm.sharding import stack_dims
 from jaxllm.train.fence import unfenced
-from jaxllm.train.state import HOST
 
 FORMAT = 1
 STATE, META, FILES = "state", "meta", "files.json"

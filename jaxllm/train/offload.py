@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
-from jaxllm.parallel.parallelize import Parallelized
+from jaxllm.parallel.types import Parallelized
 from jaxllm.sharding import Parameter, stack_dims
 from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import TrainState

@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 from jaxllm import distributed
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.parallelize import Parallelized, merge_model, parallelize, parameter_table
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.parameters import merge_model, parameter_table
+from jaxllm.parallel.types import Parallelized
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.sharding import Parameter, layout, weight_rules

@@ -32,7 +32,7 @@ from jaxllm.mesh import replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.batches import place
-from jaxllm.parallel.parallelize import merge_model
+from jaxllm.parallel.parameters import merge_model
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.train import diloco
 from jaxllm.train.build import State, Training, build_training

@@ -16,7 +16,8 @@ from jaxllm.config_errors import ConfigError
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, evaluate, read_text, tokenize
 from jaxllm.mesh import make_mesh
-from jaxllm.parallel.parallelize import build_model, parallelize
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.parameters import build_model
 from jaxllm.parallel.stacking import over_layers, stacking_of
 
 LENGTH, TOKENS = 15, 100

@@ -19,7 +19,8 @@ from jaxllm.inference.sampling import Sampling, next_ids
 from jaxllm.inference.text_stream import TextStream
 from jaxllm.mesh import make_mesh
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.parallelize import merge_model, parallelize
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.parameters import merge_model
 
 LENGTHS = (5, 1, 16, 9)
 NEW = 12

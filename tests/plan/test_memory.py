@@ -12,7 +12,7 @@ import scripts
 from jaxllm.config import ConfigError, load_config
 from jaxllm.mesh import axis_sizes
 from jaxllm.model.attention import choose_kernel
-from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.activations import is_blockwise, takes_cudnn
 from jaxllm.plan.hardware import GPUS, find_gpu
 from jaxllm.plan.layer_backward import attention, layer_backward, layers_of_weights

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
-from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.memory import estimate_memory
 from jaxllm.plan.recipe import recipe

@@ -16,7 +16,8 @@ import jaxllm
 from jaxllm.config import ConfigError, load_config
 from jaxllm.convert.hf import from_hf, to_hf
 from jaxllm.mesh import make_mesh
-from jaxllm.parallel.parallelize import parallelize, parameter_table
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.pretrained import load
 from jaxllm.pretrained.folder import open_folder

@@ -14,7 +14,7 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.config import load_config
-from jaxllm.parallel.parallelize import merge_model
+from jaxllm.parallel.parameters import merge_model
 
 TEMPLATE = """\
 {%- for m in messages %}{{ '[' + m.role + ']' + m.content + '\n' }}{% endfor %}

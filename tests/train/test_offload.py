@@ -8,14 +8,14 @@ from meshes import Run
 
 import jaxllm
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh import HOST, make_mesh
 from jaxllm.plan.flops import parameter_count
 from jaxllm.train import offload
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.loop import fit
 from jaxllm.train.optimizer import make_optimizer
-from jaxllm.train.state import HOST, what_to_offload
+from jaxllm.train.state import what_to_offload
 from jaxllm.train.step import make_update
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
