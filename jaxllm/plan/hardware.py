@@ -59,6 +59,12 @@ class Chip:
         """Bytes a block may ask for, beyond the 48 KiB that it has unasked."""
         return self.shared_memory_per_multiprocessor - 1024
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether XLA starts transfers as early as they could be useful: for Hopper and later it does, and holds more for it;
+        for an A100 it starts them late (compiled steps; its scheduler goes by the GPU's speeds)."""
+        return self.compute_capability >= (9, 0)
+
 
 # Multiprocessors, L2 and boost clocks: NVIDIA's architecture papers (A100, H100, Blackwell) and what XLA's own descriptions of
 # these boards (xla/backends/gpu/target_config/specs) read from the driver; shared memory: CUDA programming guide, compute

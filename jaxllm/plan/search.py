@@ -159,11 +159,6 @@ class Plan:
         best = f"; the best {self.candidates[0]!r}" if self.candidates else ""
         return f"<Plan for {self.gpus} x {self.gpu.name}: {len(self.candidates):,} configurations fit{best}>"
 
-    def _repr_html_(self) -> str:
-        from jaxllm.plan.search_text import as_html
-
-        return as_html(self)
-
     @property
     def capacity_bytes(self) -> int:
         return self.gpu.capacity_bytes
