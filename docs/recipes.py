@@ -38,12 +38,12 @@ COMPILED = (
 
 HEAD = f"""# Recipe cards
 
-What the planner makes of usual jobs on {GPU}, confirmed by compiling the real step without a GPU. The first file of a card
-is the question (model, text, batch), the second the planner's answer. Put your own text, batch or GPUs into the first and run
-the same two commands. How the planner works: [plan](plan.md); what the compiler says: [compile](compile.md).
+These are the planner's answers for common jobs on {GPU}. Each was confirmed by compiling the real step without a GPU. The first
+file of a card is the question (model, text, batch). The second is the planner's answer. Put your own text, batch or GPUs into the
+first file and run the same two commands. [plan](plan.md) explains the planner, [compile](compile.md) the compiler's report.
 
-Memory is XLA's. **Speeds are predictions** of the step-time model ([estimate](estimate.md)); none of these was run on GPUs. The
-page is written by `python docs/recipes.py`.
+Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs.
+`python docs/recipes.py` writes this page.
 """
 
 
@@ -105,24 +105,24 @@ CARDS = (
         "Llama 3.1 405B on 1,024 GPUs",
         1024,
         "1T",
-        "128 hosts. Sixteen million tokens a step, as Llama 3 had them from 2.87T tokens on; a run that begins with smaller "
-        "batches says so with `train.batch_schedule` ([the batch](batch.md)).",
+        "128 hosts. Sixteen million tokens a step, as in Llama 3 after 2.87T tokens. `train.batch_schedule` begins a run with "
+        "smaller batches ([the batch](batch.md)).",
     ),
     Card(
         "128k-on-8",
         "A context of 128k: Llama 3.1 8B on 8 GPUs",
         8,
         "1B",
-        "Continued training on whole documents of up to 131,072 tokens, from weights that `jaxllm convert from-hf` brought in.",
+        "Continued training on complete documents of up to 131,072 tokens, from weights converted by `jaxllm convert from-hf`.",
     ),
     Card(
         "1m-on-64",
         "A context of 1M: Llama 3.1 8B on 64 GPUs",
         64,
         "1B",
-        "1,048,576 tokens a sequence. Llama 3.1 knows positions up to 131,072: beyond, raise `model.rope_theta` and train on. "
-        "Each layer's ring goes over several hosts: a pipeline, which would keep context inside a host, has four microbatches "
-        "here and stands still most of the time.",
+        "1,048,576 tokens a sequence. Llama 3.1 was trained on positions up to 131,072; for more, raise `model.rope_theta` and "
+        "continue training. The ring of each layer spans several hosts. A pipeline would keep context inside a host, but has "
+        "only four microbatches here and is idle most of the time.",
         "--across-hosts",
     ),
 )
@@ -236,7 +236,7 @@ def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     cost = plan["cost"]
     yield f"{card.tokens} tokens, predicted", f"{cost['days']:,.1f} days, {cost['gpu_hours']:,.0f} GPU-hours"
-    yield "looked at", f"{plan['configurations']:,} configurations, {plan['candidates_that_fit']:,} fit, {_confirmed(plan)}"
+    yield "searched", f"{plan['configurations']:,} configurations, {plan['candidates_that_fit']:,} fit, {_confirmed(plan)}"
     for number, other in enumerate(others, start=2):
         yield f"number {number}", f"{_layout(other)}: {other['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
 

@@ -273,15 +273,24 @@ def test_every_page_is_in_the_contents():
     folder = CHECKOUT / "docs"
     listed = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (folder / "README.md").read_text(encoding="utf-8")))
     assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
-    for name in listed - {"recipes.md", "troubleshooting.md"}:
+    for name in listed - {"comparison.md", "recipes.md", "troubleshooting.md"}:
         text = (folder / name).read_text(encoding="utf-8")
         assert "\n## Where it lives\n" in text, name
         assert "\n## How it is tested\n" in text, name
 
 
+def test_the_readme_is_a_front_door():
+    """At most 150 lines. It says at its top that no step has run on a GPU, and links the pages that hold the rest."""
+    lines = (CHECKOUT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert any("No train step has run on a GPU yet" in line for line in lines[:12])
+    linked = set(re.findall(r"\]\(docs/(\w[\w-]*\.md)", "\n".join(lines)))
+    assert {"README.md", "composition.md", "figures.md", "comparison.md", "troubleshooting.md"} <= linked
+
+
 def test_every_cell_of_what_composes_names_its_test():
-    """The README's table of letters, and the list of what they are."""
-    section = parts(CHECKOUT / "README.md")[0].split("\n## What composes with what\n")[1].split("\n## ")[0]
+    """The table of letters, and the list of their tests."""
+    section = parts(CHECKOUT / "docs" / "composition.md")[0].split("\n## The table\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
     legend = {row[0]: row[1] for row in rows if re.fullmatch(r"[A-Z]", row[0])}
     assert all(re.fullmatch(r"`tests/\S+::test_\w+`", test) for test in legend.values())
