@@ -2,7 +2,8 @@
 # Sourced by the scripts beside it. Makes errors fatal, goes to the checkout and offers
 #
 #   prepare_environment [EXTRA...]  sets $python to an interpreter that has jaxllm with these extras, and CUDA if there
-#                                   is a GPU; installs only what pyproject.toml or the extras made necessary since
+#                                   is a GPU; installs only what pyproject.toml or the extras made necessary since,
+#                                   in the versions of the file that $constraints names, if it does
 #   run_check NAME COMMAND...       runs a command and remembers how it ended
 #   closing_summary                 prints what was remembered; returns the exit code of the first that failed
 #   supervisor_option WORD          whether it is an option of jaxllm/supervise.py that launch scripts take
@@ -32,6 +33,7 @@ absolute() {
 venv="${JAXLLM_VENV:-$checkout/.venv}"
 [[ "$venv" == none ]] || venv="$(absolute "$venv")"
 python=""
+constraints=""
 
 say() { echo "jaxllm: $*"; }
 
@@ -124,7 +126,7 @@ cuda_extra() {
 install_jaxllm() {
   [[ "$venv" != none ]] || return 0
   local stamp="$venv/jaxllm-installed" version extra line extras="" lines="" start=$SECONDS
-  version="$(cksum <pyproject.toml) $checkout"
+  version="$(cat pyproject.toml ${constraints:+"$constraints"} | cksum) $checkout"
   for extra in "" "$@"; do
     line="$version [$extra]"
     if ! grep -qxF "$line" "$stamp" 2>/dev/null; then
@@ -139,7 +141,9 @@ install_jaxllm() {
   say "installed in $((SECONDS - start)) s"
 }
 
-pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-input "$@" </dev/null; }
+pip_install() {
+  "$python" -m pip install -qq --disable-pip-version-check --no-input ${constraints:+--constraint "$constraints"} "$@" </dev/null
+}
 
 # ------------------------------------------------------------------------------------------------------------ launching
 
