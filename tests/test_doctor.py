@@ -14,8 +14,8 @@ from rich.console import Console
 from tiny import TINY
 
 from jaxllm import cli, diagnosis, distributed, doctor, probes
-from jaxllm.diagnosis import FAIL, OK, WARN, Row, named
-from jaxllm.launchers import Place
+from jaxllm.diagnosis import FAIL, OK, WARN, Row, check_name
+from jaxllm.launchers import LaunchInfo
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
 from jaxllm.plan.step_time import BANDWIDTH_SHARE
@@ -65,7 +65,7 @@ def judged(processes: list[Facts], forced: bool = False) -> dict[str, Row]:
         *diagnosis.versions(processes),
         *diagnosis.driver(processes, forced),
         *diagnosis.variables(processes),
-        *diagnosis.launcher(processes, hosts, Place("slurm", 0, "7", True, None)),
+        *diagnosis.launcher(processes, hosts, LaunchInfo("slurm", 0, "7", True, None)),
         *diagnosis.devices(processes, forced),
         *diagnosis.memory(processes),
     ]
@@ -153,10 +153,10 @@ WRITABLE = Folder(free_bytes=100 * GIB, written_bytes=GIB, write_bytes_per_s=1e9
             [WRITABLE, Folder(error="No space left on device")],
             *(None, [FAIL], "cannot be written by process 1 on h1: No space left on device"),
         ),
-        ([WRITABLE, Folder(sees_main=False)], None, [FAIL], "written by process 0 is not seen by process 1 on h1"),
+        ([WRITABLE, Folder(sees_main=False)], None, [FAIL], "written by process 0 are not seen by process 1 on h1"),
         (
             [dataclasses.replace(WRITABLE, unseen=(1,)), WRITABLE],
-            *(None, [FAIL], "written by process 1 on h1 is not seen by process 0"),
+            *(None, [FAIL], "written by process 1 on h1 are not seen by process 0"),
         ),
     ],
 )
@@ -172,7 +172,7 @@ INSIDE, ACROSS = Group(8, 1), Group(1, 8)
 
 
 @pytest.mark.parametrize(
-    ("lies", "share", "status"),
+    ("group", "share", "status"),
     [
         *((INSIDE, 1.2, OK), (INSIDE, 0.71, OK), (INSIDE, 0.69, WARN), (INSIDE, 0.36, WARN), (INSIDE, 0.34, FAIL)),
         # The network of a cluster may well be a part of the reference system's.
@@ -180,16 +180,16 @@ INSIDE, ACROSS = Group(8, 1), Group(1, 8)
     ],
 )
 @pytest.mark.parametrize("what", ["all-reduce", "all-gather", "permute"])
-def test_a_collective_is_held_against_the_model(what, lies, share, status):
-    cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what](GIB, lies, LINKS)
-    assert diagnosis.expected_s(what, GIB, lies, LINKS) == cost
+def test_a_collective_is_held_against_the_model(what, group, share, status):
+    cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what](GIB, group, LINKS)
+    assert diagnosis.expected_s(what, GIB, group, LINKS) == cost
     one = Collective(what, "data", 8, GIB, cost / share, right=True)
-    row = diagnosis.collective(one, lies, cost, H100)
+    row = diagnosis.collective(one, group, cost, H100)
     assert (row.check, row.status) == (f"{what} over data", status)
     assert f"{share:.0%} of the" in row.found
     # Wrong numbers are wrong however fast, and without an expectation nothing is too slow.
-    assert diagnosis.collective(dataclasses.replace(one, right=False), lies, cost, H100).status == FAIL
-    assert diagnosis.collective(one, lies, None, None).status == OK
+    assert diagnosis.collective(dataclasses.replace(one, right=False), group, cost, H100).status == FAIL
+    assert diagnosis.collective(one, group, None, None).status == OK
 
 
 def test_what_nvidia_smi_prints():
@@ -260,7 +260,7 @@ def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, tex
     for one in collectives:
         expected = diagnosis.expected_s(one["what"], one["size_bytes"], Group(one["ranks"], 1), LINKS)
         assert one.pop("expected_s") == expected
-        row = rows[named(Collective(**one))]
+        row = rows[check_name(Collective(**one))]
         assert (row.status == FAIL) == (expected / one["seconds"] < diagnosis.POOR_SHARE)
         assert "expected of h100-80gb" in row.found
     # A mesh that is not for these devices.
@@ -342,7 +342,7 @@ os.chdir(f"{folder}/{rank}")
 late = 90 * rank
 probes.time = SimpleNamespace(**{**vars(time), "time": lambda: time.time() - late})
 ill = doctor.examine(RunConfig(cpu_devices=2, dir="run"), mesh)
-assert sound.speaks == ill.speaks == (rank == 0)
+assert sound.is_shown_here == ill.is_shown_here == (rank == 0)
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump([sound.to_json(), ill.to_json()], file)
 sys.exit(ill.failed)
@@ -374,7 +374,7 @@ def test_two_processes_come_to_one_report(tmp_path):
     assert {(one["axis"], one["right"]) for one in first[0]["collectives"]} == {("pipe", True), ("tensor", True)}
     assert first[1]["ok"] is False
     assert [check for check, row in ill.items() if row["status"] == FAIL] == ["clocks", "run directory"]
-    assert "written by process 0 is not seen by process 1" in ill["run directory"]["found"]
+    assert "written by process 0 are not seen by process 1" in ill["run directory"]["found"]
     assert "process 1" in ill["clocks"]["found"]
     assert "behind that of process 0" in ill["clocks"]["found"]
     # Nothing is left of what they wrote.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import exits
-from jaxllm.supervise import LONGEST_PAUSE_S, NESTED, ONE_OF_SEVERAL, Limits, environment, in_words
+from jaxllm.supervise import LONGEST_PAUSE_S, NESTED, ONE_OF_SEVERAL, Limits, describe_exit, environment
 
 CHECKOUT = Path(__file__).parents[1]
 LIMIT_S = 120
@@ -138,7 +138,7 @@ def test_a_supervisor_of_one_of_several_makes_no_name_for_the_launch(name):
 
 
 def test_codes_in_words():
-    assert (in_words(128 + 15), in_words(255), in_words(1)) == ("ended by SIGTERM", "an error", "an error")
+    assert (describe_exit(128 + 15), describe_exit(255), describe_exit(1)) == ("ended by SIGTERM", "an error", "an error")
 
 
 @pytest.mark.parametrize(

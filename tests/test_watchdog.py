@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm import exits, progress, watchdog
 from jaxllm.config import ConfigError, RunConfig
-from jaxllm.peers import Behind
+from jaxllm.peers import PeerStatus
 from jaxllm.watchdog import Watchdog
 
 
@@ -127,15 +127,20 @@ def test_waiting_for_the_others_to_start_is_not_its_business(clock):
         clock(10_000, Watchdog(RUN))
 
 
-def line(behind: Behind | None):
+def monitor(slowest: PeerStatus | None):
     told = []
     return SimpleNamespace(
-        rank=1, name=lambda: "process 1 on h1", behind=lambda: behind, stuck=told.append, told=told, standing=lambda: ""
+        rank=1,
+        name=lambda: "process 1 on h1",
+        slowest=lambda: slowest,
+        announce_stuck=told.append,
+        told=told,
+        status_by_process=lambda: "",
     )
 
 
 def test_who_waits_for_a_peer_has_as_much_time_as_that(clock):
-    saves = line(Behind(2, "h2", progress.Snapshot("save", 4, 90)))
+    saves = monitor(PeerStatus(2, "h2", progress.Snapshot("save", 4, 90)))
     dog = Watchdog(RUN, lambda: saves)
     progress.at_step(5)
     clock(100, dog)
@@ -145,7 +150,7 @@ def test_who_waits_for_a_peer_has_as_much_time_as_that(clock):
         "run.phase_timeout_s=100); start again from the last checkpoint"
     )
     # That is old news: all may be in the same step by now.
-    dog = Watchdog(RUN, lambda: line(Behind(2, "h2", progress.Snapshot("data", 4, 0.5))))
+    dog = Watchdog(RUN, lambda: monitor(PeerStatus(2, "h2", progress.Snapshot("data", 4, 0.5))))
     progress.at_step(5)
     clock(30, dog)
     clock(1)
@@ -179,7 +184,7 @@ def test_a_usual_step_is_not_stuck(tiny_config):
 
 def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "STACKS_S", 0.0)
-    codes, peers = deque(), line(None)
+    codes, peers = deque(), monitor(None)
     run = RunConfig(stuck_min_s=0.05, phase_timeout_s=0.05)
     with Watchdog(run, lambda: peers, end=codes.append, look_s=0.01), progress.phase("step"):
         progress.at_step(5)

@@ -18,12 +18,12 @@ from jaxllm.plan.flops import mfu
 from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.train.checkpoint import Checkpoints, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
-from jaxllm.train.fence import alone_in
+from jaxllm.train.fence import hold_run_dir
 from jaxllm.train.fits import explaining_out_of_memory
-from jaxllm.train.interrupt import Interrupt
+from jaxllm.train.interrupt import SignalHandler
 from jaxllm.train.metrics import Record, Sink, open_sinks
 from jaxllm.train.notes import announce, by_source, describe_phase, noise_note, what_went_wrong
-from jaxllm.train.run_clock import RunClock
+from jaxllm.train.run_clock import RunTimer
 from jaxllm.train.run_dir import has_evaluation, keep_companions, make_run_dir, require_same_run, write_config
 from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Evaluation, Trainer
@@ -37,20 +37,20 @@ def fit(config: Config) -> Trainer:
     then Trainer.stopped_by names it. Where somebody restarts the run and the signal comes before the first step, the process
     ends instead, with exits.RESTART.
     """
-    clock = RunClock()
-    place, minutes = distributed.place(), config.checkpoint.every_minutes
-    watchdog.beat(place.beat_fd)
-    interrupt = Interrupt(minutes * 60 if minutes else None, leave_early if place.restarts else None)
+    timer = RunTimer()
+    launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
+    watchdog.beat(launch.beat_fd)
+    signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
     # The others hear of an error before anything is closed here: that may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explaining_out_of_memory(config) as explaining:
-        stack.enter_context(watchdog.Watchdog(config.run, distributed.line))
+        stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
         folder = make_run_dir(config)
-        if place.restarts:
-            stack.enter_context(interrupt)
+        if launch.restarts:
+            stack.enter_context(signals)
         trainer = explaining.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
-        require = stack.enter_context(alone_in(folder))
+        require = stack.enter_context(hold_run_dir(folder))
         config = trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint, require)
@@ -75,15 +75,15 @@ def fit(config: Config) -> Trainer:
             require()
             write_config(folder, config)
             keep_companions(folder, trainer)
-        if not place.restarts:
+        if not launch.restarts:
             # Until here a signal does what it does to any program.
-            stack.enter_context(interrupt)
+            stack.enter_context(signals)
         with progress.phase("step"):
-            stopped_by = train(trainer, checkpoints, interrupt, console, sinks, clock)
+            stopped_by = train(trainer, checkpoints, signals, console, sinks, timer)
         with progress.phase("save"):
             checkpoints.wait()
         with progress.phase("finish"):
-            stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, interrupt, console, sinks)
+            stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, signals, console, sinks)
         if stopped_by and trainer.step:
             console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; the same command goes on from there")
         elif stopped_by:
@@ -93,14 +93,14 @@ def fit(config: Config) -> Trainer:
 
 
 def leave_early(name: str) -> None:
-    """For Interrupt: the signal `name` came when nothing was trained yet, and somebody restarts this run."""
+    """For SignalHandler: the signal `name` came when nothing was trained yet, and somebody restarts this run."""
     distributed.leave_at_once(
         f"told to stop by {name} before the first step of this start: there is nothing to save", exits.RESTART
     )
 
 
 def train(
-    trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, console: Console, sinks: list[Sink], clock: RunClock
+    trainer: Trainer, checkpoints: Checkpoints, signals: SignalHandler, console: Console, sinks: list[Sink], timer: RunTimer
 ) -> str | None:
     """The loop itself. Metrics arrive one step late; evaluation, saving and profiling wait for the step under way. Returns the
     signal that stopped it, or None at the last step.
@@ -112,7 +112,7 @@ def train(
     def publish(record: Record | None) -> None:
         if record is None:
             return
-        record |= clock.of_line(trainer, peak_flops)
+        record |= timer.record_keys(trainer, peak_flops)
         for sink in sinks:
             sink.write(record)
         if record["skipped"] or record["loss_spike"]:
@@ -132,7 +132,7 @@ def train(
         trainer.prepare()
         if trainer.compile_s is not None:
             console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
-    stopped_by = interrupt.begin()
+    stopped_by = signals.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()
         if trainer.step > 0 and (phase := config.phase_at(trainer.step)).first_step == trainer.step:
@@ -140,10 +140,10 @@ def train(
         with profile(config, trainer.step + 1, first + 1):
             publish(trainer.advance())
             step, last = trainer.step, trainer.step == config.train.steps
-            due = interrupt.due(step)
-            stopped_by = None if last else due.stopped_by
+            actions = signals.actions_after(step)
+            stopped_by = None if last else actions.stopped_by
             periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
-            saves = last or due.save or any(is_multiple(step, period) for period in periods)
+            saves = last or actions.save or any(is_multiple(step, period) for period in periods)
             evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)
             stragglers.look()
             if saves or evaluates or ends_profile(config, step):
@@ -154,11 +154,11 @@ def train(
             console.say(note)
         if saves:
             save(step)
-            interrupt.saved()
+            signals.saved()
         if evaluates:
-            found = record_evaluation(trainer, sinks, interrupt, config.train.eval_batches)
+            found = record_evaluation(trainer, sinks, signals, config.train.eval_batches)
             if found is None:
-                stopped_by = interrupt.asked()
+                stopped_by = signals.agreed_signal()
                 if not saves:
                     save(step)
             else:
@@ -169,10 +169,10 @@ def train(
 
 
 def record_evaluation(
-    trainer: Trainer, sinks: list[Sink], interrupt: Interrupt, max_batches: int | None = None
+    trainer: Trainer, sinks: list[Sink], signals: SignalHandler, max_batches: int | None = None
 ) -> Evaluation | None:
     """Evaluates; writes eval_loss, and for a mixture each source's, to the sinks. None: a signal came in between."""
-    found = trainer.evaluate(max_batches, stop=lambda: interrupt.asked() is not None)
+    found = trainer.evaluate(max_batches, stop=lambda: signals.agreed_signal() is not None)
     if found is None:
         return None
     record: Record = {"step": trainer.step, "eval_loss": found.loss}
@@ -183,7 +183,7 @@ def record_evaluation(
     return found
 
 
-def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: list[Sink]) -> str | None:
+def conclude(trainer: Trainer, signals: SignalHandler, console: Console, sinks: list[Sink]) -> str | None:
     """Held-out loss over all held-out text, n-gram baselines on the same split, and a sample. Returns the signal that stopped
     the evaluation, or None.
     """
@@ -192,9 +192,9 @@ def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: li
         batch_tokens = config.microbatch_rows * config.parallel.pipe * config.train.sequence_length
         # A run that is started once more, with nothing to train, has its line already.
         known = has_evaluation(Path(config.run.dir) / "metrics.jsonl", trainer.step)
-        found = record_evaluation(trainer, [] if known else sinks, interrupt, -(-FINAL_EVAL_TOKENS // batch_tokens))
+        found = record_evaluation(trainer, [] if known else sinks, signals, -(-FINAL_EVAL_TOKENS // batch_tokens))
         if found is None:
-            return interrupt.asked()
+            return signals.agreed_signal()
         (source, *_) = data.sources
         for order, name in ((2, "bigrams"), (3, "trigrams")) if config.log.baselines else ():
             baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)

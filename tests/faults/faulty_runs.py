@@ -67,7 +67,7 @@ from jaxllm.train.trainer import Trainer
 
 pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
 advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
-list_files, beat, first_batch, trains = Checkpoints._list_files, peers.Line._beat, None, False
+list_files, beat, first_batch, trains = Checkpoints._list_files, peers.PeerMonitor._beat, None, False
 
 def say(words):
     os.write(1, f"{{words}}\\n".encode())
@@ -105,7 +105,7 @@ def beat_and_say(self):
         trains = True
         say("{TRAINS}")
 
-Trainer.advance, Trainer.compile_step, peers.Line._beat = at_its_pace, said, beat_and_say
+Trainer.advance, Trainer.compile_step, peers.PeerMonitor._beat = at_its_pace, said, beat_and_say
 if fault == "slow save":
     Checkpoints._list_files = slowly
 elif fault.endswith("data"):

@@ -57,9 +57,9 @@ def test_each_pod_finds_its_place():
         found = launchers.find(environment_of(index))
         assert (found.launcher, found.process_id, found.num_processes) == ("kubernetes", index, JOB["completions"])
         assert found.address == environment_of(0)["JAXLLM_COORDINATOR"]
-        place = launchers.place(environment_of(index))
-        assert (place.launch_id, place.attempt) == ("5f0c", 3)
-    assert launchers.place(environment_of(0, labels={})).launch_id is None
+        info = launchers.launch_info(environment_of(index))
+        assert (info.launch_id, info.attempt) == ("5f0c", 3)
+    assert launchers.launch_info(environment_of(0, labels={})).launch_id is None
 
 
 def test_what_no_schema_says():
