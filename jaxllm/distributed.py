@@ -247,7 +247,7 @@ def leave_at_once(reason: str, code: int) -> NoReturn:
     """Ends this process, and with it all others of the run, with `code`, whatever their main threads do.
 
     Args:
-      reason: such as "told to stop by SIGTERM".
+      reason: such as "stopped by SIGTERM".
     """
     if _monitor is not None:
         _monitor.announce_stop(reason, code)

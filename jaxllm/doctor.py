@@ -59,7 +59,7 @@ class Report:
         return any(row.status == FAIL for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """`ok`: nothing failed; `rows`; `processes`: the facts of each; `collectives`: measured seconds, expected ones or null."""
+        """`ok`: nothing failed; `rows`; `processes`: facts of each; `collectives`: seconds measured, and expected or null."""
         return {
             "ok": not self.failed,
             "rows": [asdict(row) for row in self.rows],
@@ -207,8 +207,8 @@ def render(report: Report) -> Table:
     table.add_column("found, and what to do", overflow="fold")
     style = {OK: "green", WARN: "yellow", FAIL: "bold red"}
     for row in report.rows:
-        told = Text(row.found)
+        text = Text(row.found)
         if row.todo:
-            told.append(f"\n-> {row.todo}", style="italic")
-        table.add_row(Text(row.check), Text(row.status, style=style[row.status]), told)
+            text.append(f"\n-> {row.todo}", style="italic")
+        table.add_row(Text(row.check), Text(row.status, style=style[row.status]), text)
     return table

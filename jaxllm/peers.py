@@ -127,7 +127,7 @@ class PeerMonitor:
       members: all processes, by rank.
       to: process 0's address, or on process 0 the listening socket, which the monitor then owns.
       silence_s: silence in seconds after which a peer counts as lost.
-      end, say: for tests. They end this process with a code, and print a sentence.
+      end, printer: for tests. They end this process with a code, and print a sentence.
 
     Raises:
       ConfigError: process 0 cannot be reached at this address.
@@ -141,10 +141,10 @@ class PeerMonitor:
         silence_s: float,
         *,
         end: Callable[[int], Any] = os._exit,
-        say: Callable[[str], None] | None = None,
+        printer: Callable[[str], None] | None = None,
     ):
         self.rank, self._members, self._silence_s = rank, members, silence_s
-        self._end, self._say = end, say or print_sentence
+        self._end, self._print = end, printer or print_sentence
         self._beat_s = min(BEAT_S, silence_s / 4)
         self._links: list[_Link] = []
         self._seen: dict[int, progress.Snapshot] = {}
@@ -292,10 +292,10 @@ class PeerMonitor:
             # The main thread or the watchdog prints its own message and exits; here only the others' exits are watched.
             self._wait_for_disconnects(LEAVE_S)
             return True
-        self._say(notice.sentence)
+        self._print(notice.sentence)
         if notice.stuck:
             if where := self.status_by_process():
-                self._say(where)
+                self._print(where)
             progress.show_stacks()
         if self._listener is not None:
             self._wait_for_disconnects(LEAVE_S)

@@ -141,13 +141,13 @@ class Supervisor:
                     in_a_row = 0
                 if in_a_row == limits.restarts:
                     if limits.restarts:
-                        self._say(f"exit code {code} ({describe_exit(code)}); given up after {in_a_row} restarts in a row")
+                        self._print(f"exit code {code} ({describe_exit(code)}); given up after {in_a_row} restarts in a row")
                     return code
                 pause_s = limits.pause_s(in_a_row)
                 in_a_row += 1
                 self._environment["JAXLLM_ATTEMPT"] = str(int(self._environment["JAXLLM_ATTEMPT"]) + 1)
                 restart = f"restart {in_a_row} of at most {limits.restarts} in {pause_s:g} s"
-                self._say(f"exit code {code} ({describe_exit(code)}); {restart}")
+                self._print(f"exit code {code} ({describe_exit(code)}); {restart}")
                 if not self._sleep(pause_s):
                     return exits.RESTART
 
@@ -203,7 +203,7 @@ class Supervisor:
                     preexec_fn=_die_with_supervisor if _prctl else None,
                 )
             except OSError as error:
-                self._say(f"{self._command[0]} cannot be started ({error.strerror}): correct the command")
+                self._print(f"{self._command[0]} cannot be started ({error.strerror}): correct the command")
                 return 1 if error.errno in (errno.EAGAIN, errno.ENOMEM) else exits.BAD_INPUT
             finally:
                 for fd in (beat_fd, *outputs):
@@ -231,7 +231,9 @@ class Supervisor:
             silent_s = 0.0 if self._heard else silent_s + min(now_s - before_s, 2 * TICK_S)
             beating, before_s = beating or self._heard, now_s
             if beating and silent_s > self._limits.silent_after_s:
-                self._say(f"process {process.pid} is frozen, no sign of life for {self._limits.silent_after_s:g} s: killing it")
+                self._print(
+                    f"process {process.pid} is frozen, no sign of life for {self._limits.silent_after_s:g} s: killing it"
+                )
                 _signal_group(process, signal.SIGKILL)
                 beating = False
             if now_s > self._kill_at_s:
@@ -276,7 +278,7 @@ class Supervisor:
 
     def _launcher_gone(self) -> None:
         self._follow = None
-        self._say("the launcher is gone; stopping")
+        self._print("the launcher is gone; stopping")
         self._kill_at_s = time.monotonic() + self._limits.hang_up_s
         self._forward(signal.SIGTERM)
 
@@ -289,7 +291,7 @@ class Supervisor:
         with suppress(KeyError):
             self._selector.unregister(fd)
 
-    def _say(self, sentence: str) -> None:
+    def _print(self, sentence: str) -> None:
         line = f"jaxllm: {sentence}\n".encode()
         if self._relays:
             self._relays[1].put(line)

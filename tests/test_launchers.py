@@ -1,4 +1,4 @@
-"""What launchers say in the environment, and what is said where that cannot be."""
+"""Values that launchers set in the environment, and messages for values that are not valid."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def without(environ: dict, *names: str) -> dict:
         (POD | OURS | {"JAXLLM_PROCESS_ID": "2"}, "kubernetes", "h0:29500", 2, 3),
         # mpirun in a SLURM job starts its daemons by srun, one a host.
         (SLURM | {"SLURM_NTASKS": "2"} | MPI | COORDINATOR, "open mpi", "h0:29500", 3, 4),
-        # All said by hand, whatever the launcher thinks.
+        # All set by hand, whatever the launcher sets.
         (SLURM | OURS, "slurm", "h0:29500", 1, 3),
     ],
     ids=str,
@@ -105,7 +105,7 @@ def test_lists_of_nodes_that_are_none(node_list):
 def test_gpus_asked():
     assert gpus_asked(SLURM | {"SLURM_GPUS_ON_NODE": "8"}) == 8
     assert gpus_asked(SLURM) is None
-    # Of the job, not of what runs here.
+    # Of the job, not of this step.
     assert gpus_asked(without(SLURM, "SLURM_STEP_ID") | {"SLURM_GPUS_ON_NODE": "8"}) is None
 
 

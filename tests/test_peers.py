@@ -1,4 +1,4 @@
-"""The line between processes: who is lost, by what, and what the others say and leave with."""
+"""The peer monitor: which peer is lost, how it was detected, and what the others print and exit with."""
 
 import io
 import json
@@ -29,11 +29,11 @@ def until(condition, what: str) -> None:
 
 
 class End:
-    """One process's line within this process: what it said, and what it would have ended with."""
+    """One process's monitor inside this process: the sentences it printed, and the codes it would have exited with."""
 
     def __init__(self, rank, members, to, silence_s):
         self.said, self.codes = [], []
-        self.monitor = PeerMonitor(rank, members, to, silence_s, end=self.codes.append, say=self.said.append)
+        self.monitor = PeerMonitor(rank, members, to, silence_s, end=self.codes.append, printer=self.said.append)
 
     def ended(self) -> tuple[str, int]:
         until(lambda: self.codes, f"process {self.monitor.rank} ends")
@@ -43,7 +43,7 @@ class End:
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(count, missing=()) -> the ends by rank, on hosts h0, h1 ...; those missing are left to the test to play."""
+    """run(count, missing=()) -> the ends by rank, on hosts h0, h1 ...; the test itself plays the missing ones."""
     monkeypatch.setattr(peers, "LEAVE_S", 0.3)
     monkeypatch.setattr(peers, "GRACE_S", 0.5)
     monkeypatch.setattr(peers, "BEAT_S", 0.1)
@@ -63,7 +63,7 @@ def run(monkeypatch):
         return ends
 
     def play(rank: int, **message) -> socket.socket:
-        """A process whose words are the test's."""
+        """A process whose messages the test sends."""
         connection = socket.create_connection(make.address)
         spare.append(connection)
         say(connection, hello=rank, host=f"h{rank}", pid=100 + rank)
@@ -106,7 +106,7 @@ def test_a_lost_process_is_named_by_all_others(run):
 
 
 def test_a_host_that_takes_several_along_is_one_sentence(run, monkeypatch):
-    # The second may close a moment later where the machine is busy.
+    # The second connection may close a moment later on a busy machine.
     monkeypatch.setattr(peers, "TOGETHER_S", 1.0)
     ends = run(4, missing=(1, 2))
     pair = [run.play(rank) for rank in (1, 2)]
@@ -165,7 +165,7 @@ def test_strangers_are_not_listened_to(run):
     words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'{"hello": 1, "host": "h1", "pid": 7}\n', b'{"hello": 9}\n', b"x" * 70_000)
     for word in words:
         with socket.create_connection(run.address) as stranger:
-            # Hung up on; otherwise this runs into the time limit.
+            # The monitor closes the connection; otherwise this runs into the time limit.
             stranger.settimeout(LIMIT_S)
             with suppress(ConnectionError):
                 stranger.sendall(word)
@@ -183,7 +183,7 @@ def test_process_0_out_of_reach_is_refused(monkeypatch):
         ConfigError, match=rf"^Process 1 cannot reach process 0 at 127.0.0.1:{address[1]} \(Connection refused\): look at its"
     ) as error:
         PeerMonitor(1, [], address, 30)
-    # It listened when they met.
+    # Process 0 listened when they met.
     assert error.value.exit_code == exits.LOST
 
 
@@ -336,7 +336,7 @@ def test_flushing_fails_of_nothing(monkeypatch):
 
 
 def test_flushing_at_the_interpreters_end():
-    """Where Python 3.12 starts no thread any more."""
+    """At this point Python 3.12 starts no threads any more."""
     code = "import atexit; from jaxllm import peers; atexit.register(peers.flush); print('said')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (found.stdout, found.stderr) == ("said\n", "")

@@ -1,4 +1,6 @@
-"""The roll call, over real sockets in threads: who is let go on, who is refused with which words, and who is waited for."""
+"""The rendezvous, over real sockets in threads: which processes are released, which are rejected with which message, and which
+are waited for.
+"""
 
 import json
 import socket
@@ -28,21 +30,21 @@ FOUR = ["a", "b", "c", "d"]
 
 
 def call(rank: int, count: int = 3, **fields) -> ProcessInfo:
-    """Each on a host of its own, on the CPU."""
+    """Description of a process on its own host, on the CPU."""
     name = fields.pop("host", f"h{rank}")
     fields = {"versions": VERSIONS, "flags": [], "cpu": True, "machine": name} | fields
     return ProcessInfo(rank=rank, count=count, host=name, pid=100 + rank, **fields)
 
 
 def with_gpus(*gpus: list[str] | None, hosts: str = "", asked: int | None = None) -> list[ProcessInfo]:
-    """One process for each list, each on a host of its own unless `hosts` gives a letter for each."""
+    """One process for each list, each on its own host unless `hosts` gives a letter for each."""
     names = hosts or "uvwxyz"
     return [call(rank, len(gpus), host=names[rank], cpu=False, gpus=seen, gpus_asked=asked) for rank, seen in enumerate(gpus)]
 
 
 @pytest.fixture
 def launch():
-    """launch(rank, **fields): on one free port. A limit of 20 s, which no test comes to."""
+    """launch(rank, **fields): a Launch on one free port. The limit is 20 s, which no test reaches."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     return lambda rank, count=3, **fields: Launch(
@@ -52,7 +54,7 @@ def launch():
 
 @pytest.fixture
 def meet(launch):
-    """meet(*calls): each comes, in this order; what came out for each, an answer or an error."""
+    """meet(*calls): processes arrive in this order; returns the result of each, an answer or an error."""
 
     def come(own: ProcessInfo, **fields):
         place = launch(own.rank, own.count, **fields)
@@ -106,7 +108,7 @@ def test_processes_of_one_host_share_its_gpus_in_the_order_of_their_ranks(meet):
 
 
 def test_one_that_was_started_again_takes_its_place(launch):
-    """Its first try is seen to be gone, whatever the order in which process 0 looks."""
+    """Process 0 sees that the first try is gone, in whatever order it reads its connections."""
     place = launch(0)
     with ThreadPoolExecutor(3) as pool:
         zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
@@ -148,7 +150,7 @@ def test_strangers_at_the_port_disturb_nothing(launch):
     ],
 )
 def test_all_that_came_hear_why_one_does_not_belong(meet, other, sentence):
-    """At once: process 2 never comes, and nobody waits for it."""
+    """At once: process 2 never comes, and none waits for it."""
     started = time.monotonic()
     words = sentences(meet(call(0), other))
     assert words[0] == words[1]
@@ -186,7 +188,7 @@ def test_another_launch_on_this_port_is_named(launch):
             open_port(place, own)
         with pytest.raises(RendezvousError, match=r"after 3 s \(process 0 of another launch, old, is there"):
             join(call(1, launch_id="new"), launch(1, start_timeout_s=3))
-        # Nor was it disturbed.
+        # Nor was the other launch disturbed.
         with ThreadPoolExecutor(2) as others:
             found = [others.submit(join, call(rank, launch_id="old"), launch(rank)) for rank in (1, 2)]
             answers = [one.result(timeout=30).members for one in found]
@@ -203,7 +205,7 @@ def test_a_port_that_something_else_holds(launch):
 
 
 def test_after_a_restart_a_taken_port_is_waited_for(launch):
-    """Whoever holds it for longer may be gone at the next restart."""
+    """A holder that keeps it longer may be gone at the next restart."""
     place = launch(0)
     holder = socket.create_server(("0.0.0.0", place.port))
     with pytest.raises(RendezvousError, match="is taken on this host: choose another for all"):
@@ -249,7 +251,7 @@ def test_one_that_is_frozen_when_all_are_there_is_named(launch, monkeypatch):
 
 
 def test_a_connection_to_itself_is_none(monkeypatch):
-    """Linux makes one where a port that nobody listens on happens to be taken for the connecting end too."""
+    """Linux makes one if the free port of the target happens to be chosen for the connecting end too."""
     itself = socket.socket()
     itself.bind(("127.0.0.1", 0))
     itself.connect(itself.getsockname())
@@ -372,10 +374,10 @@ def test_one_process_alone_may_see_too_few():
 
 
 def test_a_host_whose_own_name_means_itself_alone():
-    """Collectives between CPUs would be told that address."""
+    """Collectives between CPUs would use that address."""
     calls = [call(0, 2, host_address="10.0.0.1"), call(1, 2, host_address="127.0.1.1")]
     assert "On h1 its own name means 127.0.1.1, where no other host can reach process 1 on h1" in why_incompatible(calls)
-    # GPUs choose their own way, and on one host all is well.
+    # GPUs use their own network, and on one host the address does not matter.
     assert why_incompatible([replace(one, cpu=False, gpus=FOUR) for one in calls]) == ""
     assert why_incompatible([replace(one, machine="same") for one in calls]) == ""
 

@@ -94,9 +94,7 @@ def fit(config: Config) -> Trainer:
 
 def leave_early(name: str) -> None:
     """For SignalHandler: the signal `name` came when nothing was trained yet, and somebody restarts this run."""
-    distributed.leave_at_once(
-        f"told to stop by {name} before the first step of this start: there is nothing to save", exits.RESTART
-    )
+    distributed.leave_at_once(f"stopped by {name} before the first step of this start: there is nothing to save", exits.RESTART)
 
 
 def train(

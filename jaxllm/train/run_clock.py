@@ -87,5 +87,5 @@ def start_keys(trainer: Any, peak_flops: float | None) -> Record:
 
 def memory_in_use() -> int | None:
     """Most bytes in use at once on a device of this process since it started; None if no device reports it (CPU)."""
-    told = [(device.memory_stats() or {}) for device in jax.local_devices() if device.platform != "cpu"]
-    return max((stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats), default=None)
+    stats_by_device = [(device.memory_stats() or {}) for device in jax.local_devices() if device.platform != "cpu"]
+    return max((stats["peak_bytes_in_use"] for stats in stats_by_device if "peak_bytes_in_use" in stats), default=None)

@@ -91,8 +91,8 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
     require_same_batches(folder, meta, config)
     if meta["fingerprint"] != fingerprint:
         raise ConfigError(
-            f"{folder} holds a run on other text: the files of data.* have changed since; restore them, or choose another "
-            f"run.dir."
+            f"{folder} holds a run on other text: the files of data.* have changed since; restore them, or choose "
+            f"another run.dir."
         )
 
 
@@ -102,11 +102,11 @@ def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
     first, length = train["global_batch_sequences"], train["sequence_length"]
     before = done_by(phases_of(first, train.get("batch_schedule", ()), length), step)
     if before != done_by(config.phases, step):
-        told = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
+        schedule = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
         raise ConfigError(
             f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
-            f"train.batch_schedule=[{told}], but the given schedule differs for them: begin it with these, or choose another "
-            f"run.dir."
+            f"train.batch_schedule=[{schedule}], but the given schedule differs for them: begin it with these, or choose "
+            f"another run.dir."
         )
 
 

@@ -54,11 +54,11 @@ class Stragglers:
     """Compares processes. Every process constructs one at the same point, and calls `look` after each step.
 
     Args:
-      say: prints process 0's lines.
+      printer: prints process 0's lines.
     """
 
-    def __init__(self, say: Callable[[str], None], every_s: float = LOOK_EVERY_S):
-        self._say, self._every_s = say, every_s
+    def __init__(self, printer: Callable[[str], None], every_s: float = LOOK_EVERY_S):
+        self._print, self._every_s = printer, every_s
         self._board = distributed.Board()
         self._alone = jax.process_count() == 1
         self._next_s = time.monotonic() + every_s
@@ -78,7 +78,7 @@ class Stragglers:
         for rank, sentence in straggler_sentences(found).items():
             if now_s - self._reported_s.get(rank, -AGAIN_S) >= AGAIN_S:
                 self._reported_s[rank] = now_s
-                self._say(sentence)
+                self._print(sentence)
 
     def measure(self) -> None:
         """Measures the devices' speed. All processes call it while no step is running. A few milliseconds; on the first call a

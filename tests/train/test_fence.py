@@ -1,4 +1,4 @@
-"""A run directory has one holder: who may take it from whom, and that whoever lost it writes nothing more there."""
+"""A run directory has one holder: who may take it from whom, and that a run which lost it writes nothing more there."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ ELSEWHERE = Holder("job 7", 1, "h1", 1234, "another boot", "99", "theirs", "2026
 
 @pytest.fixture
 def launch(monkeypatch):
-    """launch(id, attempt): what this process is part of."""
+    """launch(id, attempt): sets the launch of this process."""
 
     def set_launch(launch_id, attempt=0):
         monkeypatch.setattr(distributed, "launch_info", lambda: LaunchInfo("alone", attempt, launch_id, False, None))
@@ -45,7 +45,7 @@ def launch(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Beats in hundredths of a second, which a busy disk may not sync in time."""
+    """Heartbeats in hundredths of a second, which a busy disk may not sync in time."""
     for name, seconds in (("BEAT_S", 0.05), ("SILENT_S", 1.0), ("SETTLE_S", 0.05)):
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(os, "fsync", lambda file: None)
@@ -53,7 +53,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def left(monkeypatch):
-    """The sentences with which processes would have left."""
+    """The sentences with which processes would have exited."""
     sentences = []
     monkeypatch.setattr(module, "leave", sentences.append)
     return sentences
@@ -108,15 +108,15 @@ HERE = this_process("job 7", 2)
         (replace(ELSEWHERE, attempt=2), "unsure"),
         (replace(ELSEWHERE, attempt=3), "unsure"),
         (replace(ELSEWHERE, launch_id="job 8"), "unsure"),
-        # No launch has a name: two of them are not one.
+        # Neither launch has a name: they are not the same.
         (replace(ELSEWHERE, launch_id=None, attempt=0), "unsure"),
         (replace(HERE, attempt=1), "replaced"),
         (replace(HERE, launch_id=None), "holds"),
         (replace(HERE, launch_id=None, started_at="1"), "gone"),
-        # Nothing to be waited for.
+        # There is nothing to wait for.
         (replace(HERE, attempt=1, started_at="1"), "gone"),
         (replace(HERE, launch_id=None, pid=2**30), "gone"),
-        # The host's name says nothing: containers may share it.
+        # The host's name proves nothing: containers may share it.
         (replace(HERE, attempt=2, machine="another"), "unsure"),
         (replace(HERE, machine=""), "unsure"),
     ],
@@ -191,7 +191,7 @@ def test_a_later_attempt_takes_over_and_the_earlier_one_touches_nothing_any_more
     later = RunDirLock.take(tmp_path)
     with closing_lock(later):
         assert left == []
-        # Its next sign of life goes into a file that has no name any more.
+        # Its next heartbeat goes into a file that has no name any more.
         earlier._beats.start()
         deadline = time.monotonic() + 10
         while not left:
@@ -261,7 +261,7 @@ def test_a_save_under_way_when_the_run_fails_is_finished_in_a_directory_that_nob
 
 
 class Lost(Exception):
-    """In place of the process's end."""
+    """Raised in place of the process's exit."""
 
 
 class Guard:
@@ -280,7 +280,7 @@ STATE = TrainState(jnp.zeros((), jnp.int32), {"w": jnp.ones((4, 4))}, ())
 
 
 def test_no_checkpoint_gets_its_name_and_no_old_one_goes(tmp_path):
-    """Lost before a save: nothing is written. Lost while it is written: it gets no name. Both times 1 of keep=1 stays."""
+    """Lost before a save: nothing is written. Lost during it: the checkpoint gets no name. Both times 1 of keep=1 stays."""
     guard = Guard(2)
     config = CheckpointConfig(keep=1, asynchronous=False)
     checkpoints = Checkpoints(tmp_path, config, guard)
@@ -311,7 +311,7 @@ def test_no_line_of_metrics_is_written_and_none_is_cut_off(tmp_path):
 
 @pytest.mark.launcher
 def test_a_process_that_lost_its_directory_leaves_as_lost(tmp_path):
-    """By the line that it is about to write; without one its next beat would find out."""
+    """It notices at the line that it is about to write; without one its next heartbeat would notice."""
     program = """
 import pathlib, sys
 from jaxllm.train.fence import hold_run_dir
@@ -383,7 +383,7 @@ def test_a_frozen_run_that_thaws_after_its_place_was_given_away_changes_nothing(
         before = metrics.read_bytes(), saved_steps(checkpoints), read_meta(checkpoints / str(last))
         steps = [json.loads(line)["step"] for line in before[0].splitlines()]
         assert steps == list(range(1, last + 1))
-        # The later run has ended and left the directory free: what it wrote is not the earlier one's to go on with.
+        # The later run has ended and freed the directory: the earlier one must not resume from what it wrote.
         earlier.send_signal(signal.SIGCONT)
         _, error = earlier.communicate(timeout=60)
     finally:

@@ -1,5 +1,5 @@
-"""Signals in real processes: the run stops between two steps, saved, and goes on as if never stopped. It exits with 0, or where
-somebody restarts it with exits.RESTART.
+"""Signals in real processes: the run stops between two steps, saves, and resumes as if it had never stopped. It exits with 0,
+or with exits.RESTART if a supervisor restarts it.
 """
 
 import os
@@ -38,7 +38,7 @@ def recipe(text_file, tmp_path_factory):
 
 RESTARTS = {"JAXLLM_RESTARTS": "yes"}
 
-# The command line, with a first compilation that lasts.
+# The command line, with a slow first compilation.
 SLOW_COMPILATION = """
 import time
 from jaxllm import cli
@@ -99,7 +99,7 @@ def test_a_signal_stops_saved_and_the_run_goes_on_alike(number, recipe, tmp_path
     folder = tmp_path / "run"
     process = start(recipe, folder)
     wait_for(process, r"^step 3/")
-    # To the whole process group, as ctrl-C and schedulers send it.
+    # To the whole process group, as Ctrl-C and schedulers send it.
     os.killpg(process.pid, number)
     code, out, error = finish(process)
     assert (code, error) == (0, "")
@@ -130,16 +130,16 @@ def test_a_signal_during_a_save_saves_and_asks_for_a_restart(recipe, tmp_path):
 
 
 def test_a_signal_during_the_first_compilation_asks_for_a_restart_at_once(recipe, tmp_path):
-    """Nothing is trained, so nothing is waited for."""
+    """Nothing is trained, so it waits for nothing."""
     folder = tmp_path / "run"
     process = start(recipe, folder, variables=RESTARTS, program=("-c", SLOW_COMPILATION))
     wait_for(process, "^in the compilation")
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)
-    sentence = "jaxllm: told to stop by SIGTERM before the first step of this start: there is nothing to save\n"
+    sentence = "jaxllm: stopped by SIGTERM before the first step of this start: there is nothing to save\n"
     assert (code, error) == (exits.RESTART, sentence)
     assert "compiled" not in out
-    # Left perhaps before that was opened.
+    # It may have exited before the file was opened.
     assert not (folder / "metrics.jsonl").exists() or losses(folder) == []
     assert not (folder / "checkpoints").exists()
 
@@ -187,8 +187,8 @@ def test_by_hand_a_signal_during_the_first_compilation_stops_before_the_first_st
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_second_signal_leaves_at_once_even_from_a_stuck_main_thread(restarts):
-    """The main thread holds on to one call into C that no handler interrupts, as in a compilation. Where somebody restarts the
-    run a second SIGTERM is one of a scheduler that said so before.
+    """The main thread is in one call into C that no handler interrupts, as in a compilation. If a supervisor restarts the run,
+    a second SIGTERM comes from a scheduler that has sent one before.
     """
     program = f"""
 import ctypes, threading, time
@@ -214,7 +214,7 @@ with SignalHandler(leave_early={"print" if restarts else None}) as handler:
     )
     wait_for(process, "ready")
     process.send_signal(signal.SIGTERM)
-    # One signal sent twice, to a process and to its group, is one.
+    # One signal sent twice, to a process and to its group, counts as one.
     process.send_signal(signal.SIGTERM)
     wait_for(process, "heard")
     time.sleep(2 * module.SAME_SIGNAL_S)
@@ -253,9 +253,9 @@ def test_a_signal_to_one_process_during_the_first_compilation_ends_all_alike(ran
     pair[rank].send_signal(signal.SIGTERM)
     ends = [finish(process) for process in pair]
     assert [code for code, *_ in ends] == [exits.RESTART, exits.RESTART], ends
-    told = "told to stop by SIGTERM before the first step of this start: there is nothing to save"
-    assert ends[rank][2] == f"jaxllm: {told}\n"
-    assert re.fullmatch(rf"jaxllm: process {rank} on \S+ was {told}\n", ends[1 - rank][2])
+    reason = "stopped by SIGTERM before the first step of this start: there is nothing to save"
+    assert ends[rank][2] == f"jaxllm: {reason}\n"
+    assert re.fullmatch(rf"jaxllm: process {rank} on \S+ was {reason}\n", ends[1 - rank][2])
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -263,7 +263,7 @@ def test_a_signal_to_one_process_during_the_first_compilation_ends_all_alike(ran
 
 
 class Peer:
-    """Interrupts of three processes on one board, by hand: which is the main one is set before each call."""
+    """Signal handlers of three processes on one board; the rank is set before each call."""
 
     def __init__(self, monkeypatch, count=3):
         board: dict[str, str] = {}
@@ -282,7 +282,7 @@ class Peer:
 @pytest.mark.parametrize("asked", [0, 1, 2])
 @pytest.mark.parametrize("lead", [-2, -1, 0, 1])
 def test_all_stop_at_one_step_however_far_apart_they_are(asked, lead, monkeypatch):
-    """The others are `lead` steps ahead of process 0 whenever it looks; asked at any of three steps."""
+    """The others are `lead` steps ahead of process 0 at each of its checks; the signal comes at one of three steps."""
     for asked_at in (3, 4, 5):
         peer = Peer(monkeypatch)
         handlers = [SignalHandler() for _ in range(3)]
@@ -352,7 +352,7 @@ def test_who_is_ready_for_the_first_step_leaves_early_no_more(restarts):
             assert handler.begin() is None
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for_signal(handler)
-        # By hand the signal came before; all hear of it where they meet.
+        # Without a supervisor the signal came earlier; all learn of it where they meet.
         assert handler.begin() == "SIGTERM"
         assert handler.actions_after(1) == module.StepActions(save=True, stopped_by="SIGTERM")
     assert left == []

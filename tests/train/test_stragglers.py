@@ -1,4 +1,4 @@
-"""Which process is named as the one that the others wait for."""
+"""Which process is reported as the one that the others wait for."""
 
 import json
 from collections import deque
@@ -52,7 +52,7 @@ def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """As process 0 of two: what Stragglers says, minute by minute, while process 1 puts up what `peer` gives."""
+    """As process 0 of two: the lines of Stragglers, minute by minute, while process 1 publishes `peer`."""
     monkeypatch.setattr(stragglers.jax, "process_count", lambda: 2)
     monkeypatch.setattr(progress, "_steps", deque([progress.StepTime(1.0, 0.0, 0.9)] * 5))
     clock = [0.0]
