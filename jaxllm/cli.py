@@ -117,7 +117,7 @@ def train(recipe: Recipe) -> None:
     from jaxllm import distributed, exits
     from jaxllm.train.loop import fit
 
-    if fit(loaded).stopped_by and distributed.place().restarts:
+    if fit(loaded).stopped_by and distributed.launch_info().restarts:
         # Some launchers end the other processes as soon as one is gone.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise typer.Exit(exits.RESTART)
@@ -485,9 +485,9 @@ def doctor(
     given = recipe or []
     loaded, parallel, run = read([one for one in given if "=" not in one], [one for one in given if "=" in one])
     report = examine(run, parallel, loaded, found)
-    if report.speaks and as_json:
+    if report.is_shown_here and as_json:
         print(json.dumps(report.to_json()), flush=True)
-    elif report.speaks:
+    elif report.is_shown_here:
         from rich.console import Console
 
         Console(highlight=False, markup=False).print(render(report))
@@ -662,7 +662,7 @@ def main() -> None:
         # What is left in the buffers would fail once more at the end.
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        sys.exit(exits.of(error))
+        sys.exit(exits.exit_code_for(error))
 
 
 if __name__ == "__main__":

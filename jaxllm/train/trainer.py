@@ -39,7 +39,7 @@ from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
 from jaxllm.train.fits import require_fit
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
-from jaxllm.train.interrupt import undisturbed
+from jaxllm.train.interrupt import defer_sigint
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.state import on_device
@@ -174,7 +174,7 @@ class Trainer:
         """
         train = self.config.train
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
-            with undisturbed():
+            with defer_sigint():
                 training = self._use(in_rounds=True)
                 share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
                 with jax.set_mesh(self.mesh), progress.phase("compile"):
@@ -217,7 +217,7 @@ class Trainer:
         progress.at_step(self.step + 1)
         self._last_finish_s = self._last_finish_s or time.perf_counter()
         # The step takes the old state's memory: whatever came between it and the assignment would lose both.
-        with undisturbed():
+        with defer_sigint():
             self.state, metrics = self.programs.current(self.state, batch)
             self.step += 1
             if self.rounds is not None and self.rounds.end_with(self.step):

@@ -266,8 +266,8 @@ def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config)
     # Another threshold, the same steps.
     go_on("[[200, 16]]")
     sentence = (
-        "run holds a run of 3 steps that began with train.global_batch_sequences=8 and train.batch_schedule=[[256, 16]], and "
-        "the one given says otherwise of them: begin it with these, or choose another run.dir."
+        "run holds a run of 3 steps that began with train.global_batch_sequences=8 and train.batch_schedule=[[256, 16]], but "
+        "the given schedule differs for them: begin it with these, or choose another run.dir."
     )
     for other in ("[]", "[[256, 32]]", "[[512, 16]]"):
         with pytest.raises(ConfigError, match=re.escape(sentence)):

@@ -280,7 +280,8 @@ def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):
     path = run / "checkpoints" / "4" / "meta" / "metadata"
     path.write_text(path.read_text().replace(trainer.data.fingerprint, "of other text"))
     (run / "checkpoints" / "4" / "files.json").unlink()
-    with pytest.raises(ConfigError, match="holds a run on other text: what data names has changed since; bring it back"):
+    sentence = r"holds a run on other text: the files of data\.\* have changed since; restore them"
+    with pytest.raises(ConfigError, match=sentence):
         fit(tiny_config(*DATA_8, f"run.dir={run}"))
 
 

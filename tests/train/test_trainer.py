@@ -15,7 +15,7 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.config import ConfigError
-from jaxllm.train.fence import alone_in
+from jaxllm.train.fence import hold_run_dir
 from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines, open_sinks
@@ -186,7 +186,7 @@ def test_the_learning_rate_is_the_one_logged(finished):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("model.hidden_size=64", "holds a run with model.hidden_size=32, not 64: go on with that value, or choose another"),
+        ("model.hidden_size=64", "holds a run with model.hidden_size=32, not 64: resume with that value, or choose another"),
         ("train.seed=1", "holds a run with train.seed=0, not 1"),
         ("train.global_batch_sequences=16", "holds a run with train.global_batch_sequences=8, not 16"),
     ],
@@ -248,10 +248,10 @@ def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkey
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
-    with alone_in(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by pid {os.getpid()} on "):
+    with hold_run_dir(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by pid {os.getpid()} on "):
         fit(tiny_config(*EIGHT, f"run.dir={tmp_path}"))
     # Released by its end: the same directory is free.
-    with alone_in(tmp_path):
+    with hold_run_dir(tmp_path):
         pass
 
 
