@@ -19,10 +19,10 @@ from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.train.checkpoint import Checkpoints, describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
 from jaxllm.train.fence import alone_in
-from jaxllm.train.fits import explaining_out_of_memory
+from jaxllm.train.fits import explain_out_of_memory
 from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.metrics import Record, Sink, open_sinks
-from jaxllm.train.notes import announce, by_source, describe_phase, noise_note, what_went_wrong
+from jaxllm.train.notes import by_source, describe_phase, noise_note, print_header, what_went_wrong
 from jaxllm.train.run_clock import RunClock
 from jaxllm.train.run_dir import has_evaluation, keep_companions, make_run_dir, require_same_run, write_config
 from jaxllm.train.stragglers import Stragglers
@@ -42,12 +42,12 @@ def fit(config: Config) -> Trainer:
     watchdog.beat(place.beat_fd)
     interrupt = Interrupt(minutes * 60 if minutes else None, leave_early if place.restarts else None)
     # The others hear of an error before anything is closed here: that may wait for them.
-    with ExitStack() as stack, distributed.leaving_on_errors(), explaining_out_of_memory(config) as explaining:
+    with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
         stack.enter_context(watchdog.Watchdog(config.run, distributed.line))
         folder = make_run_dir(config)
         if place.restarts:
             stack.enter_context(interrupt)
-        trainer = explaining.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
+        trainer = advice.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
         require = stack.enter_context(alone_in(folder))
@@ -55,7 +55,7 @@ def fit(config: Config) -> Trainer:
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint, require)
         stack.callback(checkpoints.close)
-        announce(console, trainer)
+        print_header(console, trainer)
         if checkpoints.latest is not None:
             require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
             trainer.restore(checkpoints)
