@@ -45,7 +45,7 @@ class StepTime(NamedTuple):
     """Seconds that one step took in this process, without saving, evaluation and compilation between two steps."""
 
     step_s: float
-    """Without the wait for data."""
+    """Duration without the wait for data."""
     data_s: float
     """Wait for the step's batch."""
     wait_s: float
@@ -150,7 +150,7 @@ def _enter(name: str) -> str:
 
 
 def _pass() -> None:
-    """Books the time since the last change."""
+    """Adds the time since the last change to the current phase."""
     global _since_s
     now_s = time.monotonic()
     if _phase in _spent_s:

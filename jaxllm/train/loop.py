@@ -16,10 +16,10 @@ from jaxllm.train.checkpoint import Checkpoints, describe_run, require_shared, s
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
 from jaxllm.train.fence import hold_run_dir
-from jaxllm.train.fits import explaining_out_of_memory
+from jaxllm.train.fits import explain_out_of_memory
 from jaxllm.train.interrupt import SignalHandler
 from jaxllm.train.metrics import Record, Sink, open_sinks
-from jaxllm.train.notes import announce, by_source, describe_phase, noise_note, what_went_wrong
+from jaxllm.train.notes import by_source, describe_phase, noise_note, print_header, what_went_wrong
 from jaxllm.train.run_clock import RunTimer
 from jaxllm.train.run_dir import keep_companions, make_run_dir, require_same_run, write_config
 from jaxllm.train.stragglers import Stragglers
@@ -36,12 +36,12 @@ def fit(config: Config) -> Trainer:
     watchdog.beat(launch.beat_fd)
     signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
     # The others hear of an error before anything is closed here: that may wait for them.
-    with ExitStack() as stack, distributed.leaving_on_errors(), explaining_out_of_memory(config) as explaining:
+    with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
         stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
         folder = make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
-        trainer = explaining.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
+        trainer = advice.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
         require = stack.enter_context(hold_run_dir(folder))
@@ -49,7 +49,7 @@ def fit(config: Config) -> Trainer:
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint, require)
         stack.callback(checkpoints.close)
-        announce(console, trainer)
+        print_header(console, trainer)
         if checkpoints.latest is not None:
             require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
             trainer.restore(checkpoints)

@@ -37,13 +37,13 @@ from jaxllm.train.build import State, Training, build_training
 from jaxllm.train.checkpoint import Checkpoints, Meta
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
-from jaxllm.train.fits import require_fit
+from jaxllm.train.fits import check_memory
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
 from jaxllm.train.interrupt import defer_sigint
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.state import on_device
-from jaxllm.train.weights import Source, initial_weights, read_weights
+from jaxllm.train.weights import WeightsSource, initial_weights, read_weights
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Trainer:
             distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
-        self.memory_fit = require_fit(config.at_largest_batch, jax.local_devices()[0])
+        self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
@@ -265,7 +265,7 @@ class Trainer:
             return None
         step, arrays = pending
         with progress.waiting():
-            values = diloco.joined(arrays)  # waits for that step
+            values = diloco.combine_replicas(arrays)  # waits for that step
         if LAYER_ACTIVATION_NORM not in values:
             # The step has them always, as it costs next to nothing; they are wanted where the other norms are.
             values.pop(LAYER_GRAD_NORM, None)
@@ -292,7 +292,7 @@ class Trainer:
             raise ConfigError(
                 f"{checkpoints.folder} has a model of {saved} layers, not {wanted}: set model.num_layers={saved}."
             )
-        diloco.require_same_islands(meta, self.config)
+        diloco.require_same_replicas(meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
         layouts = {self.rounds is not None: _give_up(self.state)}
@@ -318,7 +318,7 @@ class Trainer:
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
         self.noise = NoiseScale()
 
-    def _start_from(self, weights: Source) -> None:
+    def _start_from(self, weights: WeightsSource) -> None:
         params = read_weights(weights, _give_up(self.state.params), self.parallelized.table)
         self.state = dataclasses.replace(self.state, params=params)
 

@@ -168,7 +168,7 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again
         process.communicate()
     assert process.returncode == exits.BAD_INPUT, error
     (line,) = error.splitlines()
-    assert line.startswith("jaxllm: A worker was killed (exit code -9), perhaps for want of memory: run the command again")
+    assert line.startswith("jaxllm: A worker was killed (exit code -9), perhaps because memory ran out: run the command again")
     assert list((tmp_path / "out").glob(".*")) == []
     for out, workers in (("out", 2), ("whole", 1)):
         subprocess.run(prepare(out, workers), check=True, capture_output=True, timeout=START_S, **options)

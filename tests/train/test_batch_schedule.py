@@ -219,7 +219,7 @@ def test_the_phases_are_announced(whole):
     for line in (
         "after step 2 (256 tokens) batch of 16 sequences, 256 tokens a step in 2 microbatches, compiled then",
         "after step 4 (768 tokens) batch of 32 sequences, 512 tokens a step in 4 microbatches, compiled then",
-        "learning rate in proportion to the root of the batch; optimizer.learning_rate is that of 32 sequences",
+        "learning rate proportional to the square root of the batch; optimizer.learning_rate is that of 32 sequences",
         "batch of 16 sequences, 256 tokens a step in 2 microbatches from here on",
     ):
         assert line in whole[2]
@@ -228,9 +228,7 @@ def test_the_phases_are_announced(whole):
 
 def test_a_batch_the_run_does_not_come_to_is_announced(tiny_config):
     config = tiny_config(*RAMP, "train.steps=4").resolve(8)
-    assert list(batch_notes(config))[-1] == (
-        "note: the run ends before train.batch_schedule comes to its batch of 32 sequences"
-    )
+    assert list(batch_notes(config))[-1] == ("note: the run ends before train.batch_schedule reaches its batch of 32 sequences")
 
 
 def test_no_sample_is_left_out_or_read_twice(whole):

@@ -221,7 +221,7 @@ def test_a_profile_is_written(tiny_config, tmp_path):
 
 def test_a_run_that_ends_in_its_warm_up_says_so(tiny_config, tmp_path, capsys):
     fit(tiny_config(*EIGHT, f"run.dir={tmp_path}", "train.steps=1", "optimizer.warmup_tokens=256"))
-    assert "note: the run ends within its warm-up of 256 tokens" in capsys.readouterr().out
+    assert "note: the run ends during its warm-up of 256 tokens" in capsys.readouterr().out
     assert records(tmp_path)[0]["learning_rate"] == pytest.approx(3e-4 / 2)
 
 
@@ -232,10 +232,10 @@ def test_a_pipeline_says_what_it_costs(tiny_config, tmp_path, capsys):
     fit(tiny_config("run.cpu_devices=8", *pipeline, remat, f"run.dir={tmp_path}", "train.steps=1"))
     printed = capsys.readouterr().out
     assert "pipeline 1f1b, 2 stages of 2 layers; idle 33.3% of a step" in printed
-    assert "note: 1 identity layer fills up the last stage: computed, never changed" in printed
-    assert "10 microbatches (such as train.global_batch_sequences=40) bring that below 10%" in printed
+    assert "note: 1 identity layer pads the last stage: computed, never changed" in printed
+    assert "10 microbatches (such as train.global_batch_sequences=40) reduce that below 10%" in printed
     assert "remat attention_lse keep, attention_output keep;" in printed
-    assert "note: attention that is not in blocks has no attention_lse, attention_output: it is computed again" in printed
+    assert "note: attention that is not blockwise has no attention_lse, attention_output: it is recomputed" in printed
 
 
 def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch):
