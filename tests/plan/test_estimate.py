@@ -158,7 +158,7 @@ def test_the_mesh_says_how_many_gpus_there_are():
     assert require_devices(config("parallel.data=4"), 16) == 16
     assert named_devices(config("run.cpu_devices=8"), None) == 8
     assert named_devices(config(), None) is None
-    with pytest.raises(ConfigError, match=r"say how many with --gpus, or set parallel\.data"):
+    with pytest.raises(ConfigError, match=r"give their number with --gpus, or set parallel\.data"):
         estimate(config(), "h100-80gb")
     assert hosts_of(12, None, 8)[0] == 6
     assert hosts_of(7, None, 4)[0] == 1
