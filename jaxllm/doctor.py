@@ -27,7 +27,7 @@ from rich.text import Text
 from jaxllm import diagnosis, distributed, probes, xla_flags
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, RunConfig, Section, load_config, with_overrides
 from jaxllm.config_errors import one_sentence
-from jaxllm.diagnosis import FAIL, OK, Row, WARN, check_name
+from jaxllm.diagnosis import FAIL, OK, WARN, Row, check_name
 from jaxllm.peers import print_sentence
 from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.plan.flops import parameter_count

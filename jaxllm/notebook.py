@@ -1,8 +1,8 @@
 """Notebook views of objects that cannot define `_repr_html_`: JAX's mesh, and a plan and a compile report, whose texts are made
 in a higher layer.
 
-Config, model, estimate and the report of `inspect_config` define their own. `import jaxllm` in a notebook registers the plan and
-the compile report; jaxllm.api, which imports JAX, registers the mesh.
+Config, model, estimate and the report of `inspect_config` define their own. `import jaxllm` in a notebook registers the plan
+and the compile report; jaxllm.api, which imports JAX, registers the mesh.
 """
 
 from __future__ import annotations
