@@ -3,7 +3,11 @@
 import gc
 import os
 
+import program_cache
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    program_cache.switch_on(os.environ)
 
 import jax
 import pytest
@@ -31,6 +35,12 @@ LONGEST = [
     *("test_overlap", "test_fp8_meshes", "test_remat", "test_interrupt", "test_trainer", "test_mpi"),
 ]
 """Files that take minutes, longest first."""
+
+
+def pytest_sessionstart(session):
+    """A folder that the caller chose is the caller's. Processes of xdist leave this to the one that started them."""
+    if not hasattr(session.config, "workerinput"):
+        program_cache.prune(program_cache.default_folder())
 
 
 def pytest_collection_modifyitems(items):

@@ -25,11 +25,9 @@ STEPS, KILLS, SEED, LIMIT_S = 600, 12, 0, 200
 
 def start(recipe, folder, *overrides) -> subprocess.Popen:
     command = [sys.executable, "-m", "jaxllm.cli", "train", recipe, "run.cpu_devices=1", f"run.dir={folder}", *overrides]
-    # The undisturbed run compiles, the others find its programs: half of a start.
-    programs = {"JAX_COMPILATION_CACHE_DIR": str(recipe.parent / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1", **programs},
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
