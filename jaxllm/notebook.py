@@ -1,8 +1,8 @@
-"""How a notebook shows what cannot bring its own `_repr_html_`: JAX's mesh, and a plan and a compile report, whose texts are
-written by modules above them.
+"""How a notebook shows what cannot bring its own `_repr_html_`: JAX's mesh, and a plan and the reports of `inspect` and
+`compile`, whose texts are written by modules above them.
 
-Config, model, estimate and the report of `inspect_config` bring theirs. `import jaxllm` in a notebook registers the plan and
-the compile report, and jaxllm.api, which brings JAX in, the mesh.
+Config, model and estimate bring theirs. `import jaxllm` in a notebook registers the plan and the reports, and jaxllm.api, which
+brings JAX in, the mesh.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def register() -> None:
         formatter = shell.display_formatter.formatters["text/html"]
         # By name: few notebooks use the planner or the compiler's part of jaxllm.
         formatter.for_type_by_name("jaxllm.plan.search", "Plan", plan_html)
+        formatter.for_type_by_name("jaxllm.report", "Report", inspect_html)
         formatter.for_type_by_name("jaxllm.compile_report", "CompileReport", compile_html)
         if "jax" in sys.modules:
             from jax.sharding import Mesh
@@ -62,9 +63,16 @@ def plan_html(plan: Any) -> str:
     return as_html(plan)
 
 
+def inspect_html(report: Any) -> str:
+    """What `jaxllm inspect` prints."""
+    from jaxllm.inspect_text import in_columns, render
+
+    return preformatted(in_columns(render(report)))
+
+
 def compile_html(report: Any) -> str:
     """What `jaxllm compile` prints."""
     from jaxllm.compile_text import render
-    from jaxllm.report import in_columns
+    from jaxllm.inspect_text import in_columns
 
     return preformatted(in_columns(render(report)))
