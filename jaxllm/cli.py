@@ -138,7 +138,8 @@ def inspect(
 ) -> None:
     """Shows the mesh and the parameters, and where work is wasted. Every parameter with its shardings and bytes per device."""
     loaded = load(recipe)
-    from jaxllm.report import inspect_config, render
+    from jaxllm.inspect_text import render
+    from jaxllm.report import inspect_config
 
     report = inspect_config(loaded, gpus, gpus_per_host)
     if picture is not None:

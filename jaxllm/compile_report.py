@@ -28,6 +28,7 @@ import jaxlib
 from jaxllm import aot, distributed, xla_flags
 from jaxllm.config import Config, ConfigError
 from jaxllm.hlo import Collective, Module, byte_size
+from jaxllm.inspect_table import ParameterLine, describe
 from jaxllm.jaxprs import matmul_flops, walk
 from jaxllm.joining import code_hash
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
@@ -36,7 +37,6 @@ from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.cluster import hosts_of, require_devices
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
-from jaxllm.report import ParameterLine, describe
 from jaxllm.sharding import STACK_DIMS
 from jaxllm.train.fits import capacity_of, total_bytes
 

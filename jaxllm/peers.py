@@ -22,11 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm import exits, progress
 from jaxllm.config import ConfigError
+from jaxllm.socket_messages import Reader
 
 BEAT_S = 1.0
 MOST_NAMED = 16
@@ -93,7 +94,7 @@ class _Link:
     rank: int | None
     """None until the other end has sent its rank."""
     heard_s: float
-    buffer: bytes = b""
+    reader: Reader = field(default_factory=lambda: Reader(MAX_MESSAGE_BYTES))
     excused: bool = False
     """The other end said goodbye or announced its failure: its silence is no loss."""
 
@@ -101,21 +102,6 @@ class _Link:
         # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """New messages; None if the other end is closed."""
-        try:
-            received = self.socket.recv(65536)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not received:
-            return None
-        *lines, self.buffer = (self.buffer + received).split(b"\n")
-        if len(self.buffer) > MAX_MESSAGE_BYTES:
-            raise ValueError("not a peer's message")
-        return [json.loads(line) for line in lines]
 
 
 class PeerMonitor:
@@ -349,7 +335,7 @@ class PeerMonitor:
 
     def _read(self, link: _Link) -> None:
         try:
-            messages = link.receive()
+            messages = link.reader.receive(link.socket)
             if messages is None:
                 self._closed(link)
                 return

@@ -26,6 +26,7 @@ from typing import Any
 from jaxllm.config_errors import ConfigError
 from jaxllm.launchers import COORDINATOR, Launch, is_loopback
 from jaxllm.roll_verdicts import ProcessInfo, assign_gpus, is_local, missing, why_incompatible, why_rejected
+from jaxllm.socket_messages import Reader
 
 MAGIC = "jaxllm roll call "
 MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
@@ -263,7 +264,7 @@ class _Connection:
     """A connection to process 0."""
 
     def __init__(self, connection: socket.socket):
-        self.socket, self.buffer = connection, b""
+        self.socket, self.reader = connection, Reader(MAX_INFO_BYTES, MAGIC)
         self.info: ProcessInfo | None = None
         self.ready = False
         """The process has confirmed that it is still there."""
@@ -271,16 +272,7 @@ class _Connection:
     def receive(self) -> list[dict[str, Any]] | None:
         """New messages; None if the other end closed, or does not speak this protocol."""
         try:
-            received = self.socket.recv(MAX_INFO_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        *lines, self.buffer = (self.buffer + received).split(b"\n")
-        if not received or len(self.buffer) > MAX_INFO_BYTES:
-            return None
-        try:
-            return [_parsed(line) for line in lines]
+            return self.reader.receive(self.socket)
         except ValueError:
             return None
 
@@ -348,9 +340,10 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
 
 def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> Answer:
     connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
-    answer, buffer = None, bytearray()
-    message = _next(connection, buffer, min(until_s, time.monotonic() + FIRST_REPLY_S))
+    answer, reader = None, Reader(MAX_ANSWER_BYTES, MAGIC)
+    messages = _next(connection, reader, min(until_s, time.monotonic() + FIRST_REPLY_S))
     while True:
+        message = messages.pop(0)
         if "wait_s" in message:
             # Process 0 may have been started later, and then waits longer.
             until_s = max(until_s, time.monotonic() + float(message["wait_s"]) + 2 * GRACE_S)
@@ -366,12 +359,13 @@ def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> An
             connection.sendall(f'{MAGIC}{{"ready": true}}\n'.encode())
         elif "start" in message and answer is not None:
             return answer
-        message = _next(connection, buffer, until_s)
+        messages = messages or _next(connection, reader, until_s)
 
 
-def _next(connection: socket.socket, buffer: bytearray, until_s: float) -> dict[str, Any]:
-    """The next message; raises OSError or _NotReady if there is none."""
-    while b"\n" not in buffer:
+def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[dict[str, Any]]:
+    """The next message, and those that came with it; raises OSError or _NotReady if there is none."""
+    messages: list[dict[str, Any]] = []
+    while not messages:
         connection.settimeout(max(until_s - time.monotonic(), 0.1))
         try:
             received = connection.recv(65536)
@@ -379,15 +373,11 @@ def _next(connection: socket.socket, buffer: bytearray, until_s: float) -> dict[
             raise _NotReady("it does not answer") from None
         if not received:
             raise _NotReady("it closed the connection")
-        buffer += received
-        if len(buffer) > MAX_ANSWER_BYTES or not buffer.startswith(MAGIC.encode()[: len(buffer)]):
-            raise _NotReady("something else answers there")
-    line, _, rest = bytes(buffer).partition(b"\n")
-    buffer[:] = rest
-    try:
-        return _parsed(line)
-    except ValueError:
-        raise _NotReady("something else answers there") from None
+        try:
+            messages = reader.read(received)
+        except ValueError:
+            raise _NotReady("something else answers there") from None
+    return messages
 
 
 def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:
@@ -405,17 +395,6 @@ def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:
     except (OSError, _NotReady):
         pass
     return ""
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Raises ValueError for anything but a message of this protocol."""
-    text = line.decode()
-    if not text.startswith(MAGIC):
-        raise ValueError(text)
-    message = json.loads(text.removeprefix(MAGIC))
-    if not isinstance(message, dict):
-        raise ValueError(text)
-    return message
 
 
 def _parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:

@@ -55,8 +55,9 @@ H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
 
 
-def find(config, gpu, gpus=8, **options):
-    return search(config, gpu, gpus, options=SearchOptions(**{"estimate": estimate, "step_time": step_time, **options}))
+def find(config, gpu, gpus=8, gpus_per_host=None, *, progress=None, **options):
+    given = SearchOptions(**{"estimate": estimate, "step_time": step_time, **options})
+    return search(config, gpu, gpus, gpus_per_host, given, progress=progress)
 
 
 def key(config):
