@@ -1,4 +1,4 @@
-"""Compiles the real train step without running it, for devices that need not be there.
+"""Compiles the real train step without running it, for devices that need not be present.
 
     devices = gpu_devices(hosts=1, gpus_per_host=8)
     compiled = compile_step(config, devices)
@@ -21,14 +21,15 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.mesh import batch_sharding
+from jaxllm.placement import mesh_on_hosts
 from jaxllm.plan.hardware import GPUS, Gpu
 from jaxllm.train.build import build_training
 from jaxllm.xla_flags import compile_options
 
 DEMAND_BYTES = 10**15
-"""The memory that GPUs are said to have, so that XLA says what the program wants: near capacity it starts to rematerialise. It
-counts buffers in the host's memory too, and what a large batch offloads is a terabyte soon."""
+"""Memory size that XLA is given for each GPU. It is large enough that XLA never rematerialises and reports what the program
+needs. XLA also counts host buffers, and a large batch soon offloads a terabyte."""
 
 # XLA's GpuTargetConfigProto. The limits of blocks, threads and registers are the same for all these compute capabilities (CUDA
 # programming guide).
@@ -49,7 +50,7 @@ device_description_str: "{name}"
 
 
 def target_text(gpu: Gpu, memory_bytes: int = DEMAND_BYTES) -> str:
-    """What XLA is told of this GPU."""
+    """XLA's text description of this GPU."""
     chip = gpu.chip
     return _TARGET.format(
         block_shared=chip.shared_memory_per_block,
@@ -75,7 +76,7 @@ def can_compile_for_gpus() -> bool:
 
 
 def versions() -> list[str]:
-    """Of the packages that compile: the CUDA plugin, cuDNN and the assembler; those that are installed."""
+    """Versions of the installed packages that compile: the CUDA plugin, cuDNN and the assembler."""
     names = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
     found = []
     for name in names:
@@ -90,7 +91,7 @@ def gpu_devices(
     """Descriptions of hosts x gpus_per_host GPUs of a kind, to compile for.
 
     Args:
-      memory_bytes: what XLA may believe each has.
+      memory_bytes: memory of each GPU, as XLA is given it.
 
     Raises:
       ConfigError: the packages are missing.
@@ -103,30 +104,30 @@ def gpu_devices(
 
 
 def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    """The compiled train step of `config` on `devices`; with train.diloco_steps the inner one. Nothing is computed, no array is
-    made."""
+    """Compiles the train step of `config` for `devices`; with train.diloco_steps, the inner step. It runs nothing and makes no
+    array."""
     return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0].platform))
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """The train step as handed to XLA."""
+    """The lowered train step, as XLA receives it."""
     return trace_step(config, devices).lowered
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A train step on its way to XLA."""
+    """A train step, traced and lowered but not compiled."""
 
     jaxpr: jax.extend.core.ClosedJaxpr
     lowered: jax.stages.Lowered
     attention: str
-    """As Parallelized.attention says it."""
+    """Parallelized.attention: which kernel computes attention."""
 
 
 def trace_step(config: Config, devices: Sequence[jax.Device]) -> Traced:
-    """The same, with the program as it was traced."""
+    """Traces and lowers the train step of `config` for `devices`."""
     config = config.resolve(len(devices))
-    mesh = make_mesh(config.parallel, devices)
+    mesh = mesh_on_hosts(config.parallel, devices)
     training = build_training(config, mesh)
 
     def placed(x, sharding):

@@ -32,7 +32,7 @@ from jaxllm.jaxprs import matmul_flops, walk
 from jaxllm.joining import code_hash
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.overlap import Overlap, by_kind, play, sent_bytes
-from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.cluster import hosts_of, require_devices
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable

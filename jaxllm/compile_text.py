@@ -1,4 +1,4 @@
-"""The compile report for a terminal. What `jaxllm compile` prints.
+"""The compile report as terminal text. `jaxllm compile` prints it.
 
 Console().print(render(report))
 """
@@ -17,6 +17,7 @@ from jaxllm.overlap import total
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, readable
 from jaxllm.report import axes_line
 
+"""Collectives in the table; the JSON has all."""
 ROWS = 14
 """Of collectives in the table; the JSON has all."""
 
@@ -47,7 +48,7 @@ def render(report: CompileReport) -> Group:
         if left > 0:
             parts.append(Text(f"  and {left} kinds that send less; --json has all"))
     if report.overlap:
-        parts += [Text("\nOf each kind, what no compute hides"), Padding(overlap_table(report), (0, 0, 0, 2))]
+        parts += [Text("\nExposed communication, by kind"), Padding(overlap_table(report), (0, 0, 0, 2))]
         parts.append(Text("  bare: no matmul between start and done; shows: by a model's times"))
     if report.largest_results:
         parts += [Text("\nLargest results of instructions (some share memory, at different times)"), results_table(report)]
@@ -80,7 +81,7 @@ def bytes_table(report: CompileReport) -> Table:
 
 def verdict(report: CompileReport) -> Iterator[Text]:
     if report.capacity_bytes is None:
-        yield Text("How much memory this device has is not known.")
+        yield Text("The memory of this device is not known.")
         return
     share = f"{report.share_of_capacity:.1%} of the {readable(report.capacity_bytes)} that a step may take"
     if report.fits:

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in one sentence that names the key and says what to change."""
+"""Messages for an invalid config: one sentence that names the key and says what to change."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pydantic_core import PydanticCustomError
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run. The message is one sentence that says what to change."""
+    """A config that cannot run. The message is one sentence that says what to change."""
 
     exit_code = 2
-    """Of the command (exits.py). Another where nothing has to change and a new start may go better."""
+    """Exit code of the command (exits.py). A subclass has another if a restart may help without a change."""
 
 
 def refuse(sentence: str) -> PydanticCustomError:
-    """An error for validators: pydantic carries the sentence out as it is."""
+    """An error for validators. Pydantic passes its sentence through unchanged."""
     return PydanticCustomError("jaxllm", "{sentence}", {"sentence": sentence})
 
 
 def line_of(error: BaseException) -> str:
-    """What an error says, in one line without its full stop: to stand in a sentence."""
+    """The error's message on one line without its full stop, for use inside a sentence."""
     return " ".join(str(error).split()).rstrip(".")
 
 
 def why_not_yaml(error: Exception) -> str:
-    """What yaml.safe_load of a file's text said, in a few words: the line, where it gives one."""
+    """Why yaml.safe_load failed, in a few words, with the line number if known."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8"
@@ -37,9 +37,9 @@ def why_not_yaml(error: Exception) -> str:
 
 
 def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
-    """The first thing wrong with a config of class `root`, in words a user can act on."""
+    """The first error of a config of class `root`, in words that a user can act on."""
     first = error.errors()[0]
-    # Unions put the tried member's tag behind the key; those never name a key of ours.
+    # For a union, pydantic appends the tag of the tried member to the key; those tags never equal a key of ours.
     where = [part for part in first["loc"] if isinstance(part, int) or not re.search(r"[\[-]|^(int|float|bool)$", part)]
     path, kind, given = _path(where), first["type"], first.get("input")
     if kind == "jaxllm":
@@ -59,7 +59,7 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
         if len(where) == 1:
             return f"The section {path} is missing: add it to the config."
         hint = " (or model.name for a published shape)" if where[0] == "model" and len(where) == 2 else ""
-        # Overrides reach no part of a list.
+        # Command line overrides cannot reach an element of a list.
         override = "" if any(isinstance(part, int) for part in where) else f" or with {path}=VALUE"
         return f"{path} is missing: set it in the config{override}{hint}."
     if kind == "literal_error":
@@ -71,10 +71,10 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _expectation(error: Mapping[str, Any]) -> str:
-    """What a value should be: pydantic's words, where they are not about Python's classes."""
+    """What the value should be: pydantic's words, unless they are about Python classes."""
     kind, given = error["type"], error.get("input")
     if kind == "int_type" and isinstance(given, float) and given.is_integer():
-        # YAML reads 1e9 as a fraction.
+        # YAML reads 1e9 as a float.
         return f"it should be a valid integer, written {int(given)}"
     if kind == "string_type" and isinstance(given, int | float):
         return "it should be a valid string, so put it in quotes (and those in quotes for a shell)"
@@ -86,21 +86,21 @@ def _expectation(error: Mapping[str, Any]) -> str:
 
 
 def _path(where: Sequence[str | int]) -> str:
-    """data.mixture[0].name of (data, mixture, 0, name)."""
+    """Joins (data, mixture, 0, name) into data.mixture[0].name."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
 
 
 def _section_class(root: type[BaseModel], where: Sequence[str | int]) -> type[BaseModel]:
     node = root
     for key in where:
-        # A place in a list has the class that the list's own key says.
+        # An element of a list has the class that the annotation of the list's key names.
         if not isinstance(key, int):
             node = next(_classes(node.model_fields[key].annotation))
     return node
 
 
 def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections in a type: itself, a member of a union, or what a tuple holds."""
+    """The section classes in a type: the type itself, members of a union, elements of a tuple."""
     if isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
@@ -112,7 +112,7 @@ def _literal_choices(root: type[BaseModel], where: Sequence[str | int]) -> str |
     *outer, key = where[: len(where) - places]
     annotation = _section_class(root, outer).model_fields[str(key)].annotation
     if places:
-        # Of a list, what each part may be.
+        # The choices for an element of a list.
         annotation = get_args(annotation)[0]
     choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
     return ", ".join(choices) or None

@@ -1,7 +1,7 @@
-"""Which GPUs NVIDIA's driver shows this process, asked before JAX starts. Those that CUDA_VISIBLE_DEVICES or a scheduler hides
-are not among them.
+"""GPUs that NVIDIA's driver shows to this process, asked before JAX starts. GPUs hidden by CUDA_VISIBLE_DEVICES or by a
+scheduler are not among them.
 
-No memory is taken on a GPU: the driver's library is set up, as JAX will do anyway, but no context is made.
+This takes no memory on a GPU: it initializes the driver's library, as JAX will do anyway, but creates no context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ NO_DEVICE = 100
 
 
 def visible_gpus() -> list[str] | None:
-    """UUIDs as nvidia-smi prints them, in CUDA's order; empty without a driver or a GPU; None: the driver fails otherwise."""
+    """UUIDs as nvidia-smi prints them, in CUDA's order. Empty without a driver or a GPU; None if the driver fails in another
+    way.
+    """
     try:
         cuda = ctypes.CDLL(LIBRARY)
     except OSError:
@@ -25,7 +27,7 @@ def visible_gpus() -> list[str] | None:
         return []
     if status or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return None
-    # The newer one tells parts of a GPU (MIG) apart; drivers before CUDA 11.4 lack it.
+    # The newer function distinguishes parts of a GPU (MIG); drivers before CUDA 11.4 do not have it.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     gpus = []
     for ordinal in range(count.value):

@@ -1,7 +1,7 @@
-"""Process start-up: which devices this process drives, alone or as one of many.
+"""Process start-up: the devices of this process, alone or as one of many, and communication between processes.
 
-Which of several it is says its launcher (launchers.py): srun, mpirun, an indexed Kubernetes Job, or variables of jaxllm's own.
-All meet (roll_call.py) before JAX starts, and stay in touch (peers.py) until the run ends.
+The rank and world size come from the launcher (launchers.py): srun, mpirun, an indexed Kubernetes Job, or jaxllm's own
+variables. All processes meet (roll_call.py) before JAX starts, and watch each other (peers.py) until the run ends.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ import jax
 from jaxllm import exits, launchers, peers, xla_flags
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.cuda_driver import visible_gpus
-from jaxllm.joining import Joined, join
-from jaxllm.launchers import Place
-from jaxllm.roll_verdicts import too_few
+from jaxllm.joining import JoinedRun, initialize
+from jaxllm.launchers import LaunchInfo
+from jaxllm.roll_verdicts import too_few_gpus
 
 log = logging.getLogger(__name__)
 
-FAREWELL_MS = 10_000
-"""How long a process that failed waits for the others to fail too, so that all can say why."""
+ERROR_BARRIER_MS = 10_000
+"""Time that a failed process waits for the others to fail too, so that all can print their reason."""
 
 LAST_TO_LEAVE_S = 1.0
-"""How much later than the others process 0 leaves: with it goes the coordinator, and JAX aborts who is still there."""
+"""Delay with which process 0 exits after the others: it runs the coordinator, without which JAX aborts the remaining processes.
+"""
 
 EXCHANGE_LIMIT_MS = 3_600_000
-"""Process 0 may have a checkpoint of terabytes to look through while the others wait."""
+"""Process 0 may have to read a checkpoint of terabytes while the others wait."""
 
 _exchanges, _boards = itertools.count(), itertools.count()
-_joined: Joined | None = None
-_line: peers.Line | None = None
+_joined: JoinedRun | None = None
+_monitor: peers.PeerMonitor | None = None
 
 
 def start(run: RunConfig) -> None:
-    """Sets JAX up for a run. Call it before anything touches a device; a second call in one process must ask for the same.
-    With several processes it returns once all have met.
+    """Sets JAX up for a run. Call it before anything touches a device; a second call in one process must ask for the same. With
+    several processes it returns once all have met.
 
     Raises:
-      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; what the launcher or the JAXLLM_*
-        variables say makes no sense; the processes do not fit together, or not all of them come in time.
+      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; the variables of the launcher or JAXLLM_*
+        are not valid; the processes do not fit together, or not all of them come in time.
     """
     global _joined
     late_flags = xla_flags.apply(run)
@@ -74,23 +75,23 @@ def start(run: RunConfig) -> None:
         if late_flags:
             log.warning("JAX ran before jaxllm could set %s: make the first Trainer in a fresh process.", " ".join(late_flags))
         return
-    told_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
+    on_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
     if launch is None:
-        _look_round(told_cpu)
-    # Where the CUDA plugin is installed to compile for GPUs elsewhere, trying it here would fail with a page of errors.
+        _check_single_process(on_cpu)
+    # If the CUDA plugin is installed only to compile for GPUs elsewhere, initializing it here fails with a page of errors.
     if run.cpu_devices is not None or (not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()):
         jax.config.update("jax_platforms", "cpu")
     if run.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
     if launch and not jax.distributed.is_initialized():
         flags, limit_s = xla_flags.given_flags(), run.peer_timeout_s
-        _joined = join(launch, place(), os.environ, cpu=told_cpu, flags=flags, peer_timeout_s=limit_s)
-        _open_line(_joined, launch.process_id, limit_s)
+        _joined = initialize(launch, launch_info(), os.environ, cpu=on_cpu, flags=flags, peer_timeout_s=limit_s)
+        _start_monitor(_joined, launch.process_id, limit_s)
 
 
 def start_without_devices() -> None:
-    """Sets JAX up to compile for devices that are not here: on the CPU, alone, whatever else this machine has. Where JAX runs
-    already it stays as it is.
+    """Sets JAX up to compile for devices that are not here: on the CPU, alone, whatever else this machine has. If JAX runs
+    already, it stays as it is.
     """
     xla_flags.apply(RunConfig(cpu_devices=1))
     if not _already_started():
@@ -98,14 +99,14 @@ def start_without_devices() -> None:
 
 
 def cache_folder() -> Path:
-    """Where jaxllm may keep what it can make again: $XDG_CACHE_HOME/jaxllm, by default ~/.cache/jaxllm."""
-    # The standard wants relative paths ignored.
+    """Folder for files that jaxllm can make again: $XDG_CACHE_HOME/jaxllm, by default ~/.cache/jaxllm."""
+    # The XDG standard says to ignore relative paths.
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "jaxllm"
 
 
 def is_main_process() -> bool:
-    """The one process that writes logs, metrics and the config."""
+    """Whether this is the one process that writes logs, metrics and the config."""
     return jax.process_index() == 0
 
 
@@ -118,25 +119,25 @@ class Member:
     pid: int
 
 
-def place() -> Place:
-    """What launch this process belongs to; before `start` too, and without a device."""
-    return launchers.place(os.environ)
+def launch_info() -> LaunchInfo:
+    """The launch that this process belongs to. It works before `start` too, and without a device."""
+    return launchers.launch_info(os.environ)
 
 
 def members() -> list[Member]:
-    """All processes of this run by rank, as `start` met them; this process alone where there is one."""
+    """All processes of this run by rank, as they met in `start`; only this process in a run of one."""
     if _joined is not None:
         return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_joined.answer.members)]
     return [Member(0, socket.gethostname(), os.getpid())]
 
 
-def line() -> peers.Line | None:
-    """To the other processes; None where there are none."""
-    return _line
+def peer_monitor() -> peers.PeerMonitor | None:
+    """The connection that watches the other processes; None in a run of one process."""
+    return _monitor
 
 
 def require_same_config(config: Config) -> None:
-    """Compares the configs of all processes, through the coordinator and without a device. Every process must call it.
+    """Compares the configs of all processes through the coordinator, without a device. Every process must call it.
 
     Raises:
       ConfigError: on all processes, if one differs; names these processes and the keys.
@@ -154,23 +155,23 @@ def require_same(text: str, otherwise: str) -> None:
 
 
 def broadcast(text: str) -> str:
-    """Process 0's text, on all processes; every process must call it. What the others give is not looked at."""
+    """Process 0's text, on all processes; every process must call it. The texts of the others are ignored."""
     return exchange(text, lambda texts: texts[0])
 
 
-def first_said(text: str) -> str:
-    """The first text over the processes that is not empty, the same on all of them; every process must call it."""
+def first_nonempty(text: str) -> str:
+    """The first nonempty text by rank, the same on all processes; every process must call it."""
     return exchange(text, lambda texts: next(filter(None, texts), ""))
 
 
 def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
-    """combine(texts of all processes, by rank), called on process 0 and returned on all; every process must call it. It goes
-    through the coordinator, without a device; process 0 may take an hour to say its text.
+    """combine(texts of all processes, by rank), called on process 0 and returned on all; every process must call it. It uses
+    the coordinator, not a device; process 0 may take an hour to give its text.
     """
     if not jax.distributed.is_initialized():
         return combine([here])
     client, rank, count = _client(), jax.process_index(), jax.process_count()
-    # A value can be set once: every exchange has its own folder.
+    # A value can be set only once: every exchange has its own folder.
     folder = f"jaxllm/same/{next(_exchanges)}"
     if rank > 0:
         client.key_value_set(f"{folder}/{rank}", here)
@@ -181,9 +182,9 @@ def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
 
 
 class Board:
-    """Short texts by name that all processes of a run see as soon as one has put them up; nothing waits.
+    """Key-value store shared by all processes of a run: each sees a text as soon as another has put it; nothing waits.
 
-    Every process must make its boards in the same order. With one process it is a dict.
+    Every process must make its boards in the same order. With one process a board is a dict.
     """
 
     def __init__(self) -> None:
@@ -203,7 +204,7 @@ class Board:
 
 
 def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
-    """Raises ConfigError everywhere unless verdict_on(text of process 0, differing texts by process) is empty."""
+    """Raises ConfigError on all processes unless verdict_on(text of process 0, differing texts by process) is empty."""
 
     def combine(texts: list[str]) -> str:
         return verdict_on(texts[0], {rank: text for rank, text in enumerate(texts) if text != texts[0]})
@@ -225,43 +226,43 @@ def _verdict(here: str, different: dict[int, str]) -> str:
 
 @contextmanager
 def leaving_on_errors():
-    """Round what the processes of a run do together. After an error in here this process does not wait for the others when it
-    exits, as JAX would for five minutes: they may sit in a collective that it never joins.
+    """Wraps the work that the processes of a run do together. After an error inside, this process does not wait for the others
+    at exit, as JAX would for five minutes: they may hang in a collective that it never joins.
     """
     try:
         yield
     except BaseException as error:
         if jax.distributed.is_initialized():
-            code = exits.of(error)
-            if _line is not None:
-                _line.failed(_in_a_sentence(error), code, perhaps_a_peer=any(map(is_of_jax, causes(error))))
-            # Runs before JAX's own farewell (last registered, first called), after the error was printed.
+            code = exits.exit_code_for(error)
+            if _monitor is not None:
+                _monitor.announce_failure(_as_sentence(error), code, perhaps_a_peer=any(map(is_of_jax, causes(error))))
+            # Runs before JAX's own shutdown (last registered, first called), after the error was printed.
             atexit.register(_leave, code)
             # Python first waits for threads, and one of Orbax's may wait for a process that never comes.
             threading.Thread(target=_leave_after_main, args=[code], daemon=True).start()
         raise
 
 
-def leave_at_once(told: str, code: int) -> NoReturn:
-    """Ends this process and with it all others of the run, with `code`, whatever their main threads do.
+def leave_at_once(reason: str, code: int) -> NoReturn:
+    """Ends this process, and with it all others of the run, with `code`, whatever their main threads do.
 
     Args:
-      told: such as "told to stop by SIGTERM".
+      reason: such as "stopped by SIGTERM".
     """
-    if _line is not None:
-        _line.told_to_stop(told, code)
-    peers.print_sentence(told)
-    if _line is not None:
-        _line.leave(code)
+    if _monitor is not None:
+        _monitor.announce_stop(reason, code)
+    peers.print_sentence(reason)
+    if _monitor is not None:
+        _monitor.leave(code)
     peers.flush()
     os._exit(code)
 
 
 def causes(error: BaseException | None, *, suppressed: bool = False) -> list[BaseException]:
-    """An error and what it was raised from, in that order: a save turns what it meets into an error of its own.
+    """An error and the errors that it was raised from, in that order: a save wraps errors in one of its own.
 
     Args:
-      suppressed: also what `from None` says explains nothing.
+      suppressed: follow causes hidden by `from None` too.
     """
     links: list[BaseException] = []
     # An error may be raised from itself.
@@ -272,44 +273,48 @@ def causes(error: BaseException | None, *, suppressed: bool = False) -> list[Bas
 
 
 def is_of_jax(error: BaseException) -> bool:
-    """Whether a device, a collective or a barrier may have raised it. One whose peer went says nothing of the peer; and what is
-    a JaxRuntimeError in a step is a ValueError where a step's result is copied to the host, as a save does."""
+    """Whether a device, a collective or a barrier may have raised this error. Such an error does not tell which peer was lost.
+    In a step it is a JaxRuntimeError; where a step's result is copied to the host, as in a save, it is a ValueError.
+    """
     return isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and re.search(r"\b(Gloo|NCCL)\b", str(error)) is not None
     )
 
 
-def _in_a_sentence(error: BaseException) -> str:
+def _as_sentence(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     first, *_ = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 
 
-def _open_line(joined: Joined, rank: int, silence_s: float) -> None:
-    """To the other processes (peers.py), from now until this one ends."""
-    global _line
-    # `rank` is given: JAX would start its devices to say it, and that waits for all others, who are to be watched by then.
-    _line = peers.Line(rank, members(), joined.line or (joined.answer.address, joined.answer.line_port), silence_s)
-    atexit.register(_part)
+def _start_monitor(joined: JoinedRun, rank: int, silence_s: float) -> None:
+    """Watches the other processes (peers.py) from now until this process ends."""
+    global _monitor
+    # `rank` is an argument: JAX would start its devices to find it, which waits for all others, and these must be watched by
+    # then.
+    _monitor = peers.PeerMonitor(
+        rank, members(), joined.listener or (joined.answer.address, joined.answer.monitor_port), silence_s
+    )
+    atexit.register(_close_monitor)
 
 
-def _part() -> None:
-    """At the end of this process, before JAX waits for the others."""
-    if _line is None:
+def _close_monitor() -> None:
+    """Runs at exit, before JAX waits for the others."""
+    if _monitor is None:
         return
-    # Printed by Python, so nobody caught it: the others would wait for this process in vain.
+    # Python printed it, so nothing caught it: the others would wait for this process in vain.
     if (error := getattr(sys, "last_value", None)) is not None and not hasattr(sys, "ps1"):
-        _line.failed(_in_a_sentence(error), 1)
+        _monitor.announce_failure(_as_sentence(error), 1)
         _leave(1)
-    _line.farewell()
+    _monitor.close_gracefully()
 
 
 def _leave(code: int) -> None:
-    if _line is not None:
-        _line.leave(code)
+    if _monitor is not None:
+        _monitor.leave(code)
     try:
-        _client().wait_at_barrier("jaxllm/failed", FAREWELL_MS)
+        _client().wait_at_barrier("jaxllm/failed", ERROR_BARRIER_MS)
     except Exception:
         pass
     peers.flush()
@@ -324,31 +329,31 @@ def _leave_after_main(code: int) -> None:
     _leave(code)
 
 
-def _look_round(told_cpu: bool) -> None:
-    """What a run of one process should know of the launcher that it was, or was not, started by."""
+def _check_single_process(on_cpu: bool) -> None:
+    """Checks a run of one process against the launcher's environment: idle hosts, missing GPUs."""
     if idle := launchers.idle_hosts(os.environ):
         log.warning("This run is one process; %d more hosts of this SLURM job do nothing for it: start it by srun.", idle)
-    asked = None if told_cpu else launchers.gpus_asked(os.environ)
-    # Most runs are asked nothing, and the driver neither.
+    asked = None if on_cpu else launchers.gpus_asked(os.environ)
+    # Asks the driver only where a launcher promised GPUs.
     seen = visible_gpus() if asked else None
-    if seen is not None and (sentence := too_few(socket.gethostname(), seen, asked)):
+    if seen is not None and (sentence := too_few_gpus(socket.gethostname(), seen, asked)):
         raise ConfigError(sentence)
 
 
 def _client() -> Any:
-    # JAX has no public name for its key-value store.
+    # JAX has no public API for its key-value store.
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 def _has_gpu_driver() -> bool:
-    """Whether a GPU's device node is here: NVIDIA's own, or that of Windows' Linux subsystem."""
+    """Whether a GPU's device node exists: NVIDIA's own, or that of Windows' Linux subsystem."""
     return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _already_started() -> bool:
-    # JAX has no public question for this that does not itself start a backend.
+    # JAX has no public way to ask this without starting a backend.
     try:
         from jax._src import xla_bridge
     except ImportError:

@@ -1,13 +1,12 @@
-"""`jaxllm doctor`: is this machine, or this whole launch, fit to train?
+"""`jaxllm doctor`: checks whether this machine, or this whole launch, is ready to train.
 
     config, parallel, run = read(files, overrides)
-    report = examine(run, parallel, config)      every process of a launch calls it, and all come to the same report
+    report = examine(run, parallel, config)      every process of a launch calls it, and all get the same report
     report.failed
 
-What is looked at: versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, clocks, the run directory
-and its disk, and along each axis of the mesh how fast all-reduce, all-gather and permute are, beside what plan/network.py
-expects of this kind of GPU. On CPU devices they are measured, and nothing is expected. The figures are probes.py's, the
-verdicts diagnosis.py's.
+It checks versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, clocks, the run directory and its
+disk. Along each mesh axis it measures all-reduce, all-gather and permute, and compares them with the speed that plan/network.py
+expects of this kind of GPU. CPU devices are measured without an expectation. probes.py measures, diagnosis.py judges.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from rich.text import Text
 from jaxllm import diagnosis, distributed, probes, xla_flags
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, RunConfig, Section, load_config, with_overrides
 from jaxllm.config_errors import one_sentence
-from jaxllm.diagnosis import FAIL, OK, WARN, Row, named
-from jaxllm.mesh import hosts_of, make_mesh, widest_group
+from jaxllm.diagnosis import FAIL, OK, Row, WARN, check_name
 from jaxllm.peers import print_sentence
+from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.plan.flops import parameter_count
 from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
 from jaxllm.plan.network import links_of
-from jaxllm.plan.step_time import BANDWIDTH_SHARE
+from jaxllm.plan.step_parts import BANDWIDTH_SHARE
 from jaxllm.probes import Collective, Facts
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
-"""Of one collective. On GPUs so much that its start, 0.1 ms, is a few percent of it."""
+"""Size of one collective. On GPUs it is so large that the start, 0.1 ms, is a few percent of it."""
 STUCK_S = 300.0
-"""How long a collective may take to start and to be measured; NCCL's first may take a minute on many hosts."""
+"""Time limit for a collective to start and to be measured; NCCL's first may take a minute on many hosts."""
 STATE_BYTES = 12
-"""Of a checkpoint, for each parameter: the master weight and two moments in float32."""
+"""Bytes per parameter in a checkpoint: the master weight and two moments in float32."""
 
 
 @dataclass(frozen=True)
@@ -51,37 +50,38 @@ class Report:
     processes: tuple[Facts, ...] = ()
     collectives: tuple[Collective, ...] = ()
     expected_s: Mapping[str, float] = field(default_factory=dict)
-    """Of those collectives of which something is expected, by `named`."""
-    speaks: bool = True
-    """Whether it is for this process to show it."""
+    """By `check_name`, for the collectives that have an expectation."""
+    is_shown_here: bool = True
+    """Whether this process prints it."""
 
     @property
     def failed(self) -> bool:
         return any(row.status == FAIL for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """`ok`: nothing failed; `rows`; `processes`: what each found; `collectives`: seconds measured and expected, or null."""
+        """`ok`: nothing failed; `rows`; `processes`: facts of each; `collectives`: seconds measured, and expected or null."""
         return {
             "ok": not self.failed,
             "rows": [asdict(row) for row in self.rows],
             "processes": [asdict(one) for one in self.processes],
-            "collectives": [asdict(one) | {"expected_s": self.expected_s.get(named(one))} for one in self.collectives],
+            "collectives": [asdict(one) | {"expected_s": self.expected_s.get(check_name(one))} for one in self.collectives],
         }
 
 
-class _Start(Section):
-    """The sections that matter where there is no recipe."""
+class _SectionsWithoutRecipe(Section):
+    """The sections that apply without a recipe."""
 
     parallel: ParallelConfig = ParallelConfig()
     run: RunConfig = RunConfig()
 
 
 def read(files: Sequence[str], overrides: Sequence[str]) -> tuple[Config | None, ParallelConfig | None, RunConfig]:
-    """(the config, its mesh, how it runs) from a recipe and overrides; without a recipe no config, and a mesh if an override
-    says one.
+    """(the config, its mesh, its run section) from a recipe and overrides. Without a recipe the config is None, and so is the
+    mesh unless an override sets it.
 
     Raises:
-      ConfigError: more than one recipe, or one that cannot be; without a recipe, overrides of other sections.
+      ConfigError: there is more than one recipe, or the recipe is not valid; without a recipe, an override is of another
+        section.
     """
     if len(files) > 1:
         raise ConfigError(f"At most one config file is needed and {len(files)} were given: {', '.join(files)}.")
@@ -89,33 +89,33 @@ def read(files: Sequence[str], overrides: Sequence[str]) -> tuple[Config | None,
         config = load_config(files[0], overrides)
         return config, config.parallel, config.run
     values = with_overrides({}, overrides)
-    if other := values.keys() - _Start.model_fields.keys():
+    if other := values.keys() - _SectionsWithoutRecipe.model_fields.keys():
         raise ConfigError(f"Without a config file doctor takes parallel.* and run.*, not {min(other)}.*: give the file too.")
     try:
-        start = _Start.model_validate(values)
+        start = _SectionsWithoutRecipe.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(one_sentence(error, _Start)) from None
+        raise ConfigError(one_sentence(error, _SectionsWithoutRecipe)) from None
     return None, start.parallel if "parallel" in values else None, start.run
 
 
 def examine(
     run: RunConfig, parallel: ParallelConfig | None = None, config: Config | None = None, gpu: Gpu | None = None
 ) -> Report:
-    """Looks at everything; every process of a launch must call it, with the same.
+    """Runs all checks; every process of a launch must call it, with the same arguments.
 
     Args:
       parallel: the mesh to measure; None: hosts along `data`, and the devices of a host along `tensor`.
-      config: whose checkpoints the run directory should have room for.
-      gpu: what to expect of the devices; None: what the hardware table says of their kind.
+      config: the run directory should have room for its checkpoints.
+      gpu: the GPU whose speed is expected; None: the hardware table's entry for this kind of device.
     """
-    # Asked before JAX takes the GPUs' memory, and before it meets a flag that ends it.
+    # Asked before JAX takes the GPUs' memory, and before an unknown flag ends it.
     driver, cards = probes.gpu_cards()
     if unknown := xla_flags.unknown_flags():
         return Report((diagnosis.unknown_flags(unknown, jaxlib.__version__),))
     try:
         distributed.start(run)
     except ConfigError as error:
-        return Report((Row("start", FAIL, str(error), "as it says; nothing else was looked at"),))
+        return Report((Row("start", FAIL, str(error), "follow this message; no other check ran"),))
     with distributed.leaving_on_errors():
         return _examine(run, parallel, config, gpu, probes.facts(driver, cards))
 
@@ -126,10 +126,10 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
         *diagnosis.versions(processes),
         *diagnosis.driver(processes, forced=run.cpu_devices is not None),
         *diagnosis.variables(processes),
-        *diagnosis.launcher(processes, hosts, distributed.place()),
+        *diagnosis.launcher(processes, hosts, distributed.launch_info()),
         *diagnosis.devices(processes, forced=run.cpu_devices is not None),
         *diagnosis.memory(processes),
-        *diagnosis.clocks(processes, probes.everyones(probes.clock_ahead())),
+        *diagnosis.clocks(processes, probes.gather_json(probes.clock_ahead())),
     ]
     first_of_host = here.rank == min(rank for rank in hosts if hosts[rank] == hosts[here.rank])
     folders = probes.folder(Path(run.dir), measures=first_of_host)
@@ -137,28 +137,28 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     measured: list[Collective] = []
     expected_s: dict[str, float] = {}
     try:
-        mesh = make_mesh(_mesh(config, parallel, hosts))
+        mesh = mesh_on_hosts(_mesh(config, parallel, hosts))
     except ConfigError as error:
         rows.append(Row("mesh", FAIL, str(error), "change parallel.*, or the number of devices"))
     else:
         rows += diagnosis.mesh(mesh.devices, hosts)
         known = gpu or gpu_from_device_kind(mesh.devices.flat[0].device_kind)
         for axis in (axis for axis in mesh.axis_names if mesh.shape[axis] > 1):
-            lies = widest_group(mesh.devices, hosts, axis)
+            group = widest_group(mesh.devices, hosts, axis)
             for one in _measured(mesh, axis):
-                # Ranks that are not spread evenly over their hosts are beyond the model.
-                if known is not None and lies.size == one.ranks:
+                # The model does not cover ranks that are spread unevenly over their hosts.
+                if known is not None and group.size == one.ranks:
                     links = links_of(known, BANDWIDTH_SHARE)
-                    expected_s[named(one)] = diagnosis.expected_s(one.what, one.size_bytes, lies, links)
+                    expected_s[check_name(one)] = diagnosis.expected_s(one.what, one.size_bytes, group, links)
                 measured.append(one)
-                rows.append(diagnosis.collective(one, lies, expected_s.get(named(one)), known))
+                rows.append(diagnosis.collective(one, group, expected_s.get(check_name(one)), known))
         if mesh.devices.size == 1:
             rows.append(Row("collectives", OK, "one device: nothing to measure"))
     return Report(tuple(rows), tuple(processes), tuple(measured), expected_s, distributed.is_main_process())
 
 
 def _mesh(config: Config | None, parallel: ParallelConfig | None, hosts: Mapping[int, Any]) -> ParallelConfig:
-    """What to measure. Raises ConfigError where a config does not go with the devices here."""
+    """The mesh to measure. Raises ConfigError if the config does not fit the devices here."""
     count = jax.device_count()
     if config is not None:
         return config.resolve(count).parallel
@@ -172,11 +172,11 @@ def _mesh(config: Config | None, parallel: ParallelConfig | None, hosts: Mapping
 
 
 def _measured(mesh: jax.sharding.Mesh, axis: str) -> Iterator[Collective]:
-    """probes.collectives, each in a limited time: one that hangs cannot be left, only ended with the process."""
+    """probes.collectives with a time limit for each: a collective that hangs can be ended only with the process."""
     size = CPU_BYTES if mesh.devices.flat[0].platform == "cpu" else GPU_BYTES
     timer: threading.Timer | None = None
 
-    def begins(what: str) -> None:
+    def on_begin(what: str) -> None:
         nonlocal timer
         if timer is not None:
             timer.cancel()
@@ -185,7 +185,7 @@ def _measured(mesh: jax.sharding.Mesh, axis: str) -> Iterator[Collective]:
         timer.start()
 
     try:
-        yield from probes.collectives(mesh, axis, size, begins)
+        yield from probes.collectives(mesh, axis, size, on_begin)
     finally:
         if timer is not None:
             timer.cancel()
@@ -200,15 +200,15 @@ def _give_up(what: str, axis: str) -> None:
 
 
 def render(report: Report) -> Table:
-    """For a terminal of at least 80 columns."""
+    """Table for a terminal of at least 80 columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("found, and what to do", overflow="fold")
     style = {OK: "green", WARN: "yellow", FAIL: "bold red"}
     for row in report.rows:
-        told = Text(row.found)
+        text = Text(row.found)
         if row.todo:
-            told.append(f"\n-> {row.todo}", style="italic")
-        table.add_row(Text(row.check), Text(row.status, style=style[row.status]), told)
+            text.append(f"\n-> {row.todo}", style="italic")
+        table.add_row(Text(row.check), Text(row.status, style=style[row.status]), text)
     return table

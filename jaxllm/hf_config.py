@@ -1,8 +1,8 @@
-"""Hugging Face's config.json and our `model` section: one network in two spellings, and a refusal by name of what is not ours.
+"""Translates between Hugging Face's config.json and the `model` section. Refuses unsupported networks by key.
 
-Two dialects are read. Folders of the hub and transformers 4 say `rope_theta`, `rope_scaling`, `torch_dtype`; transformers 5
-says `rope_parameters`, `dtype`. What is written says both, alike, so that either version loads it. Pure Python: a recipe may
-name a folder, and reading its shape costs milliseconds.
+There are two dialects. Folders of the hub and transformers 4 use `rope_theta`, `rope_scaling`, `torch_dtype`; transformers 5
+uses `rope_parameters`, `dtype`. The output has both, with equal values, so either version loads it. This module is pure Python:
+a recipe may name a folder, and reading its shape takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHAPE_KEYS = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
     *("rope_theta", "rope_scaling", "tie_embeddings", "norm_eps"),
 )
-"""Of the `model` section: what says which network it is, not how it is run."""
+"""Keys of the `model` section that define the network, as opposed to how it runs."""
 SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -28,7 +28,7 @@ SIZES = {
     "num_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-"""Our names of the sizes that a config.json always has, and theirs."""
+"""jaxllm's and Hugging Face's names of the sizes that each config.json has."""
 ROPE_SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
 }
-"""What transformers takes where config.json is silent, as far as the two classes differ."""
+"""Defaults of transformers for keys that are missing in config.json, where the two classes differ."""
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -51,28 +51,26 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
     "is_encoder_decoder": (None, False),
 }
-"""Keys that change the network, and the values with which it is ours."""
+"""Keys that change the network, with the values that jaxllm supports."""
 
 
 def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The shape keys of our `model` section, from the content of a config.json.
+    """Builds the shape keys of the `model` section from the content of a config.json.
 
     Args:
-      where: the file, for errors.
+      where: the file, for error messages.
 
     Raises:
-      ConfigError: a key is missing or of another type, or the network is one that ours cannot express; names the key.
+      ConfigError: a key is missing or has another type, or the network is not supported. The message names the key.
     """
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{where} holds no JSON object: give the config.json of a Llama model.")
+        raise ConfigError(f"{where} does not hold a JSON object: give the config.json of a Llama model.")
     kind = _kind(found, where)
     for key, allowed in MUST_BE.items():
         if (value := found.get(key)) not in allowed:
-            raise ConfigError(f"{where} says {key}={_plain(value)}, which jaxllm's Llama cannot express: use another model.")
+            raise ConfigError(f"{where} says {key}={_plain(value)}, which jaxllm's Llama does not support: use another model.")
     if "AutoModelForCausalLM" in (found.get("auto_map") or {}):
-        raise ConfigError(
-            f"{where} says auto_map, so its network is code of its own: use a model of transformers' Llama class."
-        )
+        raise ConfigError(f"{where} says auto_map, so its network has its own code: use a model of transformers' Llama class.")
     if found.get("max_position_embeddings") is not None:
         _integer(found, "max_position_embeddings", where)
     _refuse_window(found, kind, where)
@@ -81,7 +79,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     kv_heads = section["num_heads"] if kv_heads is None else kv_heads
     section["num_kv_heads"] = _integer({"num_key_value_heads": kv_heads}, "num_key_value_heads", where)
     if found.get("head_dim") is None and section["hidden_size"] % section["num_heads"]:
-        raise ConfigError(f"{where} says no head_dim, and its hidden_size is no multiple of its heads: add head_dim.")
+        raise ConfigError(f"{where} has no head_dim, and its hidden_size is not a multiple of its heads: add head_dim.")
     given = found.get("head_dim") is not None
     section["head_dim"] = _integer(found, "head_dim", where) if given else section["hidden_size"] // section["num_heads"]
     section["norm_eps"] = _number(found, "rms_norm_eps", where, 1e-6)
@@ -100,14 +98,14 @@ def hugging_face_config(
     original: Mapping[str, Any] | None = None,
     tokens: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of a config.json that transformers 4.43 and later, 5 included, load as this network.
+    """Builds the content of a config.json that transformers 4.43 and later, including 5, load as this network.
 
     Args:
-      model: our `model` section; other keys than the shape's are not read.
-      dtype: of the weights beside it: float32, bfloat16 or float16.
-      max_position: positions it was trained for; None: what `original` says, or leaves to transformers.
-      original: the config.json the model came with; what it says beyond the shape is kept.
-      tokens: bos_token_id, eos_token_id and the like, for a model that came with no config.json.
+      model: the `model` section. Only its shape keys are read.
+      dtype: dtype of the weights beside it: float32, bfloat16 or float16.
+      max_position: positions that the model was trained for. None: the value in `original`, or transformers' default.
+      original: the config.json that the model came with. Its keys beyond the shape are kept.
+      tokens: bos_token_id, eos_token_id and similar, for a model without a config.json.
     """
     original = dict(original or {})
     kind = _kind(original, "The original config.json") if original else "llama"
@@ -134,7 +132,7 @@ def hugging_face_config(
         config["max_position_embeddings"] = max_position
     window = {**DEFAULTS[kind], **config}.get("sliding_window")
     if window is not None and max_position is not None and window < max_position:
-        # It was as wide as the context, which has become longer.
+        # The window was as wide as the context, which is now longer.
         config["sliding_window"] = None
     scaling: dict[str, Any] = {"rope_type": "default"}
     if (ours := model.get("rope_scaling")) is not None:
@@ -147,15 +145,15 @@ def hugging_face_config(
 
 
 def folder_shape(path: Path) -> dict[str, Any] | None:
-    """The shape keys of the model in a folder, Hugging Face's or jaxllm's own; None if it is neither.
+    """Shape keys of the model in a folder, Hugging Face's or jaxllm's own. None if it is neither.
 
     Raises:
-      ConfigError: its description is damaged, or of a network that ours cannot express.
+      ConfigError: its description is damaged, or the network is not supported.
     """
     if (path / MODEL).is_file():
         section = read_json(path / MODEL).get("model")
         if not isinstance(section, dict) or not set(SIZES) <= section.keys():
-            raise ConfigError(f"{path / MODEL} says nothing of the model's shape: convert or export it again.")
+            raise ConfigError(f"{path / MODEL} does not describe the model's shape: convert or export it again.")
         return {key: section[key] for key in SHAPE_KEYS if key in section}
     if (path / CONFIG).is_file():
         return model_section(read_json(path / CONFIG), str(path / CONFIG))
@@ -163,10 +161,10 @@ def folder_shape(path: Path) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
-      ConfigError: there is none that can be read.
+      ConfigError: there is no readable object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -175,22 +173,22 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({' '.join(str(error).split())}): get the file again.") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object: get the file again.")
+        raise ConfigError(f"{path} does not hold a JSON object: get the file again.")
     return found
 
 
 def _kind(found: Mapping[str, Any], where: str) -> str:
-    """llama or mistral."""
+    """Returns llama or mistral."""
     classes, kind = found.get("architectures"), found.get("model_type")
     if classes:
         name = classes[0] if isinstance(classes, list) and len(classes) == 1 else str(classes)
         if name not in CLASSES:
-            raise ConfigError(f"{where} says architectures={_plain(classes)}: jaxllm takes {' and '.join(CLASSES)}.")
+            raise ConfigError(f"{where} says architectures={_plain(classes)}: jaxllm supports {' and '.join(CLASSES)}.")
         if kind not in (None, CLASSES[name]):
-            raise ConfigError(f"{where} says architectures={name} and model_type={kind}, which do not go together.")
+            raise ConfigError(f"{where} says architectures={name} and model_type={kind}, which do not match.")
         return CLASSES[name]
     if kind not in CLASSES.values():
-        raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm takes {' and '.join(CLASSES.values())}.")
+        raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm supports {' and '.join(CLASSES.values())}.")
     return str(kind)
 
 
@@ -199,19 +197,19 @@ def _refuse_window(found: Mapping[str, Any], kind: str, where: str) -> None:
     longest = found.get("max_position_embeddings", DEFAULTS[kind]["max_position_embeddings"])
     if window is None or (isinstance(window, int) and isinstance(longest, int) and window >= longest):
         return
-    silent = "" if "sliding_window" in found else ", as transformers takes it where the key is missing"
+    silent = "" if "sliding_window" in found else ", which is transformers' default for a missing key"
     raise ConfigError(
         f"{where} says sliding_window={_plain(window)}{silent}, shorter than max_position_embeddings={_plain(longest)}: jaxllm "
-        f"attends to all positions, so set sliding_window to null if only contexts that short matter, or use another model."
+        f"attends to all positions, so set sliding_window to null if shorter contexts are enough, or use another model."
     )
 
 
 def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[str, Any] | None]:
-    """(theta, our rope_scaling section or None) from either dialect, or from both where they agree."""
+    """Reads (theta, rope_scaling section or None) from either dialect, or from both if they agree."""
     dialects = {key: found[key] for key in ("rope_scaling", "rope_parameters") if found.get(key)}
     for key, value in dialects.items():
         if not isinstance(value, Mapping) or any(isinstance(part, Mapping) for part in value.values()):
-            raise ConfigError(f"{where} says {key}={_plain(value)}: jaxllm takes one rotary embedding for all layers.")
+            raise ConfigError(f"{where} says {key}={_plain(value)}: jaxllm supports one rotary embedding for all layers.")
     thetas = {key: value["rope_theta"] for key, value in dialects.items() if "rope_theta" in value}
     if "rope_theta" in found:
         thetas["rope_theta"] = found["rope_theta"]
@@ -226,19 +224,19 @@ def _refuse_disagreement(said: Mapping[str, Any], where: str) -> None:
     (first, *others) = said.items() or [("", None)]
     for other in others:
         if other[1] != first[1]:
-            raise ConfigError(f"{where}: {first[0]} and {other[0]} disagree ({first[1]} and {other[1]}): keep the true one.")
+            raise ConfigError(f"{where}: {first[0]} and {other[0]} disagree ({first[1]} and {other[1]}): keep the correct one.")
 
 
 def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where: str) -> dict[str, Any] | None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise ConfigError(
-            f"{where} says partial_rotary_factor={_plain(rope['partial_rotary_factor'])}, which jaxllm's Llama cannot express."
+            f"{where} says partial_rotary_factor={_plain(rope['partial_rotary_factor'])}: jaxllm's Llama supports only 1."
         )
     if rope_type == "default":
         return None
     if rope_type != "llama3":
-        raise ConfigError(f"{where} says rope_type={_plain(rope_type)}: jaxllm's Llama knows default and llama3.")
+        raise ConfigError(f"{where} says rope_type={_plain(rope_type)}: jaxllm's Llama supports default and llama3.")
     longest = found.get("max_position_embeddings", DEFAULTS[kind]["max_position_embeddings"])
     original = "original_max_position_embeddings"
     _refuse_disagreement(
@@ -252,7 +250,7 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
 def _integer(found: Mapping[str, Any], key: str, where: str) -> int:
     value = found.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} says {key}={_plain(value)}, which is no size: it should be a whole number of at least 1.")
+        raise ConfigError(f"{where} says {key}={_plain(value)}: it should be a whole number of at least 1.")
     return value
 
 
@@ -264,6 +262,6 @@ def _number(found: Mapping[str, Any], key: str, where: str, default: float | Non
 
 
 def _plain(value: Any) -> str:
-    """As JSON spells it, and not longer than a line."""
+    """The value as JSON, shortened to one line."""
     text = json.dumps(value, default=str).strip('"')
     return text if len(text) <= 80 else text[:77] + "..."

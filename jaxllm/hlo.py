@@ -171,11 +171,9 @@ class Module:
                 current.append(_instruction(line))
 
     def collectives(self) -> list[Collective]:
-        found = []
-        for place in self._walk(self.entry, 1, ()):
-            if kind := next((kind for kind in COLLECTIVES if place.instruction.op in (kind, f"{kind}-start")), None):
-                found.append(self._collective(kind, place))
-        return found
+        kinds = {op: kind for kind in COLLECTIVES for op in (kind, f"{kind}-start")}
+        places = self._walk(self.entry, 1, ())
+        return [self._collective(kinds[place.instruction.op], place) for place in places if place.instruction.op in kinds]
 
     def loops_of_unknown_turns(self) -> int:
         """Those with collectives inside of which XLA does not say how often they turn: all in them counts once. Ours are told;

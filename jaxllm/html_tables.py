@@ -1,6 +1,6 @@
-"""Small HTML tables for notebooks: what `_repr_html_` of a config, a mesh, a model and a plan are made of.
+"""Small HTML tables for the `_repr_html_` of a config, a mesh, a model and a plan in notebooks.
 
-No styles but alignment: a notebook's own theme, light or dark, shows through.
+The only style is alignment, so that a notebook's own theme, light or dark, applies.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ def escaped(text: object) -> str:
 
 
 def table(rows: Iterable[Sequence[object]], headings: Sequence[str] = (), *, left: int = 1, caption: str = "") -> str:
-    """An HTML table; cells are escaped, and a line break in one is kept.
+    """Makes an HTML table. Cells are escaped, and line breaks in them are kept.
 
     Args:
-      left: so many columns from the left are aligned left, the others right.
+      left: number of columns, from the left, that are left-aligned. The others are right-aligned.
     """
 
     def line(cells: Sequence[object], tag: str) -> str:
@@ -33,7 +33,7 @@ def table(rows: Iterable[Sequence[object]], headings: Sequence[str] = (), *, lef
 
 
 def preformatted(text: str) -> str:
-    """Text as a terminal would show it."""
+    """Text in a fixed-width font, as in a terminal."""
     return f'<pre style="line-height:1.2">{escaped(text)}</pre>'
 
 

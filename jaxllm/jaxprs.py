@@ -4,14 +4,14 @@
     matmul_flops(program)
     sum(visit.executed for visit in walk(program) if visit.equation.primitive.name == "dot_general")
 
-XLA's own cost analysis counts a loop's body once and says nothing of GPUs; here loops are multiplied out. What is counted is
-what was written, before XLA merges or drops anything.
+XLA's own cost analysis counts a loop's body once and does not cover GPUs; this module multiplies loops out. It counts the
+program as written, before XLA merges or drops anything.
 
-A shape in a shard_map is that of one rank of the axes it makes manual, and whole over all others. So a visit says how often
-each rank runs its equation and how many ranks do (the product of the axes that are manual there), and FLOPs are of all ranks
-together. In this library's train step (pipe, data, context) are manual, and `tensor` in nested regions: a matmul of the region
-counts once for each of its ranks, whole over tensor; attention's for each tensor rank too, with its heads. Both ways the sum
-is that of all devices.
+Inside a shard_map, a shape is that of one rank along the manual axes, and the global shape along all others. A visit therefore
+says how often each rank runs its equation and how many ranks do (the product of the axes that are manual there). FLOPs are
+summed over all ranks. In this library's train step (pipe, data, context) are manual, and `tensor` in nested regions: a matmul
+of the outer region counts once for each of its ranks, with its full size over tensor; attention counts for each tensor rank
+too, with that rank's heads. Both ways the sum is that of all devices.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ Axes = frozenset[str]
 
 @dataclass(frozen=True)
 class Visit:
-    """An equation at one place of a program."""
+    """One equation of a program, with how often it runs."""
 
     equation: Any
     """jax.extend.core.JaxprEqn."""
     executed: int
-    """Times that each rank runs it, scans multiplied out. A `while`, whose turns are not known, counts as one turn, and each
-    branch of a `cond` as if it were taken."""
+    """How often each rank runs it, with scans multiplied out. A `while`, whose iteration count is unknown, counts as one
+    iteration; each branch of a `cond` counts as if it were taken."""
     loops: tuple[int | None, ...]
-    """Turns of the loops round it, outermost first; None for a `while`."""
+    """Iterations of the enclosing loops, outermost first; None for a `while`."""
     ranks: int
-    """How many ranks run it: the product of the mesh axes that are manual here."""
+    """How many ranks run it: the product of the manual mesh axes."""
 
 
 def walk(jaxpr: Any) -> Iterator[Visit]:
-    """All equations of a Jaxpr or ClosedJaxpr, and of the programs they call, in order; a call comes before what it runs."""
+    """Yields all equations of a Jaxpr or ClosedJaxpr and of the programs they call, in order; a call comes before its body."""
     yield from _walk(_open(jaxpr), 1, (), 1, frozenset())
 
 
 def matmul_flops(jaxpr: Any) -> int:
-    """FLOPs of all matmuls (dot_general; a multiply and an add are two) in one run, over all ranks. Of a `cond` the branch with
-    most. Kernels of other libraries, as cuDNN's attention, are not seen.
+    """FLOPs of all matmuls (dot_general; a multiply and an add are two) in one run, over all ranks. A `cond` counts as its most
+    expensive branch. Kernels of other libraries, such as cuDNN's attention, are not counted.
 
     Raises:
-      ValueError: a matmul in a `while`: nobody knows how often it runs.
+      ValueError: a matmul is in a `while`, whose iteration count is unknown.
     """
     return _flops(_open(jaxpr), frozenset())
 
 
 def dot_flops(equation: Any) -> int:
-    """FLOPs of one dot_general on one rank: 2 x elements of the result x elements that each sums over."""
+    """FLOPs of one dot_general on one rank: 2 x elements of the result x elements summed for each."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
@@ -81,20 +81,20 @@ def _flops(jaxpr: Any, manual: Axes) -> int:
         once = max(inner) if equation.primitive.name == "cond" else sum(inner)
         turns = _turns(equation)
         if turns is None and once:
-            raise ValueError("A matmul runs in a `while` loop, whose turns are not known: use a scan.")
+            raise ValueError("A matmul runs in a `while` loop, whose iteration count is unknown: use a scan.")
         total += once * (turns or 1) * math.prod(split.values())
     return total
 
 
 def _turns(equation: Any) -> int | None:
-    """How often an equation runs its programs; None: not known. A loop of one turn is none."""
+    """How often an equation runs its programs; None if unknown, 1 if it is not a loop."""
     if equation.primitive.name == "while":
         return None
     return equation.params["length"] if equation.primitive.name == "scan" else 1
 
 
 def _newly_manual(equation: Any, manual: Axes) -> dict[str, int]:
-    """Sizes of the mesh axes over which a shard_map, and nothing round it, runs its program by rank."""
+    """Sizes of the mesh axes that this shard_map makes manual and that no enclosing one has made manual."""
     if equation.primitive.name != "shard_map":
         return {}
     params = equation.params
@@ -103,7 +103,7 @@ def _newly_manual(equation: Any, manual: Axes) -> dict[str, int]:
 
 
 def _programs(equation: Any) -> Iterator[Any]:
-    """The jaxprs that an equation runs: every one among its parameters."""
+    """The jaxprs that an equation runs: all those among its parameters."""
     for parameter in equation.params.values():
         for value in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             program = _open(value)

@@ -1,17 +1,17 @@
-"""Plays a compiled step's schedule against a clock: which collectives' time is hidden behind compute, and which shows.
+"""Simulates a compiled step's schedule: how much of each collective's time is hidden behind compute, and how much is exposed.
 
     transfers = play(Module(text, axes), GPUS["h100-80gb"], gpus_per_host=8)
-    for line in by_kind(transfers): line.kind, line.axes, line.exposed_share
+    for row in by_kind(transfers): row.kind, row.axes, row.exposed_share
 
-XLA's optimised HLO is a list of instructions in the order in which they are issued. Here a device goes through it: a matmul or
-fused attention takes the time of its FLOPs, at the share of the peak that plan/step_time.py has for large matmuls; a
-collective's start hands the transfer to its link, which takes one after another for the axes it serves; its done waits until
-that one is through. A loop's body is played once and counts as often as it turns. What is in the text is XLA's own; the times
-are a model's, and nothing here is measured.
+XLA's optimised HLO lists instructions in issue order. The simulated device goes through that list. A matmul or fused attention
+takes the time of its FLOPs, at the share of the peak that plan/step_time.py uses for large matmuls. A collective's start hands
+the transfer to the link of its axes, which runs one transfer after another. Its done waits until that transfer ends. A loop's
+body is simulated once and counts once per iteration. The schedule is XLA's own; the times come from a model. Nothing is
+measured.
 
-So that it never flatters, only matmuls and attention count as compute: norms, casts, the optimizer and launches take no time,
-and hide nothing. Left out the other way: a loop inside which a link is busy counts as plain compute for what travels across
-that loop; and two transfers over different axes may share a link of the hardware.
+The simulation is pessimistic: only matmuls and attention count as compute. Norms, casts, the optimizer and kernel launches take
+no time and hide nothing. It is optimistic in two points: a loop inside which a link is busy counts as plain compute for
+transfers that span that loop; and two transfers over different axes may share one hardware link.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from jaxllm.hlo import Collective, Instruction, Module, byte_size, turns
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.network import Links, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
-from jaxllm.plan.step_time import BANDWIDTH_SHARE, FITTED
+from jaxllm.plan.step_parts import BANDWIDTH_SHARE, FITTED
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective instruction, and what became of its time. Bytes and seconds are of one execution on one device."""
+    """One collective instruction and its simulated time. Bytes and seconds are per execution and device."""
 
     kind: str
     axes: tuple[str, ...]
@@ -38,11 +38,11 @@ class Transfer:
     asynchronous: bool
     sent_bytes: float
     flops_behind: int
-    """Of matmuls and attention between start and done."""
+    """FLOPs of matmuls and attention between start and done."""
     transfer_s: float
-    """On an idle link."""
+    """Duration on an idle link."""
     exposed_s: float
-    """That the device waits for it."""
+    """Time for which the device waits for the transfer."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Overlap:
     count: int
     sent_bytes: float
     bare_bytes: float
-    """Of collectives with no matmul and no attention between start and done: by the text alone."""
+    """Bytes of collectives with no matmul and no attention between start and done, by the HLO text alone."""
     exposed_bytes: float
-    """Each transfer's bytes times the share of its time that shows: by the clock."""
+    """Each transfer's bytes times the exposed share of its time, by the simulation."""
     flops_behind: float
     transfer_s: float
     exposed_s: float
@@ -71,17 +71,17 @@ class Overlap:
 
 
 def play(module: Module, gpu: Gpu, gpus_per_host: int, *, fp8: bool = False) -> list[Transfer]:
-    """Every collective of the module that has anyone to talk to.
+    """Simulates every collective of the module that has more than one participant.
 
     Args:
-      gpus_per_host: devices are dealt to hosts in the order of the module's axes.
-      fp8: whether matmuls run at FP8's peak. All of them, the head's too: less is hidden than will be.
+      gpus_per_host: devices are assigned to hosts in the order of the module's axes.
+      fp8: whether matmuls run at the FP8 peak. The model applies it to all of them, the head's too, so it hides too little.
     """
     return _Player(module, gpu, gpus_per_host, fp8).transfers()
 
 
 def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
-    """By kind and axes, what sends most first."""
+    """Groups transfers by kind and axes, those that send most first."""
     groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
     for transfer in transfers:
         groups.setdefault((transfer.kind, transfer.axes), []).append(transfer)
@@ -90,14 +90,14 @@ def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
 
 
 def total(lines: Sequence[Overlap]) -> Overlap:
-    """All of them as one."""
+    """Sums all rows into one."""
     sums = {name: sum(getattr(line, name) for line in lines) for name in _SUMMED}
     return Overlap("all", (), **sums)
 
 
 def sent_bytes(kind: str, size_bytes: float, ranks: int) -> float:
-    """What a device sends for a result of so many bytes round a ring of n: (n-1)/n of a gathered or exchanged one, twice that
-    of an all-reduced one, n-1 times a scattered one, once a permuted one."""
+    """Bytes that a device sends for a result of `size_bytes` on a ring of n ranks: (n-1)/n of a gathered or exchanged result,
+    twice that of an all-reduced one, n-1 times a reduce-scattered one, once a permuted one."""
     n = ranks
     return size_bytes * {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}.get(kind, (n - 1) / n)
 
@@ -126,9 +126,9 @@ def _sum(kind: str, axes: tuple[str, ...], members: Sequence[Transfer]) -> Overl
 class _Clock:
     now_s: float = 0.0
     free_s: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """When the link of each set of axes is."""
+    """Time at which the link of each set of axes is free."""
     arrives_s: dict[str, float] = field(default_factory=dict)
-    """Of what is under way, by the name of its start."""
+    """Arrival time of each transfer in flight, by the name of its start."""
 
 
 class _Player:
@@ -141,9 +141,9 @@ class _Player:
         self.found = module.collectives()
         self.collectives = {(c.computation, c.name): c for c in self.found}
         self.exposed_s: dict[tuple[str, str], float] = {}
-        """By computation and name of the instruction."""
+        """Exposed time by (computation, name of the instruction)."""
         self.times_s: dict[str, float] = {}
-        """Of one run of a computation."""
+        """Duration of one run of each computation."""
 
     def transfers(self) -> list[Transfer]:
         for computation in self.module.running():
@@ -166,7 +166,7 @@ class _Player:
         )
 
     def run(self, computation: str) -> float:
-        """Seconds of one run of a computation, when those that it runs have been played."""
+        """Seconds of one run of a computation. The computations that it calls must be simulated already."""
         clock, among = _Clock(), self.module.computations[computation]
         types = {instruction.name: instruction.result for instruction in among}
         for instruction in among:
@@ -197,15 +197,15 @@ class _Player:
 
 
 def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | None:
-    """The start, of those under way, that this instruction is the done of."""
+    """The start in `under_way` that this instruction completes; None if it completes none."""
     if not instruction.op.endswith("-done"):
         return None
     return next((name for name in re.findall(r"%([\w.\-]+)", instruction.text.split("(", 1)[1]) if name in under_way), None)
 
 
 def transfer_s(collective: Collective, axes: Mapping[str, int], gpus_per_host: int, links: Links) -> float:
-    """Of one execution on an idle link; 0 for one that nobody takes part in. Axes that are not neighbours in the mesh count as
-    if they were."""
+    """Seconds of one execution on an idle link; 0 without participants. Axes that are not adjacent in the mesh count as if they
+    were."""
     if not collective.axes:
         return 0.0
     names = list(axes)
@@ -219,5 +219,5 @@ def transfer_s(collective: Collective, axes: Mapping[str, int], gpus_per_host: i
         return reduce_scatter_s(n * size, group, links)
     if collective.kind == "collective-permute":
         return permute_s(size, group, links)
-    # An exchange sends what a gathering does, less its own part.
+    # An all-to-all sends as much as an all-gather, less its own part.
     return all_gather_s(size, group, links)

@@ -1,13 +1,14 @@
-"""The line: one TCP connection from each process to process 0, on which all learn at once that one of them is gone.
+"""Peer monitor. Each process keeps one TCP connection to process 0 and sends a heartbeat every second; process 0 broadcasts the
+loss of any peer.
 
-Every process says each second what it is doing. Process 0 counts another as lost when its connection closes without a farewell
-or when it is silent too long, and tells all others; each prints one sentence and leaves with exits.LOST. Process 0 itself is
-missed by each of the others. A process that fails with an error says it here first, so that the others can tell a cause from
-its consequences: what a collective raises when a peer goes names no peer.
+A heartbeat carries the process's phase. Process 0 counts a peer as lost when its connection closes without a goodbye or when it
+is silent too long, and tells all others; each prints one sentence and exits with exits.LOST. The others detect the loss of
+process 0 themselves. A process that fails with an error announces it here first, so that the others can tell a cause from its
+consequences: the error that a collective raises when a peer disappears names no peer.
 
-JAX would find out too, by its own heartbeat, but it ends the process from C++ with a page of errors, and some losses only after
-a minute or never. Messages are JSON objects, a line each. The thread needs Python's lock: a C call that holds it longer than
-the silence allowed looks like a frozen process.
+JAX would notice too, by its own heartbeat, but it ends the process from C++ with a page of errors, and some losses only after a
+minute or never. Messages are JSON objects, one per line. The thread needs Python's global lock: a C call that holds it longer
+than the allowed silence looks like a frozen process.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ from jaxllm.config import ConfigError
 
 BEAT_S = 1.0
 MOST_NAMED = 16
-LONGEST_BYTES = 2**16
-"""Of a message; an error's sentence is the longest."""
+MAX_MESSAGE_BYTES = 2**16
+"""Length limit of a message; the longest is an error's sentence."""
 TOGETHER_S = 0.2
-"""A host that fails takes several processes along: those lost within this time are named in one sentence."""
+"""A failing host takes several processes with it: those lost within this time are named in one sentence."""
 GRACE_S = 2.0
-"""How long a process waits before it speaks: who got an error that a peer's loss may have caused, for word of that loss; who
-hears of another's error, for one of its own, since bad input is mostly found by all."""
+"""Wait before a process reports. One whose error may come from a lost peer waits for the notice of that loss; one that hears of
+another's error waits for its own, since most bad input is found by all."""
 LEAVE_S = 5.0
-"""How long process 0 waits for the others to leave first: with it goes JAX's coordinator, and JAX aborts who is still there."""
-CALL_S = 20.0
-"""How long a process tries to reach process 0's port, which has been open since before they met."""
+"""Time that process 0 waits for the others to exit first: it runs JAX's coordinator, without which JAX aborts the remaining
+processes."""
+CONNECT_S = 20.0
+"""Time that a process tries to reach process 0's port, which has been open since before the rendezvous."""
 
 
-CLOSED, SILENT, MISSING = "its connection closed", "nothing heard for {:.0f} s", "it never called"
+CLOSED, SILENT, MISSING = "its connection closed", "nothing heard for {:.0f} s", "it never connected"
 CAUSES = {
     CLOSED: "it was killed or crashed",
     SILENT: "it is frozen, or its host or network failed",
@@ -59,8 +61,8 @@ class Member(Protocol):
     def pid(self) -> int: ...
 
 
-class Behind(NamedTuple):
-    """A process whose work is not a step: others may wait for it."""
+class PeerStatus(NamedTuple):
+    """Phase of a process, as far as process 0 knows."""
 
     rank: int
     host: str
@@ -68,15 +70,15 @@ class Behind(NamedTuple):
 
 
 @dataclass
-class News:
-    """Why all have to leave."""
+class StopNotice:
+    """Reason why all processes have to exit."""
 
     sentence: str
     code: int
     own_error: bool = False
-    """A process said so of itself: others may be about to find the same."""
+    """A process reported its own error: others may be about to find the same."""
     stuck: bool = False
-    """Everybody's stacks are of interest."""
+    """All processes should print their stacks."""
 
     @property
     def wait_s(self) -> float:
@@ -85,23 +87,23 @@ class News:
 
 @dataclass
 class _Link:
-    """One end of a connection, and what is known of the other."""
+    """One end of a connection, and the state of the other end."""
 
     socket: socket.socket
     rank: int | None
-    """None until it has said who it is."""
+    """None until the other end has sent its rank."""
     heard_s: float
     buffer: bytes = b""
     excused: bool = False
-    """It said farewell, or that it fails: nothing more is expected of it."""
+    """The other end said goodbye or announced its failure: its silence is no loss."""
 
     def send(self, **message: Any) -> None:
-        # Closed, or so full that the other has not read for minutes: both are found on the receiving side.
+        # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; None if the other end is closed."""
+        """New messages; None if the other end is closed."""
         try:
             received = self.socket.recv(65536)
         except BlockingIOError:
@@ -111,23 +113,24 @@ class _Link:
         if not received:
             return None
         *lines, self.buffer = (self.buffer + received).split(b"\n")
-        if len(self.buffer) > LONGEST_BYTES:
-            raise ValueError("none of our messages")
+        if len(self.buffer) > MAX_MESSAGE_BYTES:
+            raise ValueError("not a peer's message")
         return [json.loads(line) for line in lines]
 
 
-class Line:
-    """One process's end of the line. It works from its making on, in a thread of its own, until `close` or the process's end.
+class PeerMonitor:
+    """Heartbeat connections of one process. A thread of its own serves them from construction until `close` or the end of the
+    process.
 
     Args:
       rank: of this process.
       members: all processes, by rank.
-      to: process 0's address, or on process 0 the listening socket, which is the line's from now on.
-      silence_s: after so many seconds without a word another process counts as lost.
-      end, say: for tests. How to end this process with a code, and how to print a sentence.
+      to: process 0's address, or on process 0 the listening socket, which the monitor then owns.
+      silence_s: silence in seconds after which a peer counts as lost.
+      end, printer: for tests. They end this process with a code, and print a sentence.
 
     Raises:
-      ConfigError: process 0 cannot be reached there.
+      ConfigError: process 0 cannot be reached at this address.
     """
 
     def __init__(
@@ -138,123 +141,124 @@ class Line:
         silence_s: float,
         *,
         end: Callable[[int], Any] = os._exit,
-        say: Callable[[str], None] | None = None,
+        printer: Callable[[str], None] | None = None,
     ):
         self.rank, self._members, self._silence_s = rank, members, silence_s
-        self._end, self._say = end, say or print_sentence
+        self._end, self._print = end, printer or print_sentence
         self._beat_s = min(BEAT_S, silence_s / 4)
         self._links: list[_Link] = []
         self._seen: dict[int, progress.Snapshot] = {}
-        """On process 0, what each of the others said last, of those that are gone too; elsewhere what this process said."""
-        self._called: set[int] = set()
-        self._door: socket.socket | None = None
+        """On process 0, the last status of each peer, lost ones included; on others, the last status that this process sent."""
+        self._connected: set[int] = set()
+        self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
-        self._news: News | None = None
-        self._heard = threading.Event()
-        self._alone = threading.Event()
-        """Set on process 0 when the last of the others has closed its connection."""
-        self._failing = self._over = False
-        self._behind: Behind | None = None
+        self._notice: StopNotice | None = None
+        self._has_notice = threading.Event()
+        self._all_left = threading.Event()
+        """Set on process 0 when the last peer has closed its connection."""
+        self._failing = self._closed_by_us = False
+        self._slowest: PeerStatus | None = None
         self._lost: dict[int, tuple[str, float]] = {}
-        """Not told yet: how, and the seconds of its silence."""
-        self._tell_at_s = 0.0
-        self._all_by_s: float | None = None
-        """On process 0, when all must have called."""
+        """Losses not reported yet: how each was detected, and the seconds of silence."""
+        self._report_at_s = 0.0
+        self._connect_by_s: float | None = None
+        """On process 0, the time by which all must have connected."""
         if isinstance(to, socket.socket):
-            self._door = to
-            self._all_by_s = time.monotonic() + CALL_S + silence_s
+            self._listener = to
+            self._connect_by_s = time.monotonic() + CONNECT_S + silence_s
             to.setblocking(False)
             self._selector.register(to, selectors.EVENT_READ, None)
         else:
-            self._add(_call(rank, to), 0)
+            self._add(_connect(rank, to), 0)
             self._links[0].send(hello=rank, host=members[rank].host, pid=members[rank].pid)
-        self._thread = threading.Thread(target=self._run, name="line", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------- for the main thread
 
-    def failed(self, sentence: str, code: int, *, perhaps_a_peer: bool = False) -> None:
-        """To be called with the error that is about to end this process with `code`, before it is printed. Where it may come of
-        a peer's loss, word of that is waited for, and if it comes this does not return: the line's thread says it and ends the
-        process. The others leave with exits.BAD_INPUT too, or else with exits.LOST.
+    def announce_failure(self, sentence: str, code: int, *, perhaps_a_peer: bool = False) -> None:
+        """Call it with the error that is about to end this process with `code`, before the error is printed. If the error may
+        come from a peer's loss, it waits for the notice of that loss; if the notice comes, this call does not return: the
+        monitor's thread prints it and ends the process. The others exit with exits.BAD_INPUT if `code` is that, otherwise with
+        exits.LOST.
         """
-        if perhaps_a_peer and self._heard.wait(GRACE_S):
+        if perhaps_a_peer and self._has_notice.wait(GRACE_S):
             self._thread.join()
         with self._lock:
             if self._failing:
                 return
             self._failing = True
             for_others = code if code == exits.BAD_INPUT else exits.LOST
-            self._announce(News(f"{self.name()} failed: {sentence}", for_others, own_error=True))
+            self._send_notice(StopNotice(f"{self.name()} failed: {sentence}", for_others, own_error=True))
 
-    def told_to_stop(self, sentence: str, code: int) -> None:
-        """To be called by a process that is about to leave at once with `code` though nothing is wrong; the others do too."""
+    def announce_stop(self, sentence: str, code: int) -> None:
+        """Call it from a process that is about to exit at once with `code` though nothing is wrong; the others do the same."""
         with self._lock:
             self._failing = True
-            self._announce(News(f"{self.name()} was {sentence}", code, own_error=True))
+            self._send_notice(StopNotice(f"{self.name()} was {sentence}", code, own_error=True))
 
-    def stuck(self, sentence: str) -> None:
-        """To be called by a watchdog that is about to end this process; the others show their stacks too, and leave."""
+    def announce_stuck(self, sentence: str) -> None:
+        """Call it from a watchdog that is about to end this process; the others print their stacks too, and exit."""
         with self._lock:
             self._failing = True
-            self._announce(News(sentence, exits.LOST, stuck=True))
+            self._send_notice(StopNotice(sentence, exits.LOST, stuck=True))
 
-    def farewell(self) -> None:
-        """This process is done: that its connection closes is no loss."""
+    def close_gracefully(self) -> None:
+        """Tells the others that this process is done, so that its closed connection does not count as a loss."""
         with self._lock:
             for link in list(self._links):
                 link.send(bye=True)
 
     def name(self, rank: int | None = None) -> str:
-        """Such as "process 3 on h3"; of this process by default."""
+        """Name such as "process 3 on h3"; of this process by default."""
         member = self._members[self.rank if rank is None else rank]
         return f"process {member.rank} on {member.host}"
 
-    def standing(self) -> str:
-        """On process 0, where all are: "step 12: processes 0, 1, 2; data after step 11: process 3 on h3". Elsewhere empty."""
-        if self._door is None:
+    def status_by_process(self) -> str:
+        """On process 0, all statuses: "step 12: processes 0, 1, 2; data after step 11: process 3 on h3". Empty elsewhere."""
+        if self._listener is None:
             return ""
-        places: dict[str, list[int]] = {}
-        for one in self._everyone():
-            places.setdefault(str(one.seen), []).append(one.rank)
-        return "; ".join(f"{place}: {self._names(ranks)}" for place, ranks in places.items())
+        ranks_at: dict[str, list[int]] = {}
+        for one in self._statuses():
+            ranks_at.setdefault(str(one.seen), []).append(one.rank)
+        return "; ".join(f"{status}: {self._names(ranks)}" for status, ranks in ranks_at.items())
 
     def leave(self, code: int) -> None:
-        """Ends this process; process 0 last, so that JAX does not abort the others in the middle of their words."""
-        if self._door is not None:
-            self._alone.wait(LEAVE_S)
+        """Ends this process; process 0 exits last, so that JAX does not abort the others while they print."""
+        if self._listener is not None:
+            self._all_left.wait(LEAVE_S)
         flush()
         self._end(code)
 
-    def behind(self) -> Behind | None:
-        """The process that has been at something else than a step for longest, as process 0 knew a second or two ago."""
-        return self._behind
+    def slowest(self) -> PeerStatus | None:
+        """The process that has been in a phase other than "step" for longest, as process 0 knew a second or two ago."""
+        return self._slowest
 
     def close(self) -> None:
-        """Hangs up without a farewell, for tests."""
-        self._over = True
+        """Closes the connections without a goodbye, for tests."""
+        self._closed_by_us = True
         self._thread.join()
         for link in list(self._links):
             self._drop(link)
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         self._selector.close()
 
     # --------------------------------------------------------------------------------------------------------- its thread
 
     def _run(self) -> None:
         next_beat_s = last_s = time.monotonic()
-        while not self._over:
+        while not self._closed_by_us:
             now = time.monotonic()
             if now >= next_beat_s:
                 self._beat()
                 next_beat_s = now + self._beat_s
-            due_s = min(next_beat_s, self._tell_at_s) if self._lost else next_beat_s
+            due_s = min(next_beat_s, self._report_at_s) if self._lost else next_beat_s
             ready = self._selector.select(max(due_s - now, 0.01))
-            # Whoever was stopped and goes on has its peers' words in the buffers, and perhaps their end behind them: all is
-            # read before it is judged. The first select after a stop returns with nothing. Its own absence they have judged by
-            # now.
+            # A process that was stopped and resumes has its peers' messages in the buffers, and perhaps their ends behind
+            # these: it reads everything before it judges. The first select after a stop returns nothing. The peers have judged
+            # its own absence by now.
             stopped = time.monotonic() - last_s > 1.5 * self._beat_s
             if stopped and not ready:
                 ready = self._selector.select(0)
@@ -262,43 +266,46 @@ class Line:
             while ready:
                 for key, _ in ready:
                     if key.data is None:
-                        self._answer()
+                        self._accept()
                     else:
                         self._read(key.data)
                 ready = self._selector.select(0) if stopped and time.monotonic() < until_s else []
             now = time.monotonic()
-            # They count from its last beat, a little before it stood still: where one is gone, that little is not asked for.
+            # The peers count from its last heartbeat, a little before it stopped: if a peer is gone, that little does not
+            # matter.
             if (still_s := now - last_s) > self._silence_s - (2 * self._beat_s if self._lost else 0):
-                sentence = f"{self.name()} stood still for {still_s:.0f} s (stopped, or frozen): the others have given it up"
-                self._learn(News(sentence, exits.LOST))
+                sentence = f"{self.name()} stood still for {still_s:.0f} s (stopped, or frozen): the others count it as lost"
+                self._receive_notice(StopNotice(sentence, exits.LOST))
             last_s = now
-            self._judge(now)
-            if self._news is not None and self._go(self._news):
+            self._check_timeouts(now)
+            if self._notice is not None and self._stop(self._notice):
                 return
 
-    def _go(self, news: News) -> bool:
-        """Says it and ends the process, unless that fails by itself. True: nothing is left to watch (where `end` returns)."""
-        until_s = time.monotonic() + news.wait_s
+    def _stop(self, notice: StopNotice) -> bool:
+        """Prints the notice and ends the process, unless the process fails by itself. Returns True when nothing is left to
+        watch (if `end` returns).
+        """
+        until_s = time.monotonic() + notice.wait_s
         while not self._failing and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.05))
         if self._failing:
-            # The main thread or the watchdog prints its own words and leaves; here only the others' leaving is watched.
-            self._see_them_off(LEAVE_S)
+            # The main thread or the watchdog prints its own message and exits; here only the others' exits are watched.
+            self._wait_for_disconnects(LEAVE_S)
             return True
-        self._say(news.sentence)
-        if news.stuck:
-            if where := self.standing():
-                self._say(where)
+        self._print(notice.sentence)
+        if notice.stuck:
+            if where := self.status_by_process():
+                self._print(where)
             progress.show_stacks()
-        if self._door is not None:
-            self._see_them_off(LEAVE_S)
+        if self._listener is not None:
+            self._wait_for_disconnects(LEAVE_S)
         flush()
-        self._end(news.code)
+        self._end(notice.code)
         return True
 
-    def _see_them_off(self, limit_s: float) -> None:
+    def _wait_for_disconnects(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
-        while self._links and not self._over and time.monotonic() < until_s:
+        while self._links and not self._closed_by_us and time.monotonic() < until_s:
             for link in [key.data for key, _ in self._selector.select(0.1) if key.data is not None]:
                 try:
                     gone = not link.socket.recv(65536)
@@ -306,36 +313,36 @@ class Line:
                     gone = not isinstance(error, BlockingIOError)
                 if gone:
                     self._drop(link)
-            # Someone who calls now finds nobody; `select` must not return at once for it.
-            if self._door is not None and self._door in self._selector.get_map():
-                self._selector.unregister(self._door)
+            # Nothing accepts new connections any more; `select` must not return at once because of one.
+            if self._listener is not None and self._listener in self._selector.get_map():
+                self._selector.unregister(self._listener)
 
     def _beat(self) -> None:
-        if self._door is None:
-            # Kept: where an error has come of process 0's loss, this process has left its step by the time that it hears of it.
+        if self._listener is None:
+            # Kept: when an error came from process 0's loss, this process has left its step by the time the loss is detected.
             self._seen[0] = seen = progress.now()
             for link in list(self._links):
                 link.send(phase=seen.phase, step=seen.step, seconds=round(seen.seconds, 1))
             return
-        others = [one for one in self._everyone() if one.seen.phase != "step"]
-        self._behind = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
-        told = None
+        others = [one for one in self._statuses() if one.seen.phase != "step"]
+        self._slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
+        status = None
         if slowest is not None:
             seen = slowest.seen
-            told = [slowest.rank, slowest.host, seen.phase, seen.step, round(seen.seconds, 1)]
+            status = [slowest.rank, slowest.host, seen.phase, seen.step, round(seen.seconds, 1)]
         for link in list(self._links):
-            link.send(behind=told)
+            link.send(slowest=status)
 
-    def _everyone(self) -> list[Behind]:
+    def _statuses(self) -> list[PeerStatus]:
         with self._lock:
             seen = dict(self._seen)
         seen[self.rank] = progress.now()
-        return [Behind(rank, self._members[rank].host, seen[rank]) for rank in sorted(seen)]
+        return [PeerStatus(rank, self._members[rank].host, seen[rank]) for rank in sorted(seen)]
 
-    def _answer(self) -> None:
-        assert self._door is not None, "called when somebody is at it"
+    def _accept(self) -> None:
+        assert self._listener is not None, "called when a connection waits"
         try:
-            connection, _ = self._door.accept()
+            connection, _ = self._listener.accept()
         except OSError:
             return
         self._add(connection, None)
@@ -348,59 +355,59 @@ class Line:
                 return
             link.heard_s = time.monotonic()
             for message in messages:
-                self._take(link, message)
+                self._handle(link, message)
         except (ValueError, LookupError, TypeError, AttributeError):
-            # Not one of ours: a port scanner, or another run.
+            # Not a jaxllm peer of this run: a port scanner, or another run.
             self._closed(link)
 
-    def _take(self, link: _Link, message: dict[str, Any]) -> None:
+    def _handle(self, link: _Link, message: dict[str, Any]) -> None:
         if link.rank is None:
             member = self._members[message["hello"]]
             if (member.host, member.pid) != (message["host"], message["pid"]):
                 raise ValueError("another run's")
             link.rank = member.rank
-            self._called.add(member.rank)
+            self._connected.add(member.rank)
         elif "phase" in message:
             with self._lock:
                 self._seen[link.rank] = progress.Snapshot(message["phase"], message["step"], message["seconds"])
-        elif "behind" in message:
-            told = message["behind"]
-            self._behind = Behind(told[0], told[1], progress.Snapshot(*told[2:])) if told else None
+        elif "slowest" in message:
+            status = message["slowest"]
+            self._slowest = PeerStatus(status[0], status[1], progress.Snapshot(*status[2:])) if status else None
         elif "bye" in message:
             link.excused = True
-        elif "news" in message:
-            news = News(**message["news"])
-            link.excused = link.excused or news.own_error or news.stuck or link.rank == 0
-            self._learn(news, but=link)
+        elif "notice" in message:
+            notice = StopNotice(**message["notice"])
+            link.excused = link.excused or notice.own_error or notice.stuck or link.rank == 0
+            self._receive_notice(notice, but=link)
 
     def _closed(self, link: _Link) -> None:
         if link.rank is not None and not link.excused:
-            self._lose(link.rank, CLOSED)
+            self._mark_lost(link.rank, CLOSED)
         self._drop(link)
 
-    def _judge(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         for link in list(self._links):
             silent_s = now - link.heard_s
             if silent_s > self._silence_s and not link.excused:
                 if link.rank is not None:
-                    self._lose(link.rank, SILENT, silent_s)
+                    self._mark_lost(link.rank, SILENT, silent_s)
                 self._drop(link)
-        if self._all_by_s is not None and now > self._all_by_s:
-            self._all_by_s = None
+        if self._connect_by_s is not None and now > self._connect_by_s:
+            self._connect_by_s = None
             for member in self._members:
-                if member.rank not in (self.rank, *self._called):
-                    self._lose(member.rank, MISSING)
-        if self._lost and now >= self._tell_at_s:
-            self._learn(News(self._loss(), exits.LOST))
+                if member.rank not in (self.rank, *self._connected):
+                    self._mark_lost(member.rank, MISSING)
+        if self._lost and now >= self._report_at_s:
+            self._receive_notice(StopNotice(self._loss_sentence(), exits.LOST))
             self._lost = {}
 
-    def _lose(self, rank: int, how: str, silent_s: float = 0.0) -> None:
+    def _mark_lost(self, rank: int, how: str, silent_s: float = 0.0) -> None:
         if not self._lost:
-            # Process 0's loss is each process's own news, and JAX aborts 0.1 s after it.
-            self._tell_at_s = time.monotonic() + (TOGETHER_S if self._door is not None else 0.0)
+            # Each process reports process 0's loss itself, and JAX aborts 0.1 s after it.
+            self._report_at_s = time.monotonic() + (TOGETHER_S if self._listener is not None else 0.0)
         self._lost.setdefault(rank, (how, silent_s))
 
-    def _loss(self) -> str:
+    def _loss_sentence(self) -> str:
         first, (how, silent_s) = next(iter(self._lost.items()))
         during = f" during {self._seen[first]}" if first in self._seen else ""
         verb = "is" if len(self._lost) == 1 else "are"
@@ -415,27 +422,27 @@ class Line:
         hosts = dict.fromkeys(self._members[rank].host for rank in ranks)
         return f"processes {_list(map(str, ranks))} on {_list(hosts)}"
 
-    def _learn(self, news: News, but: _Link | None = None) -> None:
-        """The first news counts; process 0 tells it on."""
+    def _receive_notice(self, notice: StopNotice, but: _Link | None = None) -> None:
+        """Keeps the first notice; process 0 forwards it."""
         with self._lock:
-            if self._news is not None:
+            if self._notice is not None:
                 return
-            self._news = news
-            if self._door is not None:
-                self._tell(news, but)
-        self._heard.set()
+            self._notice = notice
+            if self._listener is not None:
+                self._broadcast(notice, but)
+        self._has_notice.set()
 
-    def _announce(self, news: News) -> None:
-        if self._door is not None and self._news is None:
-            self._news = news
-            self._heard.set()
-        self._tell(news)
+    def _send_notice(self, notice: StopNotice) -> None:
+        if self._listener is not None and self._notice is None:
+            self._notice = notice
+            self._has_notice.set()
+        self._broadcast(notice)
 
-    def _tell(self, news: News, but: _Link | None = None) -> None:
-        words = {"sentence": news.sentence, "code": news.code, "own_error": news.own_error, "stuck": news.stuck}
+    def _broadcast(self, notice: StopNotice, but: _Link | None = None) -> None:
+        words = {"sentence": notice.sentence, "code": notice.code, "own_error": notice.own_error, "stuck": notice.stuck}
         for link in list(self._links):
             if link is not but:
-                link.send(news=words)
+                link.send(notice=words)
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
         connection.setblocking(False)
@@ -451,22 +458,22 @@ class Line:
         self._selector.unregister(link.socket)
         link.socket.close()
         if not self._links:
-            self._alone.set()
+            self._all_left.set()
 
 
-def _call(rank: int, address: tuple[str, int]) -> socket.socket:
-    until_s = time.monotonic() + CALL_S
+def _connect(rank: int, address: tuple[str, int]) -> socket.socket:
+    until_s = time.monotonic() + CONNECT_S
     while True:
         try:
-            return socket.create_connection(address, timeout=max(CALL_S, 1))
+            return socket.create_connection(address, timeout=max(CONNECT_S, 1))
         except OSError as error:
             if time.monotonic() > until_s:
-                # Nobody listens any more where process 0 did when they met: it has ended.
+                # Process 0's port was open when the processes met, and is closed now: process 0 has ended.
                 gone = isinstance(error, ConnectionRefusedError)
                 remedy = "open all ports between the hosts, as collectives need them too"
                 refused = ConfigError(
                     f"Process {rank} cannot reach process 0 at {address[0]}:{address[1]} ({error.strerror or error}): "
-                    f"{'see what it says itself' if gone else remedy}."
+                    f"{'look at its own output' if gone else remedy}."
                 )
                 if gone:
                     refused.exit_code = exits.LOST
@@ -480,19 +487,19 @@ def _list(words: Iterable[str]) -> str:
 
 
 def print_sentence(sentence: str) -> None:
-    """To standard error, as the command line does."""
-    # Past sys.stderr, whose lock a stuck main thread may hold. Who reads it may be gone: what follows is mostly the process's
-    # end, which must not fail of it.
+    """Prints one sentence to standard error, as the command line does."""
+    # Bypasses sys.stderr, whose lock a stuck main thread may hold. The reader may be gone: the process is mostly about to exit,
+    # and must not fail because of it.
     with suppress(OSError):
         os.write(2, f"jaxllm: {sentence}\n".encode())
 
 
 def flush() -> None:
-    """What the main thread has printed; given up after a second, as that may be stuck in the middle of printing."""
+    """Flushes the main thread's output; gives up after a second, as that thread may be stuck while printing."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
-            # Who reads it may be gone, or it was closed.
+            # The reader may be gone, or the stream closed.
             with suppress(OSError, ValueError):
                 stream.flush()
 
@@ -500,7 +507,7 @@ def flush() -> None:
     try:
         thread.start()
     except RuntimeError:
-        # From Python 3.12 on none is started at the end of the interpreter, where the main thread is here.
+        # From Python 3.12 on, no thread starts at the end of the interpreter; the main thread is here then.
         flush()
     else:
         thread.join(1)

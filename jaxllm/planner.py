@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from jaxllm.plan.confirm import Here, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.hardware import Gpu, find_gpu
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, Plan, Progress, search, why_nothing
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, Plan, Progress, SearchOptions, search, why_nothing
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,
@@ -50,12 +50,10 @@ def plan(
     *,
     compile: int = 0,
     objective: Objective = "speed",
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
     cache: Path | None = None,
     workers: int = WORKERS,
     progress: Progress | None = None,
+    **rules: Any,
 ) -> Plan:
     """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for what fits and is fastest.
 
@@ -70,12 +68,11 @@ def plan(
         that it is not confirmed.
       objective: speed: tokens/s/GPU; gpus: the fewest GPUs that anything fits on; sequence: the longest sequence of which
         anything fits; microbatch: the largest. Each then the fastest.
-      keep: what is left as the config has it: any of pipe, data, context, tensor, zero, schedule, remat,
-        microbatch_sequences.
-      across_hosts: whether context x tensor may reach beyond a host; None: where nothing fits otherwise.
-      host_bytes_per_gpu: what offloading may take of the host's memory.
       cache: a folder of compile reports, to take from and add to.
       workers: compilations at once.
+      rules: fields of SearchOptions. keep: what is left as the config has it: any of pipe, data, context, tensor, zero,
+        schedule, remat, microbatch_sequences. across_hosts: whether context x tensor may reach beyond a host; None: where
+        nothing fits otherwise. host_bytes_per_gpu: what offloading may take of the host's memory.
 
     Raises:
       ConfigError: nothing fits (with the cheapest change that would), or an argument cannot be.
@@ -90,16 +87,15 @@ def plan(
         )
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)
-    rules: dict[str, Any] = {"keep": keep, "across_hosts": across_hosts, "host_bytes_per_gpu": host_bytes_per_gpu}
-    options = {**rules, "progress": progress}
+    options = SearchOptions(**{"largest_microbatch": objective == "microbatch", **rules})
     if objective == "gpus":
-        found = smallest_cluster(config, kind, count, gpus_per_host, **options)
+        found = smallest_cluster(config, kind, count, gpus_per_host, options, progress=progress)
     elif objective == "sequence":
-        found = longest_sequence(config, kind, count, gpus_per_host, **options)
+        found = longest_sequence(config, kind, count, gpus_per_host, options, progress=progress)
     else:
-        found = search(config, kind, count, gpus_per_host, largest_microbatch=objective == "microbatch", **options)
+        found = search(config, kind, count, gpus_per_host, options, progress=progress)
     if not found.candidates and not found.interrupted:
-        raise ConfigError(why_nothing(found, **rules))
+        raise ConfigError(why_nothing(found, options))
     if compile and not found.interrupted:
         found = _confirmed(found, compile, cache, workers, progress)
         if not found.candidates and not found.interrupted:
@@ -130,6 +126,12 @@ class Request:
     cache: str | None = None
     """None: jaxllm/compile in the user's cache."""
     no_cache: bool = False
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Fields of SearchOptions."""
+        host_bytes = self.host_gib_per_gpu * 2**30
+        return {"keep": self.keep, "across_hosts": self.across_hosts, "host_bytes_per_gpu": host_bytes}
 
 
 @dataclass(frozen=True)
@@ -188,11 +190,9 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
         request.gpus_per_host,
         compile=request.compile,
         objective=request.objective,
-        keep=request.keep,
-        across_hosts=request.across_hosts,
-        host_bytes_per_gpu=request.host_gib_per_gpu * 2**30,
         cache=cache,
         progress=progress,
+        **request.rules,
     )
     if not found.candidates:
         raise KeyboardInterrupt
@@ -203,13 +203,10 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
             found.gpu,
             most,
             request.gpus_per_host,
+            SearchOptions(**request.rules, largest_microbatch=request.objective == "microbatch"),
             known=found,
             tokens=tokens,
             progress=progress,
-            keep=request.keep,
-            across_hosts=request.across_hosts,
-            host_bytes_per_gpu=request.host_gib_per_gpu * 2**30,
-            largest_microbatch=request.objective == "microbatch",
         )
     cost = None if tokens is None else cost_of(found, tokens)
     return Outcome(found, request.objective, objective_line(request.objective, config, most), cost, sweep)

@@ -1,12 +1,12 @@
-"""What a process finds out about its machine, storage and network: figures without a verdict, which is doctor.py's.
+"""Measurements of a process's machine, storage and network, without a verdict: diagnosis.py judges them.
 
-    driver, cards = gpu_cards()            before JAX starts and takes their memory
-    everyone = gather(facts(driver, cards))    of all processes, by rank
-    clock_ahead()                          how far process 0's clock is ahead of this one
-    folder(path, measures)                 shared, writable, how fast
-    collectives(mesh, axis, ...)           measured on all devices of a mesh
+    driver, cards = gpu_cards()             before JAX starts and takes their memory
+    processes = gather(facts(driver, cards))    of all processes, by rank
+    clock_ahead()                           by how much process 0's clock is ahead of this one
+    folder(path, measures)                  shared, writable, how fast
+    collectives(mesh, axis, ...)            measured on all devices of a mesh
 
-All but the first are called by every process, in the same order, and do not raise where another would wait.
+Every process calls all but the first, in the same order; they do not raise where another process would wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm import distributed, xla_flags
-from jaxllm.mesh import place_of
+from jaxllm.mesh import axis_index
 from jaxllm.plan.hardware import available_cpus
 
 PACKAGES = (
@@ -43,13 +43,13 @@ PACKAGES = (
     *(f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("plugin", "pjrt")),
     *(f"nvidia-{library}-cu{major}" for major in (12, 13) for library in ("nccl", "cudnn")),
 )
-"""Whose versions decide what a step computes; nvidia-*: where CUDA came from pip."""
+"""Packages whose versions change the results of a step; nvidia-*: if CUDA came from pip."""
 
 DISK_BYTES, DISK_LIMIT_S = 256 * 2**20, 3.0
-"""What is written to find a disk's speed, and how long at most."""
+"""Size and time limit of the file that measures a disk's speed."""
 BLOCK_BYTES = 4 * 2**20
 SEEN_LIMIT_S = 20.0
-"""How long a process looks for another's file: NFS shows it after up to some seconds."""
+"""Time that a process waits for another's file: NFS may show it after several seconds."""
 REPEATS = 7
 
 
@@ -58,12 +58,12 @@ REPEATS = 7
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU, as its driver sees it."""
+    """One GPU, as its driver reports it."""
 
     name: str
     memory_bytes: int
     used_bytes: int
-    """By whatever runs on it; before JAX has taken its share, by others."""
+    """By all programs; before JAX has taken its share, by others."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Facts:
     platform: str
     device_kind: str
     devices: int
-    """That this process drives."""
+    """Devices that this process drives."""
     device_limit_bytes: int | None
-    """Of a GPU's memory, what XLA took."""
+    """GPU memory that XLA took."""
     host_bytes: int | None
     host_available_bytes: int | None
-    """The least of what the machine and the job's own limit leave."""
+    """The minimum of what the machine and the job's own limit leave."""
     shared_memory_bytes: int | None
     """Free in /dev/shm."""
     cpus: int
@@ -97,7 +97,7 @@ class Facts:
 
 
 def facts(driver: str | None, cards: list[Card]) -> Facts:
-    """Of this process, once JAX runs; the driver's part was asked before (`gpu_cards`)."""
+    """Facts of this process, once JAX runs; the driver's part was asked before (`gpu_cards`)."""
     device = jax.local_devices()[0]
     stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
     total, available = host_memory()
@@ -122,17 +122,17 @@ def facts(driver: str | None, cards: list[Card]) -> Facts:
 
 
 def gather(here: Facts) -> list[Facts]:
-    """Of all processes, by rank; every process must call it."""
-    return [Facts.from_json(values) for values in everyones(asdict(here))]
+    """Facts of all processes, by rank; every process must call it."""
+    return [Facts.from_json(values) for values in gather_json(asdict(here))]
 
 
-def everyones(here: Any) -> list[Any]:
-    """What JSON can say, of all processes, by rank; every process must call it."""
+def gather_json(here: Any) -> list[Any]:
+    """Values of all processes, by rank, as far as JSON can express them; every process must call it."""
     return [json.loads(text) for text in json.loads(distributed.exchange(json.dumps(here), json.dumps))]
 
 
 def versions() -> dict[str, str]:
-    """Of the installed ones of PACKAGES."""
+    """Versions of the installed packages of PACKAGES."""
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -141,7 +141,7 @@ def versions() -> dict[str, str]:
 
 
 def gpu_cards() -> tuple[str | None, list[Card]]:
-    """(the driver's version, the GPUs of this machine), by nvidia-smi; (None, []) where it is not or does not answer."""
+    """(the driver's version, the GPUs of this machine), by nvidia-smi; (None, []) if it is missing or does not answer."""
     query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
@@ -151,7 +151,7 @@ def gpu_cards() -> tuple[str | None, list[Card]]:
 
 
 def parse_cards(text: str) -> tuple[str | None, list[Card]]:
-    """From lines such as `580.95.05, NVIDIA H200, 143771, 4`, sizes in MiB. What a card does not tell ([N/A]) counts as 0."""
+    """Parses lines such as `580.95.05, NVIDIA H200, 143771, 4`, sizes in MiB. A missing value ([N/A]) counts as 0."""
     driver, cards = None, []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -163,7 +163,7 @@ def parse_cards(text: str) -> tuple[str | None, list[Card]]:
 
 
 def host_memory() -> tuple[int | None, int | None]:
-    """(bytes of this machine, bytes a process may still take), the latter also by the limit of its control group."""
+    """(bytes of this machine, bytes a process may still take), the latter also limited by its control group."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
@@ -173,7 +173,7 @@ def host_memory() -> tuple[int | None, int | None]:
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        # "max": none.
+        # "max" means no limit.
         with suppress(OSError, ValueError):
             available = min(available, max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0))
     return total, available
@@ -187,11 +187,11 @@ def _free_bytes(path: Path) -> int | None:
 
 
 def clock_ahead() -> tuple[float, float]:
-    """(least, most) seconds that process 0's clock is ahead of this one's; every process must call it.
+    """(minimum, maximum) seconds by which process 0's clock is ahead of this one's; every process must call it.
 
-    Process 0 reads its clock after this process has asked and before it has the answer, so both ends are certain.
+    Process 0 reads its clock after this process has asked and before it has the answer, so both bounds are certain.
     """
-    # Who comes late would widen the bounds of all: the second round they begin together.
+    # A late process would widen the bounds of all: after this exchange all begin together.
     distributed.exchange("", lambda _: "")
     asked = time.time()
     there = float(distributed.exchange("", lambda _: repr(time.time())))
@@ -206,26 +206,27 @@ class Folder:
     """A folder as one process sees it."""
 
     error: str = ""
-    """Why this process cannot write there."""
+    """Reason why this process cannot write there."""
     sees_main: bool = True
-    """Whether what process 0 wrote is there."""
+    """Whether process 0's file is visible."""
     unseen: tuple[int, ...] = ()
     """Processes whose files process 0 did not see."""
     free_bytes: int = 0
     written_bytes: int = 0
     write_bytes_per_s: float = 0.0
-    """Until it was on the disk. 0: not measured by this process."""
+    """Until the data was on the disk. 0: not measured by this process."""
     read_bytes_per_s: float = 0.0
 
 
 def folder(path: Path, measures: bool) -> list[Folder]:
-    """Whether all processes share a folder and can write there, and how fast; of all, by rank. Every process must call it.
+    """Whether all processes share a folder and can write there, and how fast; results of all, by rank. Every process must call
+    it.
 
-    Folders that are not there are made, and taken away again; files too.
+    Missing folders are created, and removed again; files too.
 
     Args:
-      measures: whether this process finds the speed too; one for each host is enough. They do so at the same time, as when a
-        checkpoint is written.
+      measures: whether this process measures the speed too; one for each host is enough. They measure at the same time, as when
+        a checkpoint is written.
     """
     main, rank = distributed.is_main_process(), jax.process_index()
     token = distributed.broadcast(uuid.uuid4().hex)
@@ -235,21 +236,21 @@ def folder(path: Path, measures: bool) -> list[Folder]:
         error = _write(mine, b"jaxllm doctor") if main else ""
     except OSError as failure:
         error = _reason(failure)
-    # Process 0's file is there, or never will be.
+    # Process 0's file is there now, or never will be.
     stopped = distributed.broadcast(error)
     sees = stopped == "" and (main or not _missing(path, [f".doctor-{token}-0"]))
     if sees and not main:
         error = _write(mine, b"jaxllm doctor")
-    wrote = everyones(sees and not error)
+    wrote = gather_json(sees and not error)
     names = {f".doctor-{token}-{other}": other for other, there in enumerate(wrote) if there}
     unseen = sorted(names[name] for name in _missing(path, names)) if main else []
-    everyones("looked")
+    gather_json("looked")
     found = {"error": error, "sees_main": sees or stopped != "", "unseen": unseen, "free_bytes": _free_bytes(path) or 0}
     if sees and not error and measures:
         found |= _speed(mine)
     with suppress(OSError):
         mine.unlink(missing_ok=True)
-    all_found = everyones(found)
+    all_found = gather_json(found)
     for one in reversed(made):
         with suppress(OSError):
             one.rmdir()
@@ -257,14 +258,14 @@ def folder(path: Path, measures: bool) -> list[Folder]:
 
 
 def _make(path: Path) -> list[Path]:
-    """Makes a folder and those above it; returns the ones that were not there, outermost first."""
+    """Creates a folder and its parents; returns the new ones, outermost first."""
     missing = [one for one in (path, *path.parents) if not one.exists()][::-1]
     path.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 def _write(path: Path, content: bytes) -> str:
-    """The reason why it could not; '' if it could."""
+    """The reason why the write failed; '' if it succeeded."""
     try:
         path.write_bytes(content)
     except OSError as failure:
@@ -277,10 +278,10 @@ def _reason(failure: OSError) -> str:
 
 
 def _missing(path: Path, names: Iterable[str]) -> set[str]:
-    """Those of the files that do not appear in a folder in SEEN_LIMIT_S."""
+    """Those of the files that do not appear in a folder within SEEN_LIMIT_S."""
     deadline, missing = time.monotonic() + SEEN_LIMIT_S, set(names)
     while missing:
-        # Listing a folder makes NFS look again.
+        # Listing a folder makes NFS refresh it.
         with suppress(OSError):
             missing -= set(os.listdir(path))
         if not missing or time.monotonic() > deadline:
@@ -290,7 +291,7 @@ def _missing(path: Path, names: Iterable[str]) -> set[str]:
 
 
 def _speed(path: Path) -> dict[str, Any]:
-    """Bytes per second of one file that is written until it is on the disk, and read again past this machine's memory."""
+    """Bytes per second of one file, written until it is on the disk, and read again past this machine's page cache."""
     block, written = os.urandom(BLOCK_BYTES), 0
     try:
         with path.open("wb", buffering=0) as file:
@@ -323,27 +324,27 @@ class Collective:
     axis: str
     ranks: int
     size_bytes: int
-    """Of the whole, as plan/network.py counts: what an all-reduce sums, what an all-gather leaves on each rank."""
+    """Size of the full array, as plan/network.py counts: an all-reduce's sum, an all-gather's result on each rank."""
     seconds: float
     """The median of REPEATS, on the slowest process."""
     right: bool
-    """Whether every device has the numbers it should."""
+    """Whether every device has the expected numbers."""
 
 
 def collectives(mesh: Mesh, axis: str, size_bytes: int, before: Callable[[str], None]) -> Iterator[Collective]:
-    """Times all-reduce, all-gather and permute along an axis; every process must call it, and go through all of them.
+    """Times all-reduce, all-gather and permute along an axis; every process must call it, and iterate over all of them.
 
     Args:
-      size_bytes: of the whole; about so many and twice that are taken on each device.
+      size_bytes: of the full array; each device takes about this much and twice that.
       before: called with the name of each before it begins.
     """
     ranks, place = mesh.shape[axis], mesh.devices.shape
-    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(place), place_of(axis), -1)
+    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(place), axis_index(axis), -1)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
 
     def expected(values: np.ndarray) -> np.ndarray:
-        """[device, value] of what a device should hold, from [..., rank along the axis, value]."""
-        return np.moveaxis(values, -2, place_of(axis) - 1).reshape(mesh.devices.size, -1)
+        """[device, value] that a device should have, from [..., rank along the axis, value]."""
+        return np.moveaxis(values, -2, axis_index(axis) - 1).reshape(mesh.devices.size, -1)
 
     every_rank = np.repeat(numbers[..., None, :], ranks, axis=-2)
     kinds = {
@@ -355,7 +356,7 @@ def collectives(mesh: Mesh, axis: str, size_bytes: int, before: Callable[[str], 
         before(what)
         length = max(size_bytes // 4 // parts, 1)
         seconds, right = _time(mesh, function, length, values)
-        slowest, all_right = max(everyones(seconds)), all(everyones(right))
+        slowest, all_right = max(gather_json(seconds)), all(gather_json(right))
         yield Collective(what, axis, ranks, 4 * length * parts, slowest, all_right)
 
 
@@ -371,7 +372,7 @@ def _time(mesh: Mesh, function: Callable[[jax.Array], jax.Array], length: int, v
         out_shardings=sharding,
     )
     given = fill()
-    # Compiles, and NCCL finds its way.
+    # Compiles, and NCCL chooses its route.
     answer = jax.block_until_ready(run(given))
     right = True
     for shard in answer.addressable_shards:

@@ -1,12 +1,12 @@
-"""What this process is doing, for those who watch it: the watchdog, the line to the other processes, the log of stragglers.
+"""The phase, step and step times of this process. The watchdog, the peer monitor and the straggler log read them.
 
     with progress.phase("compile"): ...
     progress.at_step(12)
     progress.now()  # Snapshot(phase="step", step=12, seconds=0.3)
-    progress.last_steps()  # what the last 50 steps took
-    progress.totals()["save"]  # seconds spent saving since the process began
+    progress.last_steps()  # times of the last 50 steps
+    progress.totals()["save"]  # seconds spent saving since the process started
 
-One thread, the main one, says what it does; any thread may look. Before the first phase it is "start".
+Only the main thread sets the phase; any thread may read it. The phase before the first one is "start".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 Phase = Literal["start", "meet", "compile", "data", "step", "evaluate", "save", "finish"]
-"""meet: waits for the other processes to start, which has a time limit of its own."""
+"""meet: wait for the other processes to start, which has its own time limit."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -30,33 +30,33 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Snapshot:
     phase: str
     step: int
-    """Steps begun, over the whole run; 0 before the first."""
+    """Steps started, over the whole run; 0 before the first."""
     seconds: float
-    """How long the phase has gone on; a step that follows a step begins it anew, and so does coming back to an outer phase."""
+    """Time since the phase began. It restarts at 0 with each step, and when an inner phase ends."""
 
     def __str__(self) -> str:
-        """Such as "step 12" or "save after step 12": fits behind "during"."""
+        """Text such as "step 12" or "save after step 12", which fits after "during"."""
         if self.phase == "step":
             return f"step {self.step}" if self.step else "start"
         return f"{self.phase} after step {self.step}" if self.step else self.phase
 
 
 class StepTime(NamedTuple):
-    """What one step took this process, in seconds. Saving, evaluation and compilation between two steps are not in it."""
+    """Seconds that one step took in this process, without saving, evaluation and compilation between two steps."""
 
     step_s: float
-    """Without the wait for data."""
+    """Duration without the wait for data."""
     data_s: float
-    """Waiting for its batch."""
+    """Wait for the step's batch."""
     wait_s: float
-    """Of step_s, waiting for devices."""
+    """Part of step_s: the wait for devices."""
 
 
 KEPT_STEPS = 50
 _lock = threading.Lock()
 _phase, _step, _since_s = "start", 0, time.monotonic()
 _spent_s = {"step": 0.0, "data": 0.0, "wait": 0.0}
-"""Since the last at_step. The batch of a step is waited for before it begins."""
+"""Since the last at_step. A step waits for its batch before it starts."""
 _total_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 _data_s = 0.0
 _in_a_row = 0
@@ -65,13 +65,13 @@ _steps: deque[StepTime] = deque(maxlen=KEPT_STEPS)
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """What is done within; nests, and at the end the outer phase goes on, its seconds from 0.
+    """Sets the phase inside the block. Phases nest: when the block ends, the outer phase resumes, with its seconds from 0.
 
     Raises:
-      ValueError: `name` is none of PHASES.
+      ValueError: `name` is not in PHASES.
     """
     if name not in PHASES:
-        raise ValueError(f"{name!r} is none of the phases {', '.join(PHASES)}")
+        raise ValueError(f"{name!r} is not one of the phases {', '.join(PHASES)}")
     outer = _enter(name)
     try:
         yield
@@ -81,7 +81,7 @@ def phase(name: Phase) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Round what waits for the devices within a step."""
+    """Counts the time inside the block as waiting for devices."""
     began_s = time.monotonic()
     try:
         yield
@@ -91,7 +91,7 @@ def waiting() -> Iterator[None]:
 
 
 def at_step(step: int) -> None:
-    """A step begins: `step` were begun, this one included, in this phase or in the one that goes on round it."""
+    """Marks the start of a step. `step` is the number of started steps, this one included. The phase does not change."""
     global _step, _data_s, _in_a_row
     with _lock:
         _pass()
@@ -105,7 +105,7 @@ def at_step(step: int) -> None:
 
 
 def forget_steps() -> None:
-    """The steps that follow are of another kind: those before say nothing of how long they take."""
+    """Clears the step times: the next steps are of another kind, and earlier ones do not tell how long they take."""
     global _in_a_row
     with _lock:
         _in_a_row = 0
@@ -118,28 +118,30 @@ def now() -> Snapshot:
 
 
 def last_steps() -> list[StepTime]:
-    """The last KEPT_STEPS steps that have ended, oldest first; without the first of a start, which is no usual one."""
+    """Times of the last KEPT_STEPS finished steps, oldest first, without the first step after a start, which is not typical."""
     with _lock:
         return list(_steps)
 
 
 def totals() -> dict[str, float]:
-    """Seconds that this process has spent in each phase, the present one up to now; of a phase within another, the inner."""
+    """Seconds that this process has spent in each phase, the current one up to now. Time in a nested phase counts for the inner
+    one.
+    """
     with _lock:
-        # Not _pass: how long the phase has gone on is the watchdog's.
+        # Not _pass: that would reset the phase's seconds, which the watchdog reads.
         found = dict(_total_s)
         found[_phase] += time.monotonic() - _since_s
         return found
 
 
 def show_stacks() -> None:
-    """What each Python thread is doing, on the process's own standard error: notebooks and tests put another in its place."""
+    """Prints the stacks of all Python threads to the process's own standard error: notebooks and tests replace sys.stderr."""
     if sys.__stderr__ is not None:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
 
 def _enter(name: str) -> str:
-    """Returns the phase before."""
+    """Enters a phase and returns the previous one."""
     global _phase
     with _lock:
         _pass()
@@ -148,7 +150,7 @@ def _enter(name: str) -> str:
 
 
 def _pass() -> None:
-    """Books the time since the last change."""
+    """Adds the time since the last change to the current phase."""
     global _since_s
     now_s = time.monotonic()
     if _phase in _spent_s:

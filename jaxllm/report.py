@@ -34,7 +34,7 @@ from jaxllm.html_tables import preformatted
 from jaxllm.mesh import CONTEXT, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block
-from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.residuals import keep
 from jaxllm.parallel.stacking import stacking_of
 from jaxllm.parallel.zigzag import table_text

@@ -1,14 +1,15 @@
-"""The roll call: all processes of a run meet at process 0 before JAX starts, and learn in one sentence what keeps them apart.
+"""Rendezvous: all processes of a run meet at process 0 before JAX starts. If something keeps them apart, all report it in one
+sentence.
 
-JAX at this place aborts, hangs or crashes: at a missing process from C++ after minutes, at a port that is taken with a
-segmentation fault, and two runs on one port it mixes up. So process 0 first listens on the coordinator's port itself. Each of
-the others says what it is and stays connected; once all are there and fit together, process 0 asks them whether they still
-listen, frees the port for JAX, and lets them go on. Whatever is wrong is known to all that came, and all say the same.
+JAX itself aborts, hangs or crashes at this point: it aborts from C++ minutes after a process is missing, segfaults if its port
+is taken, and mixes up two runs on one port. So process 0 first listens on the coordinator's port itself. Each other process
+sends its description and stays connected. Once all have arrived and fit together, process 0 asks whether they still listen,
+frees the port for JAX and releases them. Every process that came learns of any problem and reports the same sentence.
 
-    process 0      host(open_port(launch, call), call, launch, line_port)  -> Answer
-    the others     attend(call, launch)                                    -> Answer
+    process 0      serve(open_port(launch, info), info, launch, monitor_port)  -> Answer
+    the others     join(info, launch)                                          -> Answer
 
-A message is one line: MAGIC and a JSON object. Only the standard library here, and no JAX.
+A message is one line: MAGIC and a JSON object. This module uses the standard library only, no JAX.
 """
 
 from __future__ import annotations
@@ -24,63 +25,63 @@ from typing import Any
 
 from jaxllm.config_errors import ConfigError
 from jaxllm.launchers import COORDINATOR, Launch, is_loopback
-from jaxllm.roll_verdicts import Call, is_here, missing, shares, stranger, unfit
+from jaxllm.roll_verdicts import ProcessInfo, assign_gpus, is_local, missing, why_incompatible, why_rejected
 
 MAGIC = "jaxllm roll call "
-LONGEST_CALL, LONGEST_ANSWER = 2**16, 2**24
-"""Bytes of a line. An answer names all processes."""
+MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
+"""Length limits of a message. An answer names all processes."""
 GRACE_S = 10.0
-"""How much longer than its own limit process 0 may take to say what it found; and how long it waits for a process that came to
-say that it is still there."""
+"""Extra time that process 0 may take beyond its own limit to send its verdict; also its wait for a process to confirm that it
+is still there."""
 SEND_S = 10.0
-ASK_S = 2.0
+PROBE_S = 2.0
 TRY_S = 5.0
-"""For one attempt to connect: a host that starts up in the meantime takes no notice of earlier ones for long."""
-FIRST_WORD_S = 15.0
-"""For process 0's first word to one that comes. Who holds its port otherwise, such as a run before this one that is about to
-end, may take a connection and say nothing."""
+"""Limit of one connection attempt: a host that boots meanwhile does not see earlier attempts for a long time."""
+FIRST_REPLY_S = 15.0
+"""Limit for process 0's first reply. Another holder of its port, such as an earlier run about to end, may accept a connection
+and send nothing."""
 SLOWEST_RETRY_S = 1.0
 
 
-class Missing(ConfigError):
-    """The processes did not meet in time: starting again may help where nothing else has to change."""
+class RendezvousError(ConfigError):
+    """The processes did not meet in time. A restart may help without any other change."""
 
 
-class _NotYet(Exception):
-    """Whoever answered at process 0's port is not process 0, or hung up. Perhaps it soon will be."""
+class _NotReady(Exception):
+    """The listener at process 0's port is not process 0, or closed the connection. Process 0 may come later."""
 
 
-class _AnotherLaunch(_NotYet):
-    """It is process 0 of another run."""
+class _AnotherLaunch(_NotReady):
+    """The listener is process 0 of another run."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What all know once all are there."""
+    """Result of the rendezvous for one process."""
 
     members: list[tuple[str, int]]
-    """(host, process id of the system) by rank."""
-    line_port: int
-    """Where process 0's line listens."""
+    """(host, process ID of the system) by rank."""
+    monitor_port: int
+    """Port on which process 0's peer monitor listens."""
     devices: list[int] | None
-    """Which of the GPUs that this process sees it shall drive; None: all."""
+    """Indices of the visible GPUs that this process shall drive; None: all."""
     address: str = ""
-    """Process 0's, as this process has reached it. Not sent."""
+    """Process 0's address, as this process reached it. Not sent."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- process 0
 
 
 def listen(port: int) -> socket.socket:
-    """Opens a port on all addresses of this host; 0: any that is free. Unlike JAX's, it cannot be opened twice.
+    """Opens a port on all addresses of this host; 0 takes any free port. Unlike JAX's, it cannot be opened twice.
 
     Raises:
-      OSError: it is taken, or not allowed.
+      OSError: the port is taken, or not allowed.
     """
     dual = socket.has_dualstack_ipv6()
     listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
     try:
-        # Closed connections of an earlier run may linger there; whoever listens is found all the same.
+        # Closed connections of an earlier run may linger there; a live listener is detected all the same.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if dual:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -92,19 +93,19 @@ def listen(port: int) -> socket.socket:
     return listener
 
 
-def open_port(launch: Launch, own: Call, patience_s: float = 0.0) -> socket.socket:
-    """Process 0's port.
+def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> socket.socket:
+    """Opens process 0's port.
 
     Args:
-      patience_s: how long to wait for one that is taken: after a restart whoever held it may be about to go.
+      patience_s: time to wait for a taken port: after a restart its holder may be about to exit.
 
     Raises:
-      Missing: it is still taken after patience_s.
-      ConfigError: it is taken, by whom as far as that answers, and nobody waits; or it cannot be opened.
+      RendezvousError: the port is still taken after patience_s.
+      ConfigError: the port is taken and there is no wait (the message names the holder if it answers), or it cannot be opened.
     """
-    if not is_here(launch.host):
-        # Process 0 may have been started here and at its own place: then each should know of the other.
-        _ask(launch.host, launch, own)
+    if not is_local(launch.host):
+        # Process 0 may have been started here and on its own host: each should then learn of the other.
+        _probe(launch.host, launch, own)
     until_s = time.monotonic() + patience_s
     while True:
         try:
@@ -117,87 +118,89 @@ def open_port(launch: Launch, own: Call, patience_s: float = 0.0) -> socket.sock
                 time.sleep(0.5)
                 continue
             else:
-                kind = Missing if patience_s else ConfigError
-                why = f"is taken on this host{_ask('127.0.0.1', launch, own)}"
+                kind = RendezvousError if patience_s else ConfigError
+                why = f"is taken on this host{_probe('127.0.0.1', launch, own)}"
             raise kind(
                 f"Port {launch.port} of {launch.port_from} {why}: choose another for all, with {COORDINATOR}=host:port."
             ) from None
 
 
-def host(listener: socket.socket, own: Call, launch: Launch, line_port: int) -> Answer:
-    """Calls the roll on process 0; returns once all are there and were let go. `listener` is closed in any case.
+def serve(listener: socket.socket, own: ProcessInfo, launch: Launch, monitor_port: int) -> Answer:
+    """Runs the rendezvous on process 0; returns once all have arrived and are released. Closes `listener` in any case.
 
     Args:
-      launch: names for people, and the time limit.
-      line_port: for all to know.
+      launch: names for messages, and the time limit.
+      monitor_port: sent to all.
 
     Raises:
-      Missing: not all came within the limit, or one that came is gone or does not answer.
-      ConfigError: what they say does not fit together. Those that came raise the same.
+      RendezvousError: not all came within the limit, or a process that came disconnected or does not answer.
+      ConfigError: the processes do not fit together. All that came raise the same error.
     """
-    roll = _Roll(listener, own, launch)
+    rendezvous = _Rendezvous(listener, own, launch)
     try:
-        roll.gather()
-        calls = [roll.calls[rank] for rank in range(own.count)]
-        if sentence := unfit(calls):
+        rendezvous.await_all()
+        infos = [rendezvous.infos[rank] for rank in range(own.count)]
+        if sentence := why_incompatible(infos):
             raise ConfigError(sentence)
-        devices = shares(calls)
-        members = [(call.host, call.pid) for call in calls]
-        # All but the devices is the same for all, and long where there are many.
-        same = json.dumps({"members": members, "line_port": line_port})
-        for rank, guest in roll.guests.items():
-            guest.send(f'{{"devices": {json.dumps(devices[rank])}, "all": {same}}}')
-        roll.hear_again()
-        # Only now: who came too early to JAX's port would wait a second for its next try.
+        devices = assign_gpus(infos)
+        members = [(info.host, info.pid) for info in infos]
+        # Everything but the devices is the same for all, and long for many processes.
+        same = json.dumps({"members": members, "monitor_port": monitor_port})
+        for rank, connection in rendezvous.connections.items():
+            connection.send(f'{{"devices": {json.dumps(devices[rank])}, "all": {same}}}')
+        rendezvous.await_ready()
+        # Only now: a process that tries JAX's port too early waits a second for its next try.
         listener.close()
-        for guest in roll.guests.values():
-            guest.send('{"start": true}')
-        return Answer(members, line_port, devices[0])
+        for connection in rendezvous.connections.values():
+            connection.send('{"start": true}')
+        return Answer(members, monitor_port, devices[0])
     except ConfigError as error:
-        roll.refuse(str(error), isinstance(error, Missing))
+        rendezvous.refuse(str(error), isinstance(error, RendezvousError))
         raise
     finally:
-        roll.close()
+        rendezvous.close()
         listener.close()
 
 
-class _Roll:
-    """Who came to process 0."""
+class _Rendezvous:
+    """Processes that have arrived at process 0."""
 
-    def __init__(self, listener: socket.socket, own: Call, launch: Launch):
+    def __init__(self, listener: socket.socket, own: ProcessInfo, launch: Launch):
         self.own, self.launch, self.listener = own, launch, listener
-        self.calls: dict[int, Call] = {own.rank: own}
-        """By rank; of those that hung up too."""
-        self.guests: dict[int, _Guest] = {}
-        """Those that are there, without process 0."""
+        self.infos: dict[int, ProcessInfo] = {own.rank: own}
+        """By rank, disconnected processes included."""
+        self.connections: dict[int, _Connection] = {}
+        """By rank, connected processes without process 0."""
         self.until_s = time.monotonic() + launch.start_timeout_s
         self.selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, None)
 
-    def gather(self) -> None:
-        while len(self.guests) < self.own.count - 1:
+    def await_all(self) -> None:
+        while len(self.connections) < self.own.count - 1:
             left_s = self.until_s - time.monotonic()
             if left_s <= 0:
-                raise Missing(missing(self.launch, self.calls, {0, *self.guests}))
+                raise RendezvousError(missing(self.launch, self.infos, {0, *self.connections}))
             self._look(min(left_s, 1.0))
 
-    def hear_again(self) -> None:
-        """Waits until each has said that it is still there."""
+    def await_ready(self) -> None:
+        """Waits until each process has confirmed that it is still there."""
         until_s = time.monotonic() + GRACE_S
-        while silent := [rank for rank in range(1, self.own.count) if rank not in self.guests or not self.guests[rank].ready]:
-            gone = [rank for rank in silent if rank not in self.guests]
+        while silent := [
+            rank for rank in range(1, self.own.count) if rank not in self.connections or not self.connections[rank].ready
+        ]:
+            gone = [rank for rank in silent if rank not in self.connections]
             if gone or time.monotonic() >= until_s:
                 who, what = (gone[0], "was gone") if gone else (silent[0], f"did not answer for {GRACE_S:.0f} s")
-                raise Missing(
-                    f"{self.calls[who].title} came to the start, but {what} when all were there: look for the cause in "
-                    f"its own output, and start all again."
+                raise RendezvousError(
+                    f"{self.infos[who].title} joined, but {what} when all were there: look for the cause in "
+                    f"its own output, and restart all processes."
                 )
             self._look(0.2)
 
     def refuse(self, sentence: str, missing: bool) -> None:
-        for guest in self.guests.values():
-            guest.send(json.dumps({"refused": sentence, "missing": missing}))
+        for connection in self.connections.values():
+            connection.send(json.dumps({"refused": sentence, "missing": missing}))
 
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):
@@ -215,66 +218,66 @@ class _Roll:
             except OSError:
                 continue
             connection.setblocking(False)
-            self.selector.register(connection, selectors.EVENT_READ, _Guest(connection))
+            self.selector.register(connection, selectors.EVENT_READ, _Connection(connection))
 
-    def _read(self, guest: _Guest) -> None:
-        messages = guest.receive()
+    def _read(self, connection: _Connection) -> None:
+        messages = connection.receive()
         for message in messages or ():
-            if guest.call is not None:
-                guest.ready = True
-            elif (call := _call_of(message)) is None or not self._welcome(guest, call):
+            if connection.info is not None:
+                connection.ready = True
+            elif (info := _parse_process_info(message)) is None or not self._admit(connection, info):
                 messages = None
                 break
         if messages is None:
-            self._drop(guest)
+            self._drop(connection)
 
-    def _welcome(self, guest: _Guest, call: Call) -> bool:
-        """False: it is none of this launch's, and has to go."""
-        if None not in (call.launch_id, self.own.launch_id) and call.launch_id != self.own.launch_id:
-            guest.send(json.dumps({"other": f"process 0 of another launch, {self.own.launch_id}, is there"}))
+    def _admit(self, connection: _Connection, info: ProcessInfo) -> bool:
+        """Registers a process. False if it belongs to another launch and has to be dropped."""
+        if None not in (info.launch_id, self.own.launch_id) and info.launch_id != self.own.launch_id:
+            connection.send(json.dumps({"other": f"process 0 of another launch, {self.own.launch_id}, is there"}))
             return False
-        before = self.guests.get(call.rank)
+        before = self.connections.get(info.rank)
         if before is not None and before.hung_up():
-            # It was started again.
+            # The process was restarted.
             self._drop(before)
             before = None
-        twin = self.calls[call.rank] if before is not None or call.rank == 0 else None
-        if sentence := stranger(call, self.own, self.launch, twin):
-            guest.send(json.dumps({"refused": sentence, "missing": False}))
+        twin = self.infos[info.rank] if before is not None or info.rank == 0 else None
+        if sentence := why_rejected(info, self.own, self.launch, twin):
+            connection.send(json.dumps({"refused": sentence, "missing": False}))
             raise ConfigError(sentence)
-        guest.call, self.calls[call.rank], self.guests[call.rank] = call, call, guest
-        guest.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
+        connection.info, self.infos[info.rank], self.connections[info.rank] = info, info, connection
+        connection.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
         return True
 
-    def _drop(self, guest: _Guest) -> None:
-        if guest.socket.fileno() < 0:
-            # Dropped for its successor, while its own end was still to be read.
+    def _drop(self, connection: _Connection) -> None:
+        if connection.socket.fileno() < 0:
+            # Dropped for its successor before its own end was read.
             return
-        if guest.call is not None and self.guests.get(guest.call.rank) is guest:
-            del self.guests[guest.call.rank]
-        self.selector.unregister(guest.socket)
-        guest.socket.close()
+        if connection.info is not None and self.connections.get(connection.info.rank) is connection:
+            del self.connections[connection.info.rank]
+        self.selector.unregister(connection.socket)
+        connection.socket.close()
 
 
-class _Guest:
+class _Connection:
     """A connection to process 0."""
 
     def __init__(self, connection: socket.socket):
         self.socket, self.buffer = connection, b""
-        self.call: Call | None = None
+        self.info: ProcessInfo | None = None
         self.ready = False
-        """It has said that it is still there."""
+        """The process has confirmed that it is still there."""
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What came since; None: it hung up, or is none of ours."""
+        """New messages; None if the other end closed, or does not speak this protocol."""
         try:
-            received = self.socket.recv(LONGEST_CALL)
+            received = self.socket.recv(MAX_INFO_BYTES)
         except BlockingIOError:
             return []
         except OSError:
             return None
         *lines, self.buffer = (self.buffer + received).split(b"\n")
-        if not received or len(self.buffer) > LONGEST_CALL:
+        if not received or len(self.buffer) > MAX_INFO_BYTES:
             return None
         try:
             return [_parsed(line) for line in lines]
@@ -295,34 +298,35 @@ class _Guest:
             self.socket.sendall(f"{MAGIC}{text}\n".encode())
             self.socket.setblocking(False)
         except OSError:
-            # It is gone or frozen: found where it should say something.
+            # The process is gone or frozen: detected when its next message does not come.
             pass
 
 
 # ---------------------------------------------------------------------------------------------------------------- the others
 
 
-def attend(own: Call, launch: Launch) -> Answer:
-    """Comes to the roll call; returns once process 0 lets all go. Tries again until the time limit while nobody, or somebody
-    else, answers there.
+def join(own: ProcessInfo, launch: Launch) -> Answer:
+    """Takes part in the rendezvous; returns once process 0 releases all. Retries until the time limit while nothing, or
+    something else, answers at the address.
 
     Raises:
-      Missing: process 0 was not reached within the limit, or did not say in time that all are there, or who is not.
-      ConfigError: what the processes say does not fit together.
+      RendezvousError: process 0 was not reached within the limit, did not report in time that all have arrived, or reported
+        which have not.
+      ConfigError: the processes do not fit together.
     """
     until_s, pause_s, why = time.monotonic() + launch.start_timeout_s, 0.1, ""
     while True:
         try:
             with connect(launch.host, launch.port, TRY_S) as connection:
-                return _converse(connection, own, until_s)
+                return _exchange(connection, own, until_s)
         except OSError as error:
             why = error.strerror or str(error)
-        except _NotYet as reason:
+        except _NotReady as reason:
             why = str(reason)
         if time.monotonic() + pause_s >= until_s:
-            # Where it runs on another host, each has looked for it at home.
+            # If process 0 runs on another host, each process has looked for it at home.
             hint = f"; {launch.host} is {own.host} itself" if is_loopback(launch.host) else ""
-            raise Missing(
+            raise RendezvousError(
                 f"Process {own.rank} cannot reach process 0 at {launch.address} after {launch.start_timeout_s} s "
                 f"({why}{hint}): start it there, or correct {COORDINATOR}."
             )
@@ -332,20 +336,20 @@ def attend(own: Call, launch: Launch) -> Answer:
 
 
 def connect(host: str, port: int, limit_s: float) -> socket.socket:
-    """OSError: nobody listens there, or cannot be reached in time."""
+    """Raises OSError if nothing listens there, or the host cannot be reached in time."""
     connection = socket.create_connection((host, port), timeout=limit_s)
     if connection.getsockname() == connection.getpeername():
-        # Where nobody listens on a port of this host from which Linux also takes those of outgoing connections, one in some ten
-        # thousand tries gets this very port, and is connected to itself.
+        # If nothing listens on a port of this host that lies in Linux's range for outgoing connections, about one try in ten
+        # thousand gets this very port and connects to itself.
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     return connection
 
 
-def _converse(connection: socket.socket, own: Call, until_s: float) -> Answer:
+def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> Answer:
     connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
     answer, buffer = None, bytearray()
-    message = _next(connection, buffer, min(until_s, time.monotonic() + FIRST_WORD_S))
+    message = _next(connection, buffer, min(until_s, time.monotonic() + FIRST_REPLY_S))
     while True:
         if "wait_s" in message:
             # Process 0 may have been started later, and then waits longer.
@@ -353,12 +357,12 @@ def _converse(connection: socket.socket, own: Call, until_s: float) -> Answer:
         elif "other" in message:
             raise _AnotherLaunch(message["other"])
         elif "refused" in message:
-            raise (Missing if message.get("missing") else ConfigError)(message["refused"])
+            raise (RendezvousError if message.get("missing") else ConfigError)(message["refused"])
         elif "all" in message:
             same = message["all"]
             members = [(name, pid) for name, pid in same["members"]]
             address = connection.getpeername()[0]
-            answer = Answer(members, same["line_port"], message["devices"], address)
+            answer = Answer(members, same["monitor_port"], message["devices"], address)
             connection.sendall(f'{MAGIC}{{"ready": true}}\n'.encode())
         elif "start" in message and answer is not None:
             return answer
@@ -366,44 +370,45 @@ def _converse(connection: socket.socket, own: Call, until_s: float) -> Answer:
 
 
 def _next(connection: socket.socket, buffer: bytearray, until_s: float) -> dict[str, Any]:
-    """The next message; OSError or _NotYet: there is none."""
+    """The next message; raises OSError or _NotReady if there is none."""
     while b"\n" not in buffer:
         connection.settimeout(max(until_s - time.monotonic(), 0.1))
         try:
             received = connection.recv(65536)
         except TimeoutError:
-            raise _NotYet("it does not answer") from None
+            raise _NotReady("it does not answer") from None
         if not received:
-            raise _NotYet("it hung up")
+            raise _NotReady("it closed the connection")
         buffer += received
-        if len(buffer) > LONGEST_ANSWER or not buffer.startswith(MAGIC.encode()[: len(buffer)]):
-            raise _NotYet("something else answers there")
+        if len(buffer) > MAX_ANSWER_BYTES or not buffer.startswith(MAGIC.encode()[: len(buffer)]):
+            raise _NotReady("something else answers there")
     line, _, rest = bytes(buffer).partition(b"\n")
     buffer[:] = rest
     try:
         return _parsed(line)
     except ValueError:
-        raise _NotYet("something else answers there") from None
+        raise _NotReady("something else answers there") from None
 
 
-def _ask(address: str, launch: Launch, own: Call) -> str:
-    """Who answers at process 0's port, in brackets, to one that is process 0 too; empty: nobody of ours.
+def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:
+    """Description of the listener at process 0's port, in parentheses, for a process that also has rank 0; empty if it is not a
+    jaxllm process.
 
     Raises:
-      ConfigError: another process 0 of this very launch. It raises the same.
+      ConfigError: it is another process 0 of this same launch. It raises the same error.
     """
     try:
-        with connect(address, launch.port, ASK_S) as connection:
-            _converse(connection, own, time.monotonic() + ASK_S)
+        with connect(address, launch.port, PROBE_S) as connection:
+            _exchange(connection, own, time.monotonic() + PROBE_S)
     except _AnotherLaunch as reason:
         return f" ({reason})"
-    except (OSError, _NotYet):
+    except (OSError, _NotReady):
         pass
     return ""
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """ValueError: it is no message of ours."""
+    """Raises ValueError for anything but a message of this protocol."""
     text = line.decode()
     if not text.startswith(MAGIC):
         raise ValueError(text)
@@ -413,9 +418,9 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return message
 
 
-def _call_of(message: dict[str, Any]) -> Call | None:
-    """A call, also that of another version of jaxllm: versions are compared first. None: it is none."""
+def _parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:
+    """The description in a message, also of another version of jaxllm: versions are compared first. None if there is none."""
     try:
-        return Call(**{field.name: message[field.name] for field in fields(Call) if field.name in message})
+        return ProcessInfo(**{field.name: message[field.name] for field in fields(ProcessInfo) if field.name in message})
     except TypeError:
         return None

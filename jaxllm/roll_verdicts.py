@@ -1,9 +1,10 @@
-"""What processes say of themselves when they meet, and why they may not fit together: one sentence for all of them.
+"""Checks of the rendezvous: whether processes fit together. Each check returns one sentence for all of them, empty if all is
+well.
 
-stranger(call, first, ...)   known as soon as one comes: another version, a rank twice, other flags
-unfit(calls)                 known once all are there: GPUs that are missing or claimed twice, a host nobody can reach
-missing(launch, calls, ...)  at the end of the time limit
-shares(calls)                which GPUs each drives
+why_rejected(info, first, ...)  on arrival of one process: another version, a duplicate rank, other flags
+why_incompatible(infos)         once all have arrived: missing or doubly claimed GPUs, an unreachable host
+missing(launch, infos, ...)     at the time limit
+assign_gpus(infos)              GPUs for each process
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from dataclasses import dataclass
 from jaxllm.launchers import START_TIMEOUT_S, Launch, is_loopback
 
 MOST_NAMED = 8
-"""Hosts or spans of processes in one sentence."""
+"""Maximum number of hosts or rank ranges in one sentence."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a process says of itself."""
+class ProcessInfo:
+    """Description that a process sends of itself."""
 
     rank: int
     count: int
-    """How many processes it was told of."""
+    """World size that its launcher gave it."""
     host: str
     machine: str
-    """The same for two processes on one host, and for no two on different hosts: hosts may share a name."""
+    """Identity of the host. Different hosts may share a name."""
     pid: int
     versions: dict[str, str]
-    """By package, for people."""
+    """Version of each package, for messages."""
     flags: list[str]
-    """Of XLA, as far as they change what is compiled."""
+    """XLA flags that change the compiled program."""
     launch_id: str | None = None
     attempt: int = 0
     cpu: bool = False
-    """It was told to run on the CPU."""
+    """The run asks for the CPU."""
     gpus: list[str] | None = None
-    """Their UUIDs in CUDA's order, as this process sees them; None: the driver could not be asked."""
+    """UUIDs of the GPUs that this process sees, in CUDA's order; None: the driver could not be asked."""
     gpus_asked: int | None = None
-    """How many the launcher gave to this run on this host; None where it does not say."""
+    """GPUs that the launcher gave to this run on this host; None where it does not tell."""
     host_address: str = ""
-    """What the host's own name means on that host; empty: nothing."""
+    """Address of the host's own name, resolved on that host; empty if it does not resolve."""
 
     def __str__(self) -> str:
         return f"process {self.rank} on {self.host}"
@@ -53,99 +54,98 @@ class Call:
         return f"Process {self.rank} on {self.host}"
 
 
-def stranger(call: Call, first: Call, launch: Launch, twin: Call | None) -> str:
-    """Why a process that comes cannot be one of process 0's; empty: it can.
+def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:
+    """Why a process cannot join process 0's run; empty if it can.
 
     Args:
       first: process 0.
-      twin: who came before with the same rank and is still there.
+      duplicate: the process that came earlier with the same rank and is still connected.
     """
-    different = [name for name in first.versions if call.versions.get(name) != first.versions[name]]
+    different = [name for name in first.versions if info.versions.get(name) != first.versions[name]]
     if different:
-        have = " and ".join(f"{name} {call.versions.get(name, 'of another kind')}" for name in different)
+        have = " and ".join(f"{name} {info.versions.get(name, 'of another kind')}" for name in different)
         has = " and ".join(first.versions[name] for name in different)
-        return f"{call.title} has {have}, {first} {has}: install the same on all hosts, and start all processes from there."
-    if call.count != first.count:
+        return f"{info.title} has {have}, {first} {has}: install the same on all hosts, and start all processes from there."
+    if info.count != first.count:
         return (
-            f"{call.title} was told of {call.count} processes, {first} of {first.count}: give all the "
-            f"same {launch.count_from}, or another run another port."
+            f"{info.title} was started as one of {info.count} processes, {first} as one of {first.count}: give all the "
+            f"same {launch.count_from}, or give another run another port."
         )
-    if twin is not None:
+    if duplicate is not None:
         return (
-            f"Process {call.rank} was started twice, with process id {twin.pid} on {twin.host} and {call.pid} on {call.host}: "
-            f"give each process a {launch.id_from} of its own."
+            f"Process {info.rank} was started twice, with process id {duplicate.pid} on {duplicate.host} and {info.pid} on "
+            f"{info.host}: give each process its own {launch.id_from}."
         )
-    if sorted(call.flags) != sorted(first.flags):
-        ours, theirs = set(first.flags), set(call.flags)
-        only = [f"{flag} only for {call.rank}" for flag in theirs - ours] + [f"{flag} only for 0" for flag in ours - theirs]
+    if sorted(info.flags) != sorted(first.flags):
+        ours, theirs = set(first.flags), set(info.flags)
+        only = [f"{flag} only for {info.rank}" for flag in theirs - ours] + [f"{flag} only for 0" for flag in ours - theirs]
         return (
-            f"{call.title} has other XLA_FLAGS than {first} ({_some(sorted(only)) or 'some are given twice'}): export the same "
+            f"{info.title} has other XLA_FLAGS than {first} ({_some(sorted(only)) or 'some are given twice'}): export the same "
             f"on all hosts."
         )
     return ""
 
 
-def unfit(calls: Sequence[Call]) -> str:
-    """Why processes that are all there cannot work together; empty: they can.
+def why_incompatible(infos: Sequence[ProcessInfo]) -> str:
+    """Why processes that have all arrived cannot work together; empty if they can.
 
     Args:
-      calls: by rank.
+      infos: by rank.
     """
-    hosts, first = by_host(calls), calls[0]
-    other = next((call for call in calls if call.cpu is not first.cpu), None)
+    hosts, first = group_by_host(infos), infos[0]
+    other = next((info for info in infos if info.cpu is not first.cpu), None)
     if other is not None:
         on_cpu, on_gpu = (first, other) if first.cpu else (other, first)
-        return f"{on_cpu.title} is to run on the CPU, but not {on_gpu}: give all the same run.cpu_devices and JAX_PLATFORMS."
-    if not first.cpu and any(call.gpus is None for call in calls):
+        return f"{on_cpu.title} runs on the CPU, but not {on_gpu}: give all the same run.cpu_devices and JAX_PLATFORMS."
+    if not first.cpu and any(info.gpus is None for info in infos):
         return ""
     if not first.cpu:
-        sentences = itertools.chain(map(_too_few, hosts), map(_cannot_share, hosts), [_uneven(calls)])
+        sentences = itertools.chain(map(_host_with_too_few, hosts), map(_cannot_share, hosts), [_uneven(infos)])
         if sentence := next(filter(None, sentences), ""):
             return sentence
-    # Without a driver on any of them, JAX takes the CPU too.
+    # If no host has a driver, JAX uses the CPU too.
     on_cpus = first.cpu or not first.gpus
-    return _unreachable(calls) if on_cpus and len(hosts) > 1 else ""
+    return _unreachable(infos) if on_cpus and len(hosts) > 1 else ""
 
 
-def shares(calls: Sequence[Call]) -> list[list[int] | None]:
-    """Which of the GPUs it sees each process shall drive, by rank; None: all.
+def assign_gpus(infos: Sequence[ProcessInfo]) -> list[list[int] | None]:
+    """Indices of the visible GPUs that each process shall drive, by rank; None: all.
 
-    Processes of one host that see the same GPUs share them in the order of their ranks; where each sees its own, whoever
-    started them has shared them out.
+    Processes of one host that see the same GPUs share them in rank order. If each sees its own, the launcher has assigned them.
     """
-    result: list[list[int] | None] = [None] * len(calls)
-    for on_host in by_host(calls):
+    result: list[list[int] | None] = [None] * len(infos)
+    for on_host in group_by_host(infos):
         seen = on_host[0].gpus
-        if len(on_host) == 1 or on_host[0].cpu or not seen or any(call.gpus != seen for call in on_host):
+        if len(on_host) == 1 or on_host[0].cpu or not seen or any(info.gpus != seen for info in on_host):
             continue
         each = len(seen) // len(on_host)
-        for place, call in enumerate(on_host):
-            result[call.rank] = list(range(place * each, (place + 1) * each))
+        for index, info in enumerate(on_host):
+            result[info.rank] = list(range(index * each, (index + 1) * each))
     return result
 
 
-def missing(launch: Launch, calls: Mapping[int, Call], there: Collection[int]) -> str:
-    """Who is not there at the end of the time limit, and who is.
+def missing(launch: Launch, infos: Mapping[int, ProcessInfo], there: Collection[int]) -> str:
+    """The processes that are missing at the time limit, and those that came.
 
     Args:
-      calls: what those said that ever came, by rank.
-      there: ranks of those that are there, 0 among them.
+      infos: by rank, of all processes that ever connected.
+      there: ranks of the connected processes, 0 among them.
     """
     absent = [rank for rank in range(launch.num_processes) if rank not in there]
     names = f"Process{'es' if len(absent) > 1 else ''} {spans(absent)}"
     if launch.hosts:
         names += f" ({_some([launch.hosts[rank] for rank in absent])})"
-    left = [str(calls[rank]) for rank in absent if rank in calls]
-    gone = f", where {_some(left)} hung up again" if left else ""
+    left = [str(infos[rank]) for rank in absent if rank in infos]
+    gone = f", where {_some(left)} disconnected again" if left else ""
     came = [
-        f"{spans([call.rank for call in on_host])} on {on_host[0].host}"
-        for on_host in by_host([calls[r] for r in sorted(there)])
+        f"{spans([info.rank for info in on_host])} on {on_host[0].host}"
+        for on_host in group_by_host([infos[r] for r in sorted(there)])
     ]
     hint = ""
     if is_loopback(launch.host):
         hint = f"; only processes of this host reach {launch.host}"
-    elif not is_here(launch.host):
-        hint = f"; {launch.host} is no address of {calls[0].host}, where process 0 waits"
+    elif not is_local(launch.host):
+        hint = f"; {launch.host} is not an address of {infos[0].host}, where process 0 waits"
     return (
         f"{names} of {launch.num_processes} did not come to {launch.address} within {launch.start_timeout_s} s{gone} "
         f"(there: {_some(came)}{hint}): start the missing ones, or set {START_TIMEOUT_S} to wait longer."
@@ -153,28 +153,28 @@ def missing(launch: Launch, calls: Mapping[int, Call], there: Collection[int]) -
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Such as "0, 3 to 7 and 9"; the numbers ascend."""
+    """Text such as "0, 3 to 7 and 9"; the numbers ascend."""
     runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     words = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run) for run in runs[:MOST_NAMED]]
     rest = sum(map(len, runs[MOST_NAMED:]))
     return _and([*itertools.chain(*words), *([f"{rest} more"] if rest else [])])
 
 
-def by_host(calls: Iterable[Call]) -> list[list[Call]]:
-    hosts: dict[str, list[Call]] = {}
-    for call in calls:
-        hosts.setdefault(call.machine, []).append(call)
+def group_by_host(infos: Iterable[ProcessInfo]) -> list[list[ProcessInfo]]:
+    hosts: dict[str, list[ProcessInfo]] = {}
+    for info in infos:
+        hosts.setdefault(info.machine, []).append(info)
     return list(hosts.values())
 
 
-def _too_few(on_host: Sequence[Call]) -> str:
-    """Fewer GPUs are seen on a host than were asked for."""
-    seen = {gpu for call in on_host for gpu in call.gpus or ()}
-    return too_few(on_host[0].host, seen, max(call.gpus_asked or 0 for call in on_host))
+def _host_with_too_few(on_host: Sequence[ProcessInfo]) -> str:
+    """The sentence of `too_few_gpus` for one host."""
+    seen = {gpu for info in on_host for gpu in info.gpus or ()}
+    return too_few_gpus(on_host[0].host, seen, max(info.gpus_asked or 0 for info in on_host))
 
 
-def too_few(host: str, seen: Collection[str], asked: int | None) -> str:
-    """What to say of a host whose processes together see the GPUs `seen`; empty: that is enough."""
+def too_few_gpus(host: str, seen: Collection[str], asked: int | None) -> str:
+    """The sentence for a host whose processes together see only the GPUs `seen`; empty if that is enough."""
     if len(seen) >= (asked or 0):
         return ""
     if not seen:
@@ -188,9 +188,9 @@ def too_few(host: str, seen: Collection[str], asked: int | None) -> str:
     )
 
 
-def _cannot_share(on_host: Sequence[Call]) -> str:
+def _cannot_share(on_host: Sequence[ProcessInfo]) -> str:
     first, name = on_host[0], on_host[0].host
-    if all(call.gpus == first.gpus for call in on_host):
+    if all(info.gpus == first.gpus for info in on_host):
         count = len(first.gpus or ())
         if count % len(on_host) == 0:
             return ""
@@ -198,32 +198,32 @@ def _cannot_share(on_host: Sequence[Call]) -> str:
             f"{len(on_host)} processes on {name} cannot share {_gpus(count)} evenly: start one for each host or one "
             f"for each GPU."
         )
-    owners: dict[str, Call] = {}
-    for call in on_host:
-        for gpu in call.gpus or ():
+    owners: dict[str, ProcessInfo] = {}
+    for info in on_host:
+        for gpu in info.gpus or ():
             if gpu in owners:
                 return (
-                    f"Processes {owners[gpu].rank} and {call.rank} on {name} both see {gpu}, but not otherwise the same GPUs: "
-                    f"give all processes of a host the same CUDA_VISIBLE_DEVICES, or each GPUs of its own."
+                    f"Processes {owners[gpu].rank} and {info.rank} on {name} both see {gpu}, but their other GPUs differ: "
+                    f"give all processes of a host the same CUDA_VISIBLE_DEVICES, or each process its own GPUs."
                 )
-            owners[gpu] = call
+            owners[gpu] = info
     return ""
 
 
-def _uneven(calls: Sequence[Call]) -> str:
-    counts = [len((call.gpus or ()) if share is None else share) for call, share in zip(calls, shares(calls), strict=True)]
-    odd = next((call for call in calls if counts[call.rank] != counts[0]), None)
+def _uneven(infos: Sequence[ProcessInfo]) -> str:
+    counts = [len((info.gpus or ()) if share is None else share) for info, share in zip(infos, assign_gpus(infos), strict=True)]
+    odd = next((info for info in infos if counts[info.rank] != counts[0]), None)
     if odd is None:
         return ""
     return (
-        f"{odd.title} would drive {_gpus(counts[odd.rank])}, {calls[0]} {_gpus(counts[0])}: give each process as many, and "
-        f"look at nvidia-smi where one is missing."
+        f"{odd.title} would drive {_gpus(counts[odd.rank])}, {infos[0]} {_gpus(counts[0])}: give all the same number, and "
+        f"check nvidia-smi where one is missing."
     )
 
 
-def _unreachable(calls: Sequence[Call]) -> str:
-    """Gloo, which carries collectives between CPUs, listens where the host's own name leads."""
-    lost = next((call for call in calls if call.host_address and is_loopback(call.host_address)), None)
+def _unreachable(infos: Sequence[ProcessInfo]) -> str:
+    """Gloo, which carries collectives between CPUs, listens at the address of the host's own name."""
+    lost = next((info for info in infos if info.host_address and is_loopback(info.host_address)), None)
     if lost is None:
         return ""
     return (
@@ -232,8 +232,8 @@ def _unreachable(calls: Sequence[Call]) -> str:
     )
 
 
-def is_here(host: str) -> bool:
-    """Whether a name leads to this host: one can listen at its address. False for a name that leads nowhere."""
+def is_local(host: str) -> bool:
+    """Whether a name leads to this host: a socket can bind to its address. False for a name that does not resolve."""
     try:
         addresses = {info[4] for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except OSError:

@@ -17,9 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
-from jaxllm.mesh import PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
-from jaxllm.plan.memory import ZERO_DIMS
+from jaxllm.config import ZERO_DIMS, ConfigError, ModelConfig, ParallelConfig
+from jaxllm.mesh import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
 Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
@@ -179,6 +178,34 @@ def of_islands(spec: PartitionSpec, replicas: int) -> PartitionSpec:
     return PartitionSpec(REPLICA if replicas > 1 else None, *spec)
 
 
+def tensor_specs(layouts: Any) -> Any:
+    """PartitionSpecs of parameters in the train step over the tensor axis alone. `layouts`: a tree of Layout."""
+    return jax.tree.map(lambda x: PartitionSpec(*[TENSOR if _has(TENSOR, axes) else None for axes in x.compute]), layouts)
+
+
+def manual_spec(spot: Layout, share: bool) -> PartitionSpec:
+    """PartitionSpec of a parameter over the manual axes alone: of a rank's ZeRO shard with `share`, else of the full weight, as
+    the train step reads it.
+    """
+    entries: list[Any] = [PIPE if _has(PIPE, axes) else None for axes in spot.compute]
+    if share and spot.zero_dim is not None:
+        entries[spot.zero_dim] = ZERO_AXES
+    return PartitionSpec(*entries)
+
+
+def partial_sum_spec(weight: PartitionSpec) -> PartitionSpec:
+    """PartitionSpec of per-rank partial gradients. The new leading dim is sharded over every manual axis that does not already
+    shard the weight.
+    """
+    return PartitionSpec(tuple(axis for axis in MANUAL if axis not in weight), *weight)
+
+
+def unstack_layout(spot: Layout, stack_dims: int) -> Layout:
+    """Layout of one layer, from the layout of the layer stack with `stack_dims` leading dims."""
+    zero_dim = None if spot.zero_dim is None else spot.zero_dim - stack_dims
+    return Layout(PartitionSpec(*spot.compute[stack_dims:]), PartitionSpec(*spot.master[stack_dims:]), zero_dim)
+
+
 def over_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`function` run on each tensor rank's part, inside a region that is manual over the other axes: there nothing is left to
     the compiler. Specs name the tensor axis alone.
@@ -202,6 +229,10 @@ def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Arr
         return jax.lax.with_sharding_constraint(x, match("activation", x.shape, dims, ACTIVATION_RULES, sizes))
 
     return constrain
+
+
+def _has(axis: str, axes: Any) -> bool:
+    return axis == axes or (isinstance(axes, tuple) and axis in axes)
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:

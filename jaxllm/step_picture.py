@@ -1,6 +1,6 @@
-"""Memory over one train step, as XLA places it, beside the estimate: what `jaxllm estimate --over step` draws.
+"""Memory over one train step, by XLA's buffer assignment, beside the estimate: what `jaxllm estimate --over step` draws.
 
-The step is compiled as in training, for GPUs that need not be here.
+The step is compiled as in training. The GPUs need not be present.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.xla_flags import compile_options
 
 
 def draw_step(report: Estimate, path: str | Path) -> None:
-    """Compiles the config of an estimate and draws what a device has in use from instruction to instruction.
+    """Compiles the config of an estimate and draws the memory that one device has in use at each instruction.
 
     Raises:
       ConfigError: no GPU was named, packages are missing, or the file cannot be written.
@@ -40,7 +40,7 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
     """(temporaries over the step on one device, the compiled step's memory_analysis()) of a resolved config.
 
     Raises:
-      ConfigError: packages are missing, or this XLA dumps no buffer assignment.
+      ConfigError: packages are missing, or this XLA does not dump the buffer assignment.
     """
     devices = aot.gpu_devices(config.devices // gpus_per_host, gpus_per_host, gpu)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,17 @@
-"""Keeps one process of a run going, from outside: python -m jaxllm.supervise [OPTION ...] -- COMMAND...
+"""Supervisor: runs one process of a run and restarts it: python -m jaxllm.supervise [OPTION ...] -- COMMAND...
 
-Starts COMMAND, starts it again where another try may go better (exits.py), and kills it when it is frozen. The process cannot
-do this itself: JAX ends it from C++ without a Python exception, and a stopped process runs no watchdog. With several hosts each
-process has its own supervisor, and these need not know of each other: a lost process ends all others with exits.LOST, all are
-started again, and wait for each other as at the first start.
+It starts COMMAND, restarts it when another try may succeed (exits.py), and kills it when it is frozen. The process cannot do
+this itself: JAX ends it from C++ without a Python exception, and a stopped process runs no watchdog. With several hosts each
+process has its own supervisor, and supervisors do not communicate: a lost process ends all others with exits.LOST, all are
+restarted, and wait for each other as at the first start.
 
-COMMAND runs in a process group of its own, without standard input. It inherits a pipe, JAXLLM_BEAT_FD, into which jaxllm
-writes a byte a second. Only a beat that stops counts: a command that never beats is never called frozen, but a shell that does
-more once its training has ended is. SIGTERM and SIGINT are passed on to the group, SIGHUP and SIGUSR1 as SIGTERM (mpirun passes
-SIGUSR1 on, but ends everybody a second after a SIGTERM); whoever was told to stop is not started again. COMMAND does not
-outlive its supervisor (Linux).
+COMMAND runs in its own process group, without standard input. It inherits a pipe, JAXLLM_BEAT_FD, into which jaxllm writes a
+byte a second. Only a heartbeat that stops counts: a command that never sends one never counts as frozen, but a shell that
+continues after its training has ended does. SIGTERM and SIGINT are forwarded to the group, SIGHUP and SIGUSR1 as SIGTERM
+(mpirun forwards SIGUSR1, but ends all processes a second after a SIGTERM). After such a signal there is no restart. COMMAND
+does not outlive its supervisor (Linux).
 
-Standard library only, and no JAX: this process must stay small and alive when the other does not.
+Standard library only, and no JAX: this process must stay small, and alive when the other does not.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from typing import Literal, NoReturn
 from jaxllm import exits
 
 TICK_S = 1.0
-"""How often the time limits are looked at. Signals, beats and the end of COMMAND wake it up by themselves."""
+"""Interval between checks of the time limits. Signals, heartbeats and the end of COMMAND wake it up by themselves."""
 LONGEST_PAUSE_S = 300.0
 ONE_OF_SEVERAL = ("SLURM_JOB_ID", "JAXLLM_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
-"""Where one is set, other supervisors may belong to this launch. SLURM's jobs have a name anyway."""
+"""If one of these is set, other supervisors may belong to this launch. SLURM's jobs have a name anyway."""
 NESTED = 1000
-"""A supervisor under another counts its attempts from this times the outer's on: attempts of one launch only ever go up."""
+"""A supervisor inside another counts its attempts from this number times the outer attempt: attempts of one launch only
+increase."""
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,
@@ -48,9 +49,9 @@ PASSED_ON = {
 }
 ORDERS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "KILL": signal.SIGKILL}
 KEPT_BYTES = 2**20
-"""Of COMMAND's output, while nobody takes it."""
+"""Buffer for COMMAND's output while its reader does not read."""
 LAST_WORDS_S = 5.0
-"""For handing on what COMMAND said before it ended."""
+"""Time to forward COMMAND's remaining output after its end."""
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
@@ -60,33 +61,33 @@ class Limits:
     restarts: int = 10
     """In a row."""
     backoff_s: float = 5
-    """Before the first restart; doubles with each in a row, up to 5 minutes."""
+    """Pause before the first restart; doubles with each restart in a row, up to 5 minutes."""
     silent_after_s: float = 60
-    """Without a beat: the process is frozen."""
-    anew_after_s: float = 600
-    """An attempt that lasted so long made progress: restarts are counted anew."""
+    """Without a heartbeat for so long, the process counts as frozen."""
+    reset_after_s: float = 600
+    """After an attempt that lasted so long, the count of restarts in a row begins at 0 again."""
     hang_up_s: float = 60
-    """Between SIGTERM and SIGKILL once the launcher is gone."""
+    """Time between SIGTERM and SIGKILL once the launcher is gone."""
 
     def pause_s(self, restarts_in_a_row: int) -> float:
-        # The exponent is bounded because a float is not.
+        # The exponent is bounded because floats overflow.
         return min(self.backoff_s * 2 ** min(restarts_in_a_row, 30), LONGEST_PAUSE_S)
 
 
 def environment(outer: Mapping[str, str], limits: Limits) -> dict[str, str]:
-    """What COMMAND is told of this launch in its first attempt, by what we were told of it ourselves."""
+    """Environment of COMMAND in its first attempt: ours, and the variables of this launch."""
     inner = dict(outer)
     if limits.restarts:
         attempt = int(outer.get("JAXLLM_ATTEMPT") or 0)
         inner |= {"JAXLLM_RESTARTS": "yes", "JAXLLM_ATTEMPT": str(attempt * NESTED)}
     if not any(outer.get(name) for name in ("JAXLLM_LAUNCH_ID", *ONE_OF_SEVERAL)):
-        # Each of several supervisors would make another, and processes of two launches do not meet.
+        # Each of several supervisors would choose another name, and processes of two launches do not meet.
         inner["JAXLLM_LAUNCH_ID"] = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns() // 10**6}"
     return inner
 
 
-def in_words(code: int) -> str:
-    """How a process ended, by its exit code."""
+def describe_exit(code: int) -> str:
+    """How a process ended, from its exit code."""
     if code == exits.RESTART:
         return "stopped by a signal, and saved"
     if code == exits.LOST:
@@ -101,9 +102,9 @@ class Supervisor:
     """Supervisor(...).run(), once, in the main thread.
 
     Args:
-      follow: how the end of whoever launched us shows, for launchers whose end should end the run: "stdin" closes, or "parent"
-        is another. "stdin" also takes orders: TERM, INT or KILL on a line. Either way COMMAND's output goes through this
-        process: a write to a launcher that is gone would be an error in the middle of a step, and mpirun (Open MPI 4) gives
+      follow: how to notice the launcher's end, for launchers whose end should end the run: "stdin" closes, or the "parent"
+        process changes. "stdin" also takes orders: TERM, INT or KILL on a line. In both modes COMMAND's output goes through
+        this process: a write to a dead launcher would be an error in the middle of a step, and mpirun (Open MPI 4) provides
         terminals, on which COMMAND would draw.
     """
 
@@ -112,8 +113,8 @@ class Supervisor:
         self._environment = environment(os.environ, limits)
         self._selector = selectors.PollSelector()
         self._process: subprocess.Popen | None = None
-        self._told = False
-        """To stop: nothing is started any more."""
+        self._stop_requested = False
+        """No new attempt starts."""
         self._kill_at_s = float("inf")
         self._heard = False
         self._parent = os.getppid()
@@ -121,39 +122,38 @@ class Supervisor:
         self._relays: list[_Relay] = []
 
     def run(self) -> int:
-        """Returns COMMAND's exit code, 128 + n where signal n ended it; exits.RESTART if told to stop between two attempts, or,
-        where somebody restarts the run, by a SIGTERM that COMMAND did not listen to yet.
+        """Returns COMMAND's exit code, 128 + n if signal n ended it. Returns exits.RESTART if a signal stops it between two
+        attempts or, where a supervisor restarts the run, if a SIGTERM ends COMMAND before it handles signals.
         """
         limits, in_a_row = self._limits, 0
         with self._listening():
             while True:
                 began_s = time.monotonic()
                 code = self._attempt()
-                # What came while it ended.
+                # Signals that came while it ended.
                 self._listen(0)
-                if self._told and code == 128 + signal.SIGTERM and self._environment.get("JAXLLM_RESTARTS") == "yes":
-                    # It did not listen yet, so nothing is lost.
+                if self._stop_requested and code == 128 + signal.SIGTERM and self._environment.get("JAXLLM_RESTARTS") == "yes":
+                    # COMMAND did not handle signals yet, so nothing is lost.
                     return exits.RESTART
-                if code in (0, exits.BAD_INPUT) or self._told:
+                if code in (0, exits.BAD_INPUT) or self._stop_requested:
                     return code
-                if time.monotonic() - began_s >= limits.anew_after_s:
+                if time.monotonic() - began_s >= limits.reset_after_s:
                     in_a_row = 0
                 if in_a_row == limits.restarts:
                     if limits.restarts:
-                        self._say(f"exit code {code} ({in_words(code)}); given up after {in_a_row} restarts in a row")
+                        self._print(f"exit code {code} ({describe_exit(code)}); given up after {in_a_row} restarts in a row")
                     return code
                 pause_s = limits.pause_s(in_a_row)
                 in_a_row += 1
                 self._environment["JAXLLM_ATTEMPT"] = str(int(self._environment["JAXLLM_ATTEMPT"]) + 1)
-                self._say(
-                    f"exit code {code} ({in_words(code)}); restart {in_a_row} of at most {limits.restarts} in {pause_s:g} s"
-                )
-                if not self._rest(pause_s):
+                restart = f"restart {in_a_row} of at most {limits.restarts} in {pause_s:g} s"
+                self._print(f"exit code {code} ({describe_exit(code)}); {restart}")
+                if not self._sleep(pause_s):
                     return exits.RESTART
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """To signals, the end of COMMAND among them, and to orders."""
+        """Handles signals, the end of COMMAND among them, and orders."""
         ours, wakes = socket.socketpair()
         with ours, wakes, self._selector:
             ours.setblocking(False)
@@ -200,10 +200,10 @@ class Supervisor:
                     stderr=outputs[1],
                     pass_fds=[beat_fd],
                     process_group=0,
-                    preexec_fn=_end_with_supervisor if _prctl else None,
+                    preexec_fn=_die_with_supervisor if _prctl else None,
                 )
             except OSError as error:
-                self._say(f"{self._command[0]} cannot be started ({error.strerror}): correct the command")
+                self._print(f"{self._command[0]} cannot be started ({error.strerror}): correct the command")
                 return 1 if error.errno in (errno.EAGAIN, errno.ENOMEM) else exits.BAD_INPUT
             finally:
                 for fd in (beat_fd, *outputs):
@@ -216,37 +216,39 @@ class Supervisor:
             finally:
                 self._process = None
             if code:
-                # What it had started would be in the way of the next attempt.
+                # Leftover children would disturb the next attempt.
                 _signal_group(process, signal.SIGKILL)
             return 128 - code if code < 0 else code
 
     def _watch(self, process: subprocess.Popen) -> int:
-        """Until it ends; returns what Popen does."""
+        """Waits until the process ends; returns what Popen does."""
         beating, silent_s, before_s = False, 0.0, time.monotonic()
         while (code := process.poll()) is None:
             self._heard = False
             self._listen(TICK_S)
             now_s = time.monotonic()
-            # By our own clock: a machine that was frozen whole froze us too.
+            # By our own clock: a machine that froze as a whole froze us too.
             silent_s = 0.0 if self._heard else silent_s + min(now_s - before_s, 2 * TICK_S)
             beating, before_s = beating or self._heard, now_s
             if beating and silent_s > self._limits.silent_after_s:
-                self._say(f"process {process.pid} is frozen, no sign of life for {self._limits.silent_after_s:g} s: killing it")
+                self._print(
+                    f"process {process.pid} is frozen, no sign of life for {self._limits.silent_after_s:g} s: killing it"
+                )
                 _signal_group(process, signal.SIGKILL)
                 beating = False
             if now_s > self._kill_at_s:
                 _signal_group(process, signal.SIGKILL)
         return code
 
-    def _rest(self, seconds: float) -> bool:
-        """Whether nobody told us to stop meanwhile."""
+    def _sleep(self, seconds: float) -> bool:
+        """Returns whether no signal asked to stop meanwhile."""
         until_s = time.monotonic() + seconds
-        while not self._told and (left_s := until_s - time.monotonic()) > 0:
+        while not self._stop_requested and (left_s := until_s - time.monotonic()) > 0:
             self._listen(min(left_s, TICK_S))
-        return not self._told
+        return not self._stop_requested
 
     def _listen(self, seconds: float) -> None:
-        """To whatever comes first, for so long."""
+        """Handles the first event within so many seconds."""
         for key, _ in self._selector.select(seconds):
             key.data()
         if self._follow == "parent" and os.getppid() != self._parent:
@@ -255,13 +257,13 @@ class Supervisor:
     def _take_signals(self, ours: socket.socket) -> None:
         for number in ours.recv(64):
             if number in PASSED_ON:
-                self._tell(PASSED_ON[signal.Signals(number)])
+                self._forward(PASSED_ON[signal.Signals(number)])
 
     def _take_beats(self, beats: int) -> None:
         if os.read(beats, 2**16):
             self._heard = True
         else:
-            # Closed by all who had it.
+            # All holders closed it.
             self._ignore(beats)
 
     def _take_orders(self) -> None:
@@ -269,19 +271,19 @@ class Supervisor:
         *lines, self._orders = (self._orders + data).split(b"\n")
         for line in lines:
             if (number := ORDERS.get(line.decode(errors="replace").strip())) is not None:
-                self._tell(number)
+                self._forward(number)
         if not data:
             self._ignore(0)
             self._launcher_gone()
 
     def _launcher_gone(self) -> None:
         self._follow = None
-        self._say("the launcher is gone; stopping")
+        self._print("the launcher is gone; stopping")
         self._kill_at_s = time.monotonic() + self._limits.hang_up_s
-        self._tell(signal.SIGTERM)
+        self._forward(signal.SIGTERM)
 
-    def _tell(self, number: int) -> None:
-        self._told = True
+    def _forward(self, number: int) -> None:
+        self._stop_requested = True
         if self._process is not None and self._process.returncode is None:
             _signal_group(self._process, number)
 
@@ -289,18 +291,18 @@ class Supervisor:
         with suppress(KeyError):
             self._selector.unregister(fd)
 
-    def _say(self, sentence: str) -> None:
+    def _print(self, sentence: str) -> None:
         line = f"jaxllm: {sentence}\n".encode()
         if self._relays:
             self._relays[1].put(line)
         else:
-            # A closed stderr is no reason to end.
+            # A closed stderr is not a reason to end.
             with suppress(OSError):
                 os.write(2, line)
 
 
 class _Relay:
-    """Hands on one output of COMMAND, never waits for whoever takes it, and goes on reading when nobody does any more."""
+    """Forwards one output of COMMAND without waiting for its reader, and keeps reading when the reader is gone."""
 
     def __init__(self, selector: selectors.BaseSelector, sink: int):
         self._selector, self._sink = selector, sink
@@ -320,9 +322,9 @@ class _Relay:
         self._write()
 
     def finish(self) -> None:
-        """Hands on the rest, as far as somebody takes it soon."""
+        """Forwards the rest, as far as the reader takes it soon."""
         until_s = time.monotonic() + LAST_WORDS_S
-        # What COMMAND left running may never stop talking.
+        # A process that COMMAND left behind may never stop writing.
         while self._read() and time.monotonic() < until_s:
             pass
         self._drop_source()
@@ -331,7 +333,7 @@ class _Relay:
             time.sleep(0.01)
 
     def _read(self) -> bool:
-        """Whether there was something."""
+        """Returns whether there was any data."""
         if self._source is None:
             return False
         try:
@@ -367,9 +369,9 @@ class _Relay:
             self._waits = blocked
 
 
-def _end_with_supervisor() -> None:
-    """In COMMAND's process: where we are killed ourselves, it must not go on by itself."""
-    assert _prctl is not None, "given on Linux alone"
+def _die_with_supervisor() -> None:
+    """Runs in COMMAND's process: if the supervisor is killed, COMMAND must not continue alone."""
+    assert _prctl is not None, "used on Linux only"
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -402,13 +404,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     usage = "python -m jaxllm.supervise [OPTION ...] -- COMMAND..."
     parser = _Parser(prog="jaxllm.supervise", usage=usage, description="Runs COMMAND, and again when it fails or freezes.")
-    count, seconds, usual = _number(int, 0), _number(float, 0), Limits()
-    parser.add_argument("--restarts", type=count, default=usual.restarts, help="at most, in a row (%(default)s)")
-    parser.add_argument("--backoff-s", type=seconds, default=usual.backoff_s, help="before the first; doubles (%(default)s)")
-    parser.add_argument("--silent-after", type=seconds, default=usual.silent_after_s, dest="silent_after_s", metavar="SECONDS")
-    parser.add_argument("--anew-after", type=seconds, default=usual.anew_after_s, dest="anew_after_s", metavar="SECONDS")
-    parser.add_argument("--hang-up", type=seconds, default=usual.hang_up_s, dest="hang_up_s", metavar="SECONDS")
-    parser.add_argument("--follow", choices=["stdin", "parent"], help="how the launcher's end shows, which ends COMMAND")
+    count, seconds, defaults = _number(int, 0), _number(float, 0), Limits()
+    parser.add_argument("--restarts", type=count, default=defaults.restarts, help="at most, in a row (%(default)s)")
+    parser.add_argument("--backoff-s", type=seconds, default=defaults.backoff_s, help="before the first; doubles (%(default)s)")
+    parser.add_argument(
+        "--silent-after", type=seconds, default=defaults.silent_after_s, dest="silent_after_s", metavar="SECONDS"
+    )
+    parser.add_argument("--anew-after", type=seconds, default=defaults.reset_after_s, dest="reset_after_s", metavar="SECONDS")
+    parser.add_argument("--hang-up", type=seconds, default=defaults.hang_up_s, dest="hang_up_s", metavar="SECONDS")
+    parser.add_argument("--follow", choices=["stdin", "parent"], help="how to notice the launcher's end, which ends COMMAND")
     at = given.index("--") if "--" in given else len(given)
     options, command = vars(parser.parse_args(given[:at])), given[at + 1 :]
     if not command:

@@ -1,12 +1,12 @@
-"""XLA's flags and the variables of CUDA and NCCL, set before JAX starts: presets by what they are for and by kind of GPU. With
-distributed.py the only reader of the environment.
+"""XLA's flags and the variables of CUDA and NCCL, set before JAX starts: presets by purpose and by kind of GPU. Only this
+module and distributed.py read the environment.
 
-What the user sets wins, and a flag that the installed jaxlib does not know is left out. A preset is here because it was
-measured, or because its maker documents it; a comment says which.
+The user's settings take precedence, and a flag that the installed jaxlib does not know is left out. Each preset was measured,
+or its maker documents it; a comment says which.
 
-What would change the order of the step, and with it the memory that `jaxllm estimate` answers for, is on only where
-run.xla_options asks for it: OPTIONAL_GPU_OPTIONS. What each does to a step's transfers and memory is told without a GPU by
-`python benchmarks/overlap.py --options`; what it does to its speed, by a GPU alone. JAX_OPTIMIZATION_LEVEL, several of them at
+Options that would change the order of the step, and with it the memory that `jaxllm estimate` predicts, are on only if
+run.xla_options asks for them: OPTIONAL_GPU_OPTIONS. `python benchmarks/overlap.py --options` shows without a GPU what each does
+to a step's transfers and memory; only a GPU shows what it does to speed. JAX_OPTIMIZATION_LEVEL, which sets several of them at
 once, is left to the user.
 """
 
@@ -30,54 +30,53 @@ from jaxllm.plan.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 MEMORY_VARIABLES = (
     MEMORY_FRACTION,
-    # Its old name; JAX refuses both at once. And two other ways to say how memory is taken.
+    # Its old name; JAX refuses both at once. And two other variables that control how memory is allocated.
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )
 
 STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
-"""How names of variables begin that change what a run does."""
+"""Prefixes of variables that change the behaviour of a run."""
 
 CPU_FLAGS = {
-    # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out
-    # nonzero where it is exactly 0 (tests/model/test_llama.py, a_document_never_sees_another). Without them it is right,
-    # and no slower.
+    # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out nonzero
+    # where it is exactly 0 (tests/model/test_llama.py, a_document_never_sees_another). Without them it is right, and no slower.
     "xla_cpu_experimental_ynn_fusion_type": "",
-    # Forced CPU devices share a few cores: a collective's last rank may arrive long after the first. XLA's own limits
-    # (20 s and 40 s) abort the process on a loaded machine.
+    # Forced CPU devices share a few cores: a collective's last rank may arrive long after the first. XLA's own limits (20 s and
+    # 40 s) abort the process on a loaded machine.
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "xla_cpu_collective_call_terminate_timeout_seconds": "600",
 }
 SEVERAL_CPU_DEVICES_FLAGS = {
-    # The scheduler that runs independent thunks at once lets two devices take two collectives in different order: each then
-    # waits for the other for good. A pipeline's tick has such pairs: it hung in its first step, or crashed in a matmul that
-    # read what was not there (jaxlib 0.10.2).
+    # The scheduler that runs independent thunks at once lets two devices start two collectives in different order: each then
+    # waits for the other forever. A pipeline's tick has such pairs: it hung in its first step, or crashed in a matmul that read
+    # unwritten memory (jaxlib 0.10.2).
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
-    # Nor may the thread pool of a device's operations take half of what is ready: a pipeline's tick runs layers forward and
-    # backward in two loops that need nothing of each other, and XLA does not see that both hold collectives. One device of a
-    # pair then waited in a loop's all-gather for the other, in the other loop's reduce-scatter; or the loops' messages met and
-    # gradients were wrong, NaN too (2 of 6 first runs; 4 stages x context 2, ZeRO 3). With one thread all devices take one
-    # order, and each has its core to share anyway.
+    # Nor may the thread pool of a device's operations take half of the ready ones: a pipeline's tick runs layers forward and
+    # backward in two independent loops, and XLA does not see that both contain collectives. One device of a pair then waited in
+    # a loop's all-gather for the other, in the other loop's reduce-scatter; or the loops' messages met and gradients were
+    # wrong, NaN too (2 of 6 first runs; 4 stages x context 2, ZeRO 3). With one thread all devices follow one order, and each
+    # has only its share of the cores anyway.
     "xla_cpu_multi_thread_eigen": "false",
 }
 DETERMINISTIC_GPU_FLAGS = {
-    # "Guarantees run-to-run determinism on GPU", says XLA of it: scatters are expanded into loops in order, cuDNN's attention
-    # takes its deterministic backward, and no kernel is chosen by timing it, as two runs might choose differently. The last is
-    # the price: matmuls run with default tiles. How much that is has not been measured.
+    # XLA's description: "Guarantees run-to-run determinism on GPU". Scatters are expanded into ordered loops, cuDNN's attention
+    # uses its deterministic backward, and no kernel is chosen by timing, where two runs might choose differently. The last is
+    # the price: matmuls run with default tiles. The slowdown has not been measured.
     "xla_gpu_deterministic_ops": "true",
 }
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-"""By compute capability."""
+"""Compute capabilities."""
 GPU_ENVIRONMENT = {
     # NVIDIA's NCCL user guide, Troubleshooting, Logging: WARN prints warnings and errors, and is the "production minimum".
     "NCCL_DEBUG": "WARN",
 }
 GPU_ENVIRONMENT_OF = {
     # NVIDIA's JAX-Toolbox, docs/GPU_performance.md: Hopper needs all streams in one hardware queue to run collectives beside
-    # compute; Blackwell does not, and is slower with it. NVIDIA's pull request 1249 there sets it for compute capability
-    # 9.0 alone. Not measured here.
+    # compute; Blackwell does not, and is slower with it. NVIDIA's pull request 1249 there sets it for compute capability 9.0
+    # alone. Not measured here.
     HOPPER: {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 }
 GPU_FLAGS_OF = {
@@ -89,39 +88,40 @@ GPU_FLAGS_OF = {
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 PIPELINE_GPU_OPTIONS = {
-    # A loop with collectives inside may by default not run beside another collective: no message between stages would travel
-    # behind a layer loop.
+    # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
+    # with a layer loop.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 OFFLOAD_GPU_OPTIONS = {
-    # A block has up to nine tensors to fetch from the host; by default each waits for the one before, at the loop's top.
+    # A block has up to nine tensors to fetch from the host; by default each waits for the previous one, at the top of the loop.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
 HOST_GPU_OPTIONS = {
-    # Percent of the GPU's memory beyond which XLA rematerialises, by default 95. It counts what lies in the host's memory too,
-    # and would compute again for a limit that computing again cannot reach: 280 instructions of Llama 3 8B's step that offloads
-    # 46 GiB, and 76 of one that has 49 GiB of state on the host (JAX 0.10.2, a H100's memory). What really does not fit is
-    # for the estimate to refuse.
+    # Percent of the GPU's memory beyond which XLA rematerialises, by default 95. It counts tensors in the host's memory too,
+    # and would recompute for a limit that recomputation cannot reach: 280 instructions of Llama 3 8B's step that offloads 46
+    # GiB, and 76 of one that has 49 GiB of state on the host (JAX 0.10.2, an H100's memory). The estimate refuses what really
+    # does not fit.
     "xla_gpu_memory_limit_slop_factor": 2000,
 }
 LAYER_BYTES = "layer"
-"""Stands for the bytes of one layer's weights in the compute dtype, as a rank multiplies them."""
+"""Placeholder for the bytes of one layer's weights in the compute dtype, as a rank multiplies them."""
 OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
-    # Moves starts up and dones down past compute. From Hopper on XLA schedules so by itself, by the speeds of the GPU that it
-    # compiles for; an A100's starts stay late without it.
+    # Moves starts up and dones down past compute. From Hopper on XLA schedules this way by itself, by the speeds of the target
+    # GPU; on an A100 the starts stay late without it.
     "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    # Takes a loop's collective a turn ahead or behind. The layer loop of ZeRO 2 and 3 does that by hand, both ways
-    # (parallel/layer_loop.py): XLA's left the backward's bare where it was tried (JAX 0.11.2). Left is what tensor ranks send.
+    # Moves a loop's collective one iteration ahead or behind. The layer loop of ZeRO 2 and 3 does that by hand, both ways
+    # (parallel/layer_loop.py): XLA's version left the backward's exposed where it was tried (JAX 0.11.2). What remains are the
+    # tensor ranks' collectives.
     "pipelined_collectives": {
         "xla_gpu_enable_pipelined_all_gather": True,
         "xla_gpu_enable_pipelined_reduce_scatter": True,
         "xla_gpu_enable_pipelined_all_reduce": True,
     },
-    # Unrolls loops by two, so that what one turn hands to the next need not be copied into place.
+    # Unrolls loops by two, so that values passed from one iteration to the next need no copy.
     "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
-    # Collectives become one up to so many bytes. XLA's default joins a small model's layer; a large one's matrices travel one
-    # by one. With a layer's bytes they are one transfer a layer, with fewer launches. By the played clock a part of what shows
-    # goes with ZeRO 3, and in a pipeline more shows (benchmarks/RESULTS.md, overlap).
+    # Combines collectives up to so many bytes. XLA's default joins a small model's layer; a large one's matrices travel one by
+    # one. With a layer's bytes there is one transfer per layer, with fewer launches. In the simulated overlap a part of the
+    # exposed time disappears with ZeRO 3, and more is exposed in a pipeline (benchmarks/RESULTS.md, overlap).
     "layer_combined": {
         "xla_gpu_all_gather_combine_threshold_bytes": LAYER_BYTES,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": LAYER_BYTES,
@@ -132,11 +132,11 @@ OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
 
 
 def optional_gpu_options(config: Config) -> dict[str, int]:
-    """Those that run.xla_options names."""
+    """Compiler options that run.xla_options names."""
     options: dict[str, int] = {}
     for name in config.run.xla_options:
         for option, value in OPTIONAL_GPU_OPTIONS[name].items():
-            # XLA takes no number for a switch.
+            # A switch is a bool: XLA does not accept a number.
             options[option] = _layer_bytes(config) if isinstance(value, str) else value
     return options
 
@@ -147,14 +147,14 @@ def _layer_bytes(config: Config) -> int:
 
 
 def compile_options(config: Config, platform: str) -> dict[str, Any]:
-    """Options to compile this config's train step with. What the user set in XLA_FLAGS wins."""
+    """Options to compile this config's train step. The user's XLA_FLAGS take precedence."""
     if platform == "cpu":
         return {}
     options = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     options = options | (HOST_GPU_OPTIONS if offloads or config.parallel.offload_state != "none" else {})
-    # For steps that are compiled where nothing runs: in a run the flag is there from the start.
+    # For steps compiled on another machine: in a run the flag is set from the start.
     options = options | (dict.fromkeys(DETERMINISTIC_GPU_FLAGS, True) if config.run.deterministic else {})
     options = options | optional_gpu_options(config)
     given = _given_names()
@@ -162,8 +162,8 @@ def compile_options(config: Config, platform: str) -> dict[str, Any]:
 
 
 def apply(run: RunConfig) -> list[str]:
-    """Puts the flags of this run into XLA_FLAGS, and into the environment which share of a GPU's memory XLA may take; returns
-    what was not there. What the user set there wins. Once JAX has started a device they have no effect.
+    """Adds this run's flags to XLA_FLAGS, and to the environment the share of a GPU's memory that XLA may take; returns what
+    was added. The user's settings take precedence. Once JAX has started a device, they have no effect.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
     variables = {}
@@ -189,8 +189,8 @@ def apply(run: RunConfig) -> list[str]:
 
 
 def gpu_presets(kinds: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
-    """(XLA flags, environment variables) for a machine with GPUs of these kinds. Where kinds differ, or one is not in
-    plan/hardware.py, it has what any GPU has.
+    """(XLA flags, environment variables) for a machine with GPUs of these kinds. If the kinds differ, or one is not in
+    plan/hardware.py, it gets the settings for any GPU.
     """
     found: set[Any] = {gpu and gpu.chip.compute_capability for gpu in map(gpu_from_device_kind, kinds)}
     capability: Any = next(iter(found)) if len(found) == 1 else None
@@ -198,8 +198,8 @@ def gpu_presets(kinds: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]
 
 
 def gpu_kinds() -> tuple[str, ...]:
-    """What the driver calls the GPUs of this machine, as jax.Device.device_kind does, without starting JAX: one for each, also
-    for those that are hidden from this process.
+    """The driver's names of this machine's GPUs, the same as jax.Device.device_kind, without starting JAX: one for each, also
+    for GPUs that are hidden from this process.
     """
     kinds = []
     for file in sorted(DRIVER_FILES.glob("*/information")):
@@ -211,7 +211,7 @@ def gpu_kinds() -> tuple[str, ...]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of this process that jaxllm, JAX, XLA, CUDA and NCCL are steered by."""
+    """The variables of this process that control jaxllm, JAX, XLA, CUDA and NCCL."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
 
 
@@ -221,12 +221,12 @@ def unknown_flags() -> list[str]:
 
 
 def _given_names() -> list[str]:
-    """Of the flags in XLA_FLAGS, without dashes, each once."""
+    """Names of the flags in XLA_FLAGS, without dashes, each once."""
     try:
         words = shlex.split(given_flags())
     except ValueError:
         words = given_flags().split()
-    # Without dashes it is the name of a file that holds flags.
+    # A word without dashes is the name of a file that contains flags.
     return list(dict.fromkeys(word[2:].partition("=")[0] for word in words if word.startswith("--")))
 
 
@@ -236,14 +236,15 @@ def _forced_cpu_devices(flags: str) -> int | None:
 
 
 def given_flags() -> str:
-    """XLA_FLAGS as they are now: what is compiled depends on them."""
+    """XLA_FLAGS as they are now: the compiled program depends on them."""
     return os.environ.get("XLA_FLAGS", "")
 
 
 @functools.cache
 def is_known(flag: str) -> bool:
-    """Whether the installed jaxlib has this flag. XLA aborts the process at one it does not know, so its libraries are searched
-    for the name (0.1 s)."""
+    """Whether the installed jaxlib has this flag. XLA aborts the process at an unknown one, so this searches its libraries for
+    the name (0.1 s).
+    """
     for library in Path(jaxlib.__file__).parent.glob("*.so"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(flag.encode() + b"\0") != -1:

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Style, imports and tests: launch/test.sh [--all] [pytest arguments ...]
-# Without --all the quick tests; with it also types, slow tests, launchers, notebooks and comparisons with PyTorch. GPU tests
-# are launch/gpu_check.sh. Everything is run, whatever fails; the exit code is that of the first failure.
+# Without --all it runs the quick tests; --all adds types, slow tests, launchers, notebooks and comparisons with PyTorch. GPU
+# tests are in launch/gpu_check.sh. All checks run even if one fails; the exit code is that of the first failure.
+# On Python 3.11 packages have the versions of constraints/ci.txt.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+constraints=constraints/ci.txt
 markers="not slow and not gpu and not launcher and not notebook"
 all=false
 if [[ "${1:-}" == --all ]]; then

@@ -1,4 +1,4 @@
-"""One configuration on a mesh, to be held against one device."""
+"""Runs one configuration on a mesh, for comparison with one device."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from jaxllm.train.build import build_training
 
 
 class Run:
-    """value_and_grad and the train step of a config. `batch(seed)` makes arrays [microbatch, sequence, position], numpy."""
+    """value_and_grad and the train step of a config. `batch(seed)` makes numpy arrays [microbatch, sequence, position]."""
 
     def __init__(self, config, batch):
         devices = jax.devices()[: math.prod(axis_sizes(config.parallel).values())]
@@ -33,8 +33,8 @@ class Run:
             return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(self.batch(seed)))
 
     def plain(self, tree):
-        """Parameters or gradients as one device has them: layers in one stack, without identity layers or padded rows, both of
-        which must be 0."""
+        """Parameters or gradients in the layout of one device: one stack of layers, without identity layers and padding rows,
+        both of which must be 0."""
         return in_one_stack(self.config, trimmed(tree, self.config.model.vocab_size))
 
     def losses(self, steps):
@@ -48,8 +48,8 @@ class Run:
 
 
 def unequal_batch(seed, shape, least=0.0, ends=0):
-    """Random tokens [microbatch, sequence, position]. The mask has about `least` of the first row's targets and all of the last
-    one's, so that ranks and microbatches hold different numbers of them; each row is of `ends` + 1 documents that end anywhere.
+    """Random tokens [microbatch, sequence, position]. The mask has about a share `least` of the first row's targets and all
+    of the last row's, so ranks and microbatches hold different numbers of targets. Each row has `ends` + 1 documents.
     """
     rng = np.random.default_rng(seed)
     microbatches, rows, length = shape
@@ -80,7 +80,7 @@ def in_one_stack(config, tree):
 
 
 def trimmed(gradients, vocab_size):
-    """Without the rows that pad the vocabulary, whose gradient must be 0."""
+    """The array without the rows that pad the vocabulary. Their gradient must be 0."""
 
     def trim(path, g):
         if path[0].key not in ("embedding", "head"):
@@ -92,7 +92,7 @@ def trimmed(gradients, vocab_size):
 
 
 def assert_close(found, expected, tolerance):
-    """Each array within a relative error in the Euclidean norm."""
+    """Compares each array by relative error in the Euclidean norm."""
 
     def close(path, a, b):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
@@ -102,8 +102,8 @@ def assert_close(found, expected, tolerance):
 
 
 def pairwise(combinations):
-    """A small subset of tuples in which every two values that occur together do so again: greedily the combination with most
-    pairs not seen yet.
+    """A small subset of the tuples that contains every pair of values that occurs in any of them. It is chosen greedily: next
+    comes the tuple with most missing pairs.
     """
 
     def pairs(combination):

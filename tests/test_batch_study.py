@@ -1,4 +1,4 @@
-"""benchmarks/batch_study.py: which runs it takes, when it ends, and what one of them says."""
+"""benchmarks/batch_study.py: the selection of runs, the end of the study, and the row of one run."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def batch_study():
 
 
 def best_of(run):
-    """Of a made-up world: larger batches want larger rates, and the smallest run of part two lies at a rate below 1e-3."""
+    """The best rate of a run in a synthetic model: larger batches need larger rates. That of the first small run is below 1e-3."""
     return {"target": run.batch // 32 + 1, "small": -2, "large": 4, "ramp": 2}[run.kind]
 
 
@@ -34,7 +34,7 @@ def carried_out(batch_study, path):
     study = batch_study.Study(path, batch_study.FULL)
     while wanted := list(study.wanted()):
         assert len(set(wanted)) == len(wanted)
-        # Stopped again and again.
+        # Stopped repeatedly.
         study = batch_study.Study(path, batch_study.FULL)
         study.add(line(batch_study, wanted[0]))
     return study
@@ -46,7 +46,7 @@ def test_each_sweep_ends_round_its_best_and_three_seeds_repeat_it(batch_study, t
         best = best_of(batch_study.Run(batch, 0, 0, kind))
         assert study.best(batch, kind) == best
         assert [line["seed"] for line in study.seeds_of(batch, kind)] == [0, 1, 2]
-        # Nothing was tried that the sweep had no need of.
+        # No run was made that the sweep did not need.
         assert set(study.rates(batch, kind)) >= {best - 1, best, best + 1}
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(study.results)
 

@@ -194,7 +194,7 @@ def test_what_shows_of_the_collectives_is_told(report):
     for line in report.overlap:
         assert 0 <= line.bare_bytes <= line.sent_bytes
         assert 0 <= line.exposed_share <= 1
-    assert "what no compute hides" in text_of(report)
+    assert "Exposed communication, by kind" in text_of(report)
 
 
 @needs_gpu_compiler
@@ -317,7 +317,7 @@ def test_text_fits_80_columns_and_says_it_all(report):
     [
         (["--gpu", "h100"], "There is no GPU h100: did you mean h100-80gb? Choose one of a100-40gb, a100-80gb"),
         (["--gpu", "nowhere.yaml"], "nowhere.yaml cannot be read as the description of a GPU: No such file or directory."),
-        (["--gpu", "h100-80gb"], "parallel.data=auto takes all GPUs there are: say how many with --gpus"),
+        (["--gpu", "h100-80gb"], "parallel.data=auto uses all present GPUs: give their number with --gpus"),
         (["--gpu", "h100-80gb", "--gpus", "12", "--gpus-per-host", "5"], "--gpus-per-host=5 does not divide the 12 GPUs"),
         (["--gpu", "h100-80gb", "--gpus", "3"], "parallel.tensor=2 does not divide the 3 devices"),
     ],

@@ -1,4 +1,4 @@
-"""What is made of the CUDA driver's answers. The driver is a stand-in: a real one needs a machine with GPUs."""
+"""How the CUDA driver's answers are read. The driver is a stand-in: a real one needs a machine with GPUs."""
 
 import ctypes
 
@@ -35,7 +35,7 @@ class Driver:
         (Driver(2), ["GPU-00000000-0000-0000-0000-000000000064", "GPU-00000000-0000-0000-0000-000000000065"]),
         (Driver(0), []),
         (Driver(0, NO_DEVICE), []),
-        # Such as a driver that does not fit its library: JAX says more than could be said here.
+        # For example a driver that does not match its library: JAX reports more than this module could.
         (Driver(0, 803), None),
     ],
 )

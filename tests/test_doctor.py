@@ -1,4 +1,4 @@
-"""`jaxllm doctor`: what is found is judged right, on one process and on two, and what fails says what to do."""
+"""`jaxllm doctor`: verdicts on one process and on two, and that each failure comes with a fix."""
 
 import dataclasses
 import io
@@ -14,11 +14,11 @@ from rich.console import Console
 from tiny import TINY
 
 from jaxllm import cli, diagnosis, distributed, doctor, probes
-from jaxllm.diagnosis import FAIL, OK, WARN, Row, named
-from jaxllm.launchers import Place
+from jaxllm.diagnosis import FAIL, OK, WARN, Row, check_name
+from jaxllm.launchers import LaunchInfo
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
-from jaxllm.plan.step_time import BANDWIDTH_SHARE
+from jaxllm.plan.step_parts import BANDWIDTH_SHARE
 from jaxllm.probes import Card, Collective, Facts, Folder
 
 CHECKOUT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ ONE = Facts(
 
 
 def launch(*changes: dict) -> list[Facts]:
-    """Process 0 as above, and one more on a host of its own for each of the changes."""
+    """Process 0 as above, and one more on its own host for each of the changes."""
     others = [dataclasses.replace(ONE, rank=rank, host=f"h{rank}", **one) for rank, one in enumerate(changes, start=1)]
     return [ONE, *others]
 
@@ -65,7 +65,7 @@ def judged(processes: list[Facts], forced: bool = False) -> dict[str, Row]:
         *diagnosis.versions(processes),
         *diagnosis.driver(processes, forced),
         *diagnosis.variables(processes),
-        *diagnosis.launcher(processes, hosts, Place("slurm", 0, "7", True, None)),
+        *diagnosis.launcher(processes, hosts, LaunchInfo("slurm", 0, "7", True, None)),
         *diagnosis.devices(processes, forced),
         *diagnosis.memory(processes),
     ]
@@ -125,7 +125,7 @@ def test_a_run_that_asks_for_cpu_devices_needs_no_driver():
     ("ahead", "status", "words"),
     [
         ((0.001, 0.004), OK, "at most 4 ms apart"),
-        # Bounds that hold 0 prove nothing, however wide.
+        # Bounds that contain 0 prove nothing, however wide.
         ((-30.0, 40.0), OK, "at most 40000 ms apart"),
         ((4.0, 4.1), WARN, "process 1 on h1 is at least 4.0 s behind that of process 0"),
         ((-90.2, -90.0), FAIL, "process 1 on h1 is at least 90.0 s ahead of that of process 0"),
@@ -153,10 +153,10 @@ WRITABLE = Folder(free_bytes=100 * GIB, written_bytes=GIB, write_bytes_per_s=1e9
             [WRITABLE, Folder(error="No space left on device")],
             *(None, [FAIL], "cannot be written by process 1 on h1: No space left on device"),
         ),
-        ([WRITABLE, Folder(sees_main=False)], None, [FAIL], "written by process 0 is not seen by process 1 on h1"),
+        ([WRITABLE, Folder(sees_main=False)], None, [FAIL], "written by process 0 are not seen by process 1 on h1"),
         (
             [dataclasses.replace(WRITABLE, unseen=(1,)), WRITABLE],
-            *(None, [FAIL], "written by process 1 on h1 is not seen by process 0"),
+            *(None, [FAIL], "written by process 1 on h1 are not seen by process 0"),
         ),
     ],
 )
@@ -172,24 +172,24 @@ INSIDE, ACROSS = Group(8, 1), Group(1, 8)
 
 
 @pytest.mark.parametrize(
-    ("lies", "share", "status"),
+    ("group", "share", "status"),
     [
         *((INSIDE, 1.2, OK), (INSIDE, 0.71, OK), (INSIDE, 0.69, WARN), (INSIDE, 0.36, WARN), (INSIDE, 0.34, FAIL)),
-        # The network of a cluster may well be a part of the reference system's.
+        # A cluster's network may well have a fraction of the reference system's speed.
         *((ACROSS, 0.71, OK), (ACROSS, 0.34, WARN), (ACROSS, 0.11, WARN), (ACROSS, 0.09, FAIL)),
     ],
 )
 @pytest.mark.parametrize("what", ["all-reduce", "all-gather", "permute"])
-def test_a_collective_is_held_against_the_model(what, lies, share, status):
-    cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what](GIB, lies, LINKS)
-    assert diagnosis.expected_s(what, GIB, lies, LINKS) == cost
+def test_a_collective_is_held_against_the_model(what, group, share, status):
+    cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what](GIB, group, LINKS)
+    assert diagnosis.expected_s(what, GIB, group, LINKS) == cost
     one = Collective(what, "data", 8, GIB, cost / share, right=True)
-    row = diagnosis.collective(one, lies, cost, H100)
+    row = diagnosis.collective(one, group, cost, H100)
     assert (row.check, row.status) == (f"{what} over data", status)
     assert f"{share:.0%} of the" in row.found
-    # Wrong numbers are wrong however fast, and without an expectation nothing is too slow.
-    assert diagnosis.collective(dataclasses.replace(one, right=False), lies, cost, H100).status == FAIL
-    assert diagnosis.collective(one, lies, None, None).status == OK
+    # Wrong numbers are wrong at any speed, and without an expectation nothing is too slow.
+    assert diagnosis.collective(dataclasses.replace(one, right=False), group, cost, H100).status == FAIL
+    assert diagnosis.collective(one, group, None, None).status == OK
 
 
 def test_what_nvidia_smi_prints():
@@ -234,7 +234,7 @@ def test_one_host_with_forced_cpu_devices(monkeypatch, capsys, tmp_path):
     }
     assert all(one["right"] and one["seconds"] > 0 and one["expected_s"] is None for one in found["collectives"])
     assert {one["ranks"] for one in found["collectives"]} == {2}
-    # Folders that it made are gone again.
+    # The folders that it created are gone again.
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,7 +248,7 @@ def test_wrong_numbers_fail(monkeypatch, capsys, tmp_path):
 
 
 def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, text_file):
-    """CPU devices held against an H100: everything is measured, and far too slow."""
+    """CPU devices compared with an H100: everything is measured, and far too slow."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
     arguments = (str(recipe), "run.cpu_devices=8", f"run.dir={tmp_path / 'run'}", "parallel.tensor=2")
@@ -260,10 +260,10 @@ def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, tex
     for one in collectives:
         expected = diagnosis.expected_s(one["what"], one["size_bytes"], Group(one["ranks"], 1), LINKS)
         assert one.pop("expected_s") == expected
-        row = rows[named(Collective(**one))]
+        row = rows[check_name(Collective(**one))]
         assert (row.status == FAIL) == (expected / one["seconds"] < diagnosis.POOR_SHARE)
         assert "expected of h100-80gb" in row.found
-    # A mesh that is not for these devices.
+    # A mesh that does not fit these devices.
     code, out, _ = run(monkeypatch, capsys, *arguments, "parallel.data=2", "--json")
     assert (code, rows_of(out)["mesh"].status) == (1, FAIL)
     assert "but there are 8" in rows_of(out)["mesh"].found
@@ -292,7 +292,7 @@ def test_a_start_that_is_refused_is_a_row(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "run.cpu_devices=3")
     assert code == 1
     assert "start" in out
-    # The table breaks lines.
+    # The table wraps lines.
     assert "run.cpu_devices=3, but JAX already runs on 8 cpu devices" in " ".join(out.split())
 
 
@@ -326,7 +326,7 @@ def test_the_table_fits_a_terminal():
 
 # ------------------------------------------------------------------------------------------------------------ two processes
 
-# Looks twice: in a folder that both see, then each in a folder of its own and with one clock 90 s behind.
+# Examines twice: a folder that both see, then a separate folder for each, with one clock 90 s behind.
 PROGRAM = """
 import json, os, sys, time
 from types import SimpleNamespace
@@ -342,7 +342,7 @@ os.chdir(f"{folder}/{rank}")
 late = 90 * rank
 probes.time = SimpleNamespace(**{**vars(time), "time": lambda: time.time() - late})
 ill = doctor.examine(RunConfig(cpu_devices=2, dir="run"), mesh)
-assert sound.speaks == ill.speaks == (rank == 0)
+assert sound.is_shown_here == ill.is_shown_here == (rank == 0)
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump([sound.to_json(), ill.to_json()], file)
 sys.exit(ill.failed)
@@ -374,9 +374,9 @@ def test_two_processes_come_to_one_report(tmp_path):
     assert {(one["axis"], one["right"]) for one in first[0]["collectives"]} == {("pipe", True), ("tensor", True)}
     assert first[1]["ok"] is False
     assert [check for check, row in ill.items() if row["status"] == FAIL] == ["clocks", "run directory"]
-    assert "written by process 0 is not seen by process 1" in ill["run directory"]["found"]
+    assert "written by process 0 are not seen by process 1" in ill["run directory"]["found"]
     assert "process 1" in ill["clocks"]["found"]
     assert "behind that of process 0" in ill["clocks"]["found"]
-    # Nothing is left of what they wrote.
+    # Nothing that they wrote is left.
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_dir()) == ["0", "1"]
     assert list(tmp_path.rglob(".doctor-*")) == []

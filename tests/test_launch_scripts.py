@@ -20,7 +20,7 @@ def name(script: Path) -> str:
 
 
 def bash(*arguments, cwd=CHECKOUT, **environment) -> subprocess.CompletedProcess:
-    """Runs bash without standard input; JAXLLM_VENV=none unless said otherwise, so that nothing is ever installed."""
+    """Runs bash without standard input; JAXLLM_VENV=none unless the test sets it, so that nothing is ever installed."""
     return subprocess.run(
         ["bash", *map(str, arguments)],
         cwd=cwd,
@@ -116,7 +116,7 @@ def test_python_that_is_none_is_refused(tmp_path):
 
 
 def test_python_without_venv_module_is_refused(tmp_path):
-    # Says yes to the version, no to everything else.
+    # Accepts the version check and fails at everything else.
     bare = executable(tmp_path / "bare-python", 'case "$2" in *version_info*) exit 0 ;; *) exit 1 ;; esac')
     result = in_environment("prepare_environment", PYTHON=str(bare), JAXLLM_VENV=str(tmp_path / "venv"))
     assert result.returncode == 2
@@ -139,7 +139,7 @@ def test_cuda_extra_follows_the_driver(path_with, nvidia_smi, extra):
 
 
 def test_installs_only_what_is_new(tmp_path, path_with):
-    """A stand-in for Python writes down what pip is asked for."""
+    """A stand-in for Python logs pip's arguments."""
     venv, log = tmp_path / "venv", tmp_path / "log"
     (venv / "bin").mkdir(parents=True)
     executable(venv / "bin" / "python", f'[ "$2" = pip ] && echo "$@" >>"{log}"; exit 0')
@@ -156,7 +156,7 @@ def test_installs_only_what_is_new(tmp_path, path_with):
     assert installed() == []
     assert installed("test", "reference") == [".[reference]"]
     assert installed("reference") == []
-    # Another pyproject.toml: the stamp carries its checksum.
+    # A changed pyproject.toml: the stamp contains its checksum.
     (stamp,) = (path for path in venv.iterdir() if path.is_file())
     stamp.write_text(stamp.read_text().replace("[", "0["))
     assert installed("test") == [".[test]"]
@@ -195,8 +195,8 @@ def test_checks_all_run_and_the_first_failure_counts():
         ("jaxllm", "no"),
     ],
 )
-def test_only_what_goes_on_is_started_again(command, verdict):
-    assert in_environment(f"if goes_on {command}; then echo yes; else echo no; fi").stdout == f"{verdict}\n"
+def test_only_what_can_resume_is_started_again(command, verdict):
+    assert in_environment(f"if can_resume {command}; then echo yes; else echo no; fi").stdout == f"{verdict}\n"
 
 
 def test_variables_for_other_hosts():

@@ -1,9 +1,9 @@
-"""What launchers say in the environment, and what is said where that cannot be."""
+"""Values that launchers set in the environment, and messages for values that are not valid."""
 
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.launchers import FIRST_PORT, NUM_PORTS, find, gpus_asked, hosts_of, idle_hosts, is_loopback, place
+from jaxllm.launchers import FIRST_PORT, NUM_PORTS, expand_node_list, find, gpus_asked, idle_hosts, is_loopback, launch_info
 
 SLURM = {
     "SLURM_JOB_ID": "70123",
@@ -41,7 +41,7 @@ def without(environ: dict, *names: str) -> dict:
         (POD | OURS | {"JAXLLM_PROCESS_ID": "2"}, "kubernetes", "h0:29500", 2, 3),
         # mpirun in a SLURM job starts its daemons by srun, one a host.
         (SLURM | {"SLURM_NTASKS": "2"} | MPI | COORDINATOR, "open mpi", "h0:29500", 3, 4),
-        # All said by hand, whatever the launcher thinks.
+        # All set by hand, whatever the launcher sets.
         (SLURM | OURS, "slurm", "h0:29500", 1, 3),
     ],
     ids=str,
@@ -49,7 +49,7 @@ def without(environ: dict, *names: str) -> dict:
 def test_the_place_among_several(environ, launcher, address, rank, count):
     found = find(environ)
     assert (found.launcher, found.address, found.process_id, found.num_processes) == (launcher, address, rank, count)
-    assert place(environ).launcher == launcher
+    assert launch_info(environ).launcher == launcher
 
 
 @pytest.mark.parametrize(
@@ -93,19 +93,19 @@ def test_hosts_are_known_by_rank_where_each_has_one_process():
     ],
 )
 def test_lists_of_nodes(node_list, hosts):
-    assert hosts_of(node_list) == hosts.split()
+    assert expand_node_list(node_list) == hosts.split()
 
 
 @pytest.mark.parametrize("node_list", ["", "h[1-", "h]1", "h[]", "h[a-b]", "a,,b", "h[1-2]]"])
 def test_lists_of_nodes_that_are_none(node_list):
     with pytest.raises(ConfigError, match="cannot be read: set JAXLLM_COORDINATOR=host:port instead"):
-        hosts_of(node_list)
+        expand_node_list(node_list)
 
 
 def test_gpus_asked():
     assert gpus_asked(SLURM | {"SLURM_GPUS_ON_NODE": "8"}) == 8
     assert gpus_asked(SLURM) is None
-    # Of the job, not of what runs here.
+    # Of the job, not of this step.
     assert gpus_asked(without(SLURM, "SLURM_STEP_ID") | {"SLURM_GPUS_ON_NODE": "8"}) is None
 
 
@@ -136,12 +136,18 @@ def test_loopback(host, loopback):
         (OURS | {"JAXLLM_COORDINATOR": "h0:70000"}, "JAXLLM_COORDINATOR=h0:70000 has no port"),
         (OURS | {"JAXLLM_PROCESS_ID": "3"}, "JAXLLM_PROCESS_ID=3 is not below JAXLLM_NUM_PROCESSES=3: processes are numbered"),
         (OURS | {"JAXLLM_START_TIMEOUT_S": "soon"}, "JAXLLM_START_TIMEOUT_S=soon is not valid"),
-        (MPI, "Open MPI does not say where process 0 is: start with launch/mpi.sh, or give mpirun -x JAXLLM_COORDINATOR="),
-        (MPI | {"JAXLLM_COORDINATOR": "localhost:29500"}, "localhost:29500 means another machine on each host, and Open MPI"),
-        (SLURM | {"JAXLLM_COORDINATOR": "127.0.0.1:29500"}, "127.0.0.1:29500 means another machine on each host, and SLURM"),
+        (MPI, "Open MPI does not tell where process 0 is: start with launch/mpi.sh, or give mpirun -x JAXLLM_COORDINATOR="),
+        (
+            MPI | {"JAXLLM_COORDINATOR": "localhost:29500"},
+            "localhost:29500 means a different machine on each host, and Open MPI",
+        ),
+        (
+            SLURM | {"JAXLLM_COORDINATOR": "127.0.0.1:29500"},
+            "127.0.0.1:29500 means a different machine on each host, and SLURM",
+        ),
         (SLURM | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 is not below SLURM_STEP_NUM_TASKS=4"),
         (SLURM | {"SLURM_STEP_NODELIST": "h[1"}, "The SLURM node list h[1 cannot be read"),
-        (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM does not say enough of this step: set JAXLLM_COORDINATOR"),
+        (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM's variables of this step are incomplete: set JAXLLM_COORDINATOR"),
         (
             POD,
             "JAXLLM_COORDINATOR and JAXLLM_NUM_PROCESSES are not set: give them in the manifest as launch/k8s-jobset.yaml",
@@ -159,24 +165,24 @@ def test_what_makes_no_sense(environ, sentence):
 
 
 def test_place_by_default():
-    alone = place({})
+    alone = launch_info({})
     assert (alone.launcher, alone.attempt, alone.launch_id, alone.restarts, alone.beat_fd) == ("alone", 0, None, False, None)
 
 
 def test_place_as_said():
     environ = {"JAXLLM_ATTEMPT": "3", "JAXLLM_LAUNCH_ID": "a7", "JAXLLM_RESTARTS": "yes", "JAXLLM_BEAT_FD": "5"}
-    said = place(OURS | environ)
+    said = launch_info(OURS | environ)
     assert (said.attempt, said.launch_id, said.restarts, said.beat_fd) == (3, "a7", True, 5)
 
 
 def test_the_slurm_job_is_the_launch_and_counts_its_restarts():
-    again = place(SLURM | {"SLURM_RESTART_COUNT": "2"})
+    again = launch_info(SLURM | {"SLURM_RESTART_COUNT": "2"})
     assert (again.launch_id, again.attempt) == ("70123", 2)
 
 
 def test_attempts_grow_where_a_supervisor_runs_in_a_slurm_job():
     order = [("0", "0"), ("0", "9"), ("1", "0"), ("1", "4"), ("2", "0")]
-    attempts = [place(SLURM | {"SLURM_RESTART_COUNT": queued, "JAXLLM_ATTEMPT": own}).attempt for queued, own in order]
+    attempts = [launch_info(SLURM | {"SLURM_RESTART_COUNT": queued, "JAXLLM_ATTEMPT": own}).attempt for queued, own in order]
     assert attempts == sorted(set(attempts))
 
 
@@ -184,4 +190,4 @@ def test_attempts_grow_where_a_supervisor_runs_in_a_slurm_job():
 def test_a_place_that_cannot_be(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ConfigError, match=f"{name}={value} is not valid"):
-        place(wrong)
+        launch_info(wrong)

@@ -1,4 +1,4 @@
-"""Several processes as several hosts: the same losses as one, checkpoints that change hands, refusals, the local launcher."""
+"""Several processes as several hosts: the same losses as one, checkpoints passed between them, refusals, the local launcher."""
 
 import os
 import shutil
@@ -56,7 +56,7 @@ def recipe(text_file, tmp_path_factory):
 
 
 def environment(**variables: str) -> dict[str, str]:
-    # conftest's XLA_FLAGS come along: tiny programs compile fastest unoptimised.
+    # Includes conftest's XLA_FLAGS: tiny programs compile fastest unoptimised.
     return {**os.environ, "JAXLLM_VENV": "none", "PYTHON": sys.executable, "PYTHONPATH": str(CHECKOUT), **variables}
 
 
@@ -173,7 +173,7 @@ def test_any_number_of_processes_trains_like_one(recipe, tmp_path, processes, de
 
 @pytest.mark.launcher
 def test_processes_take_up_the_checkpoint_of_one(recipe, tmp_path):
-    """And two take up that of four, which hold the same mesh."""
+    """And two resume that of four, on the same mesh."""
     mesh = ("parallel.data=4", "parallel.tensor=2", "parallel.zero=3", *COMMON)
     config = jaxllm.load_config(recipe, ["run.cpu_devices=8", *mesh, "train.steps=6", f"run.dir={tmp_path / 'whole'}"])
     fit(config)
@@ -204,7 +204,7 @@ def test_processes_take_up_the_checkpoint_of_one(recipe, tmp_path):
             ("host:29500", "2", "2"),
             "JAXLLM_PROCESS_ID=2 is not below JAXLLM_NUM_PROCESSES=2: processes are numbered from 0 to 1",
         ),
-        # What can be known at once is in order: then it is JAX of this test that is in the way.
+        # The variables are valid, so the check reaches the JAX that already runs in this test.
         (("host:29500", "2", "1"), "JAXLLM_COORDINATOR is set, but JAX already runs alone in this process"),
     ],
 )
@@ -238,7 +238,7 @@ def refusal(process: subprocess.Popen, code: int = 2) -> str:
 
 @pytest.fixture
 def ports():
-    """Two that are free."""
+    """Two free ports."""
     one = free_port()
     with socket.create_server(("127.0.0.1", one)):
         return one, free_port()
@@ -257,7 +257,7 @@ def test_a_taken_port_is_refused(recipe, tmp_path):
 
 
 def test_missing_processes_are_refused_after_the_time_limit(recipe, tmp_path, ports):
-    """The others may come to the next start, where somebody sees to one: the exit code asks for it."""
+    """The others may come to the next start if a supervisor restarts the run: the exit code asks for it."""
     without_0, alone = ports
     limit = {"JAXLLM_START_TIMEOUT_S": "2"}
     first = process(recipe, tmp_path, without_0, 1, **limit)

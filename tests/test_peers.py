@@ -1,4 +1,4 @@
-"""The line between processes: who is lost, by what, and what the others say and leave with."""
+"""The peer monitor: which peer is lost, how it was detected, and what the others print and exit with."""
 
 import io
 import json
@@ -16,7 +16,7 @@ import pytest
 
 from jaxllm import exits, peers, progress
 from jaxllm.config import ConfigError
-from jaxllm.peers import Line
+from jaxllm.peers import PeerMonitor
 
 LIMIT_S = 20
 
@@ -29,21 +29,21 @@ def until(condition, what: str) -> None:
 
 
 class End:
-    """One process's line within this process: what it said, and what it would have ended with."""
+    """One process's monitor inside this process: the sentences it printed, and the codes it would have exited with."""
 
     def __init__(self, rank, members, to, silence_s):
         self.said, self.codes = [], []
-        self.line = Line(rank, members, to, silence_s, end=self.codes.append, say=self.said.append)
+        self.monitor = PeerMonitor(rank, members, to, silence_s, end=self.codes.append, printer=self.said.append)
 
     def ended(self) -> tuple[str, int]:
-        until(lambda: self.codes, f"process {self.line.rank} ends")
+        until(lambda: self.codes, f"process {self.monitor.rank} ends")
         (sentence,), (code,) = self.said, self.codes
         return sentence, code
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(count, missing=()) -> the ends by rank, on hosts h0, h1 ...; those missing are left to the test to play."""
+    """run(count, missing=()) -> the ends by rank, on hosts h0, h1 ...; the test itself plays the missing ones."""
     monkeypatch.setattr(peers, "LEAVE_S", 0.3)
     monkeypatch.setattr(peers, "GRACE_S", 0.5)
     monkeypatch.setattr(peers, "BEAT_S", 0.1)
@@ -51,19 +51,19 @@ def run(monkeypatch):
 
     def make(count: int, missing: tuple[int, ...] = (), silence_s: float = 30) -> dict[int, End]:
         members = [SimpleNamespace(rank=rank, host=f"h{rank}", pid=100 + rank) for rank in range(count)]
-        door = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", 0))
         ends = {}
         for rank in range(count):
             if rank not in missing:
-                ends[rank] = End(rank, members, door if rank == 0 else door.getsockname(), silence_s)
+                ends[rank] = End(rank, members, listener if rank == 0 else listener.getsockname(), silence_s)
         made.extend(ends.values())
-        hub = ends[0].line
-        until(lambda: hub._called == set(range(1, count)) - set(missing), "all call")
-        make.address = door.getsockname()
+        hub = ends[0].monitor
+        until(lambda: hub._connected == set(range(1, count)) - set(missing), "all call")
+        make.address = listener.getsockname()
         return ends
 
     def play(rank: int, **message) -> socket.socket:
-        """A process whose words are the test's."""
+        """A process whose messages the test sends."""
         connection = socket.create_connection(make.address)
         spare.append(connection)
         say(connection, hello=rank, host=f"h{rank}", pid=100 + rank)
@@ -74,7 +74,7 @@ def run(monkeypatch):
     make.play = play
     yield make
     for end in made:
-        end.line.close()
+        end.monitor.close()
     for connection in spare:
         connection.close()
 
@@ -96,7 +96,7 @@ def at_step_12():
 def test_a_lost_process_is_named_by_all_others(run):
     ends = run(3, missing=(2,))
     lost = run.play(2, phase="step", step=12, seconds=0.1)
-    until(lambda: 2 in ends[0].line._seen, "process 2 says where it is")
+    until(lambda: 2 in ends[0].monitor._seen, "process 2 says where it is")
     lost.close()
     sentence = (
         "process 2 on h2 is lost (its connection closed) during step 12: it was killed or crashed; "
@@ -106,11 +106,11 @@ def test_a_lost_process_is_named_by_all_others(run):
 
 
 def test_a_host_that_takes_several_along_is_one_sentence(run, monkeypatch):
-    # The second may close a moment later where the machine is busy.
+    # The second connection may close a moment later on a busy machine.
     monkeypatch.setattr(peers, "TOGETHER_S", 1.0)
     ends = run(4, missing=(1, 2))
     pair = [run.play(rank) for rank in (1, 2)]
-    until(lambda: ends[0].line._called == {1, 2, 3}, "both call")
+    until(lambda: ends[0].monitor._connected == {1, 2, 3}, "both call")
     for connection in pair:
         connection.close()
     sentence, code = ends[3].ended()
@@ -120,7 +120,7 @@ def test_a_host_that_takes_several_along_is_one_sentence(run, monkeypatch):
 
 def test_each_misses_process_0_by_itself(run, at_step_12):
     ends = run(3)
-    ends[0].line.close()
+    ends[0].monitor.close()
     for rank in (1, 2):
         sentence, code = ends[rank].ended()
         assert sentence.startswith("process 0 on h0 is lost (its connection closed) during step 12: it was killed or crashed")
@@ -139,23 +139,23 @@ def test_silence_is_loss_and_what_process_0_tells_is_not_silence(run):
 
 
 def test_a_process_that_never_calls_is_named(run, monkeypatch):
-    monkeypatch.setattr(peers, "CALL_S", 0.1)
+    monkeypatch.setattr(peers, "CONNECT_S", 0.1)
     ends = run(3, missing=(1,), silence_s=6)
     sentence, code = ends[2].ended()
-    assert sentence.startswith("process 1 on h1 is lost (it never called): it ended at once, or its host or network failed;")
+    assert sentence.startswith("process 1 on h1 is lost (it never connected): it ended at once, or its host or network failed;")
     assert code == exits.LOST
 
 
 def test_a_farewell_makes_closing_no_loss(run):
     ends = run(3)
-    ends[1].line.farewell()
-    until(lambda: any(link.excused for link in ends[0].line._links), "process 0 hears it")
-    ends[1].line.close()
-    until(lambda: len(ends[0].line._links) == 1, "the connection closes")
-    ends[0].line.farewell()
-    until(lambda: ends[2].line._links[0].excused, "process 2 hears it")
-    ends[0].line.close()
-    until(lambda: not ends[2].line._links, "the last connection closes")
+    ends[1].monitor.close_gracefully()
+    until(lambda: any(link.excused for link in ends[0].monitor._links), "process 0 hears it")
+    ends[1].monitor.close()
+    until(lambda: len(ends[0].monitor._links) == 1, "the connection closes")
+    ends[0].monitor.close_gracefully()
+    until(lambda: ends[2].monitor._links[0].excused, "process 2 hears it")
+    ends[0].monitor.close()
+    until(lambda: not ends[2].monitor._links, "the last connection closes")
     time.sleep(2 * peers.TOGETHER_S)
     assert not any(end.said or end.codes for end in ends.values())
 
@@ -165,25 +165,25 @@ def test_strangers_are_not_listened_to(run):
     words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'{"hello": 1, "host": "h1", "pid": 7}\n', b'{"hello": 9}\n', b"x" * 70_000)
     for word in words:
         with socket.create_connection(run.address) as stranger:
-            # Hung up on; otherwise this runs into the time limit.
+            # The monitor closes the connection; otherwise this runs into the time limit.
             stranger.settimeout(LIMIT_S)
             with suppress(ConnectionError):
                 stranger.sendall(word)
                 while stranger.recv(4096):
                     pass
-    until(lambda: len(ends[0].line._links) == 1, "all strangers are gone")
+    until(lambda: len(ends[0].monitor._links) == 1, "all strangers are gone")
     assert not any(end.said or end.codes for end in ends.values())
 
 
 def test_process_0_out_of_reach_is_refused(monkeypatch):
-    monkeypatch.setattr(peers, "CALL_S", 0)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        address = door.getsockname()
+    monkeypatch.setattr(peers, "CONNECT_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
     with pytest.raises(
-        ConfigError, match=rf"^Process 1 cannot reach process 0 at 127.0.0.1:{address[1]} \(Connection refused\): see what it"
+        ConfigError, match=rf"^Process 1 cannot reach process 0 at 127.0.0.1:{address[1]} \(Connection refused\): look at its"
     ) as error:
-        Line(1, [], address, 30)
-    # It listened when they met.
+        PeerMonitor(1, [], address, 30)
+    # Process 0 listened when they met.
     assert error.value.exit_code == exits.LOST
 
 
@@ -206,7 +206,7 @@ def test_last_words_that_nobody_reads_do_not_keep_a_process(monkeypatch):
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_error_of_one_is_said_by_the_others(run, who, code, others):
     ends = run(3)
-    ends[who].line.failed("ValueError: no", code)
+    ends[who].monitor.announce_failure("ValueError: no", code)
     for rank in {0, 1, 2} - {who}:
         assert ends[rank].ended() == (f"process {who} on h{who} failed: ValueError: no", others)
     assert not ends[who].said + ends[who].codes
@@ -215,7 +215,7 @@ def test_an_error_of_one_is_said_by_the_others(run, who, code, others):
 def test_who_finds_the_same_error_says_it_alone(run):
     ends = run(3)
     for rank in (1, 2, 0):
-        ends[rank].line.failed("The config is wrong.", exits.BAD_INPUT)
+        ends[rank].monitor.announce_failure("The config is wrong.", exits.BAD_INPUT)
     time.sleep(2 * peers.GRACE_S)
     assert not any(end.said or end.codes for end in ends.values())
 
@@ -224,14 +224,14 @@ def test_a_loss_is_told_rather_than_the_error_that_came_of_it(run, monkeypatch):
     monkeypatch.setattr(peers, "GRACE_S", LIMIT_S)
     ends = run(3, missing=(2,))
     run.play(2).close()
-    ends[1].line.failed("JaxRuntimeError: Connection closed by peer", 1, perhaps_a_peer=True)
+    ends[1].monitor.announce_failure("JaxRuntimeError: Connection closed by peer", 1, perhaps_a_peer=True)
     for rank in (0, 1):
         assert ends[rank].ended()[0].startswith("process 2 on h2 is lost (its connection closed)")
 
 
 def test_an_error_that_no_loss_explains_is_the_process_s_own(run):
     ends = run(2)
-    ends[1].line.failed("JaxRuntimeError: INTERNAL", 1, perhaps_a_peer=True)
+    ends[1].monitor.announce_failure("JaxRuntimeError: INTERNAL", 1, perhaps_a_peer=True)
     assert ends[0].ended() == ("process 1 on h1 failed: JaxRuntimeError: INTERNAL", exits.LOST)
     assert not ends[1].said
 
@@ -240,8 +240,8 @@ def test_process_0_leaves_last(run, monkeypatch):
     monkeypatch.setattr(peers, "LEAVE_S", LIMIT_S)
     ends = run(2, missing=(1,))
     other = run.play(1)
-    until(lambda: ends[0].line._called == {1}, "process 1 calls")
-    say(other, news={"sentence": "process 1 on h1 failed: x", "code": exits.LOST, "own_error": True, "stuck": False})
+    until(lambda: ends[0].monitor._connected == {1}, "process 1 calls")
+    say(other, notice={"sentence": "process 1 on h1 failed: x", "code": exits.LOST, "own_error": True, "stuck": False})
     until(lambda: ends[0].said, "process 0 says it")
     time.sleep(0.3)
     assert not ends[0].codes
@@ -257,16 +257,18 @@ def test_all_know_who_is_behind_and_process_0_where_everybody_is(run, at_step_12
     for rank, seconds in ((2, 5.0), (3, 40.0)):
         run.play(rank, phase="save", step=11, seconds=seconds)
     for rank in (0, 1):
-        until(lambda line=ends[rank].line: (behind := line.behind()) and behind.rank == 3, "the word goes round")
-        assert ends[rank].line.behind() == (3, "h3", progress.Snapshot("save", 11, 40.0))
-    assert ends[0].line.standing() == "step 12: processes 0, 1 on h0, h1; save after step 11: processes 2, 3 on h2, h3"
-    assert ends[1].line.standing() == ""
+        until(lambda monitor=ends[rank].monitor: (slowest := monitor.slowest()) and slowest.rank == 3, "the word goes round")
+        assert ends[rank].monitor.slowest() == (3, "h3", progress.Snapshot("save", 11, 40.0))
+    assert (
+        ends[0].monitor.status_by_process() == "step 12: processes 0, 1 on h0, h1; save after step 11: processes 2, 3 on h2, h3"
+    )
+    assert ends[1].monitor.status_by_process() == ""
 
 
 def test_a_stuck_process_makes_the_others_show_their_stacks(run, at_step_12, capfd):
     ends = run(3)
-    until(lambda: set(ends[0].line._seen) == {1, 2}, "both say where they are")
-    ends[1].line.stuck("process 1 on h1 is stuck: step 12 has taken 300 s")
+    until(lambda: set(ends[0].monitor._seen) == {1, 2}, "both say where they are")
+    ends[1].monitor.announce_stuck("process 1 on h1 is stuck: step 12 has taken 300 s")
     for rank in (0, 2):
         until(lambda end=ends[rank]: end.codes, "it ends")
         assert (ends[rank].said[0], ends[rank].codes) == ("process 1 on h1 is stuck: step 12 has taken 300 s", [exits.LOST])
@@ -279,14 +281,14 @@ def test_a_stuck_process_makes_the_others_show_their_stacks(run, at_step_12, cap
 PROGRAM = """
 import os, socket, sys, time
 from types import SimpleNamespace
-from jaxllm.peers import Line
+from jaxllm.peers import PeerMonitor
 rank, count, *rest = map(int, sys.argv[1:])
 members = [SimpleNamespace(rank=r, host=f"h{r}", pid=0) for r in range(count)]
 if rank == 0:
-    door = socket.create_server(("127.0.0.1", 0))
-    print(door.getsockname()[1], flush=True)
-line = Line(rank, members, door if rank == 0 else ("127.0.0.1", rest[0]), 4)
-while rank and not line._seen:
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+monitor = PeerMonitor(rank, members, listener if rank == 0 else ("127.0.0.1", rest[0]), 4)
+while rank and not monitor._seen:
     time.sleep(0.1)
 print("here", flush=True)
 time.sleep(60)
@@ -334,7 +336,7 @@ def test_flushing_fails_of_nothing(monkeypatch):
 
 
 def test_flushing_at_the_interpreters_end():
-    """Where Python 3.12 starts no thread any more."""
+    """At this point Python 3.12 starts no threads any more."""
     code = "import atexit; from jaxllm import peers; atexit.register(peers.flush); print('said')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (found.stdout, found.stderr) == ("said\n", "")

@@ -1,4 +1,6 @@
-"""The roll call, over real sockets in threads: who is let go on, who is refused with which words, and who is waited for."""
+"""The rendezvous, over real sockets in threads: which processes are released, which are rejected with which message, and which
+are waited for.
+"""
 
 import json
 import socket
@@ -12,29 +14,37 @@ import pytest
 from jaxllm import roll_call
 from jaxllm.config import ConfigError
 from jaxllm.launchers import Launch
-from jaxllm.roll_call import MAGIC, Missing, attend, host, open_port
-from jaxllm.roll_verdicts import Call, missing, shares, spans, stranger, too_few, unfit
+from jaxllm.roll_call import MAGIC, RendezvousError, join, open_port, serve
+from jaxllm.roll_verdicts import (
+    ProcessInfo,
+    assign_gpus,
+    missing,
+    spans,
+    too_few_gpus,
+    why_incompatible,
+    why_rejected,
+)
 
 VERSIONS = {"jaxllm": "0.1.0", "JAX": "0.10.2"}
 FOUR = ["a", "b", "c", "d"]
 
 
-def call(rank: int, count: int = 3, **fields) -> Call:
-    """Each on a host of its own, on the CPU."""
+def call(rank: int, count: int = 3, **fields) -> ProcessInfo:
+    """Description of a process on its own host, on the CPU."""
     name = fields.pop("host", f"h{rank}")
     fields = {"versions": VERSIONS, "flags": [], "cpu": True, "machine": name} | fields
-    return Call(rank=rank, count=count, host=name, pid=100 + rank, **fields)
+    return ProcessInfo(rank=rank, count=count, host=name, pid=100 + rank, **fields)
 
 
-def with_gpus(*gpus: list[str] | None, hosts: str = "", asked: int | None = None) -> list[Call]:
-    """One process for each list, each on a host of its own unless `hosts` gives a letter for each."""
+def with_gpus(*gpus: list[str] | None, hosts: str = "", asked: int | None = None) -> list[ProcessInfo]:
+    """One process for each list, each on its own host unless `hosts` gives a letter for each."""
     names = hosts or "uvwxyz"
     return [call(rank, len(gpus), host=names[rank], cpu=False, gpus=seen, gpus_asked=asked) for rank, seen in enumerate(gpus)]
 
 
 @pytest.fixture
 def launch():
-    """launch(rank, **fields): on one free port. A limit of 20 s, which no test comes to."""
+    """launch(rank, **fields): a Launch on one free port. The limit is 20 s, which no test reaches."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     return lambda rank, count=3, **fields: Launch(
@@ -44,16 +54,16 @@ def launch():
 
 @pytest.fixture
 def meet(launch):
-    """meet(*calls): each comes, in this order; what came out for each, an answer or an error."""
+    """meet(*calls): processes arrive in this order; returns the result of each, an answer or an error."""
 
-    def come(own: Call, **fields):
+    def come(own: ProcessInfo, **fields):
         place = launch(own.rank, own.count, **fields)
         try:
-            return host(open_port(place, own), own, place, 4321) if own.rank == 0 else attend(own, place)
+            return serve(open_port(place, own), own, place, 4321) if own.rank == 0 else join(own, place)
         except ConfigError as error:
             return error
 
-    def all_of(*calls: Call, pause_s: float = 0.0, **fields):
+    def all_of(*calls: ProcessInfo, pause_s: float = 0.0, **fields):
         with ThreadPoolExecutor(len(calls)) as pool:
             futures = []
             for own in calls:
@@ -98,14 +108,14 @@ def test_processes_of_one_host_share_its_gpus_in_the_order_of_their_ranks(meet):
 
 
 def test_one_that_was_started_again_takes_its_place(launch):
-    """Its first try is seen to be gone, whatever the order in which process 0 looks."""
+    """Process 0 sees that the first try is gone, in whatever order it reads its connections."""
     place = launch(0)
     with ThreadPoolExecutor(3) as pool:
-        zero = pool.submit(host, open_port(place, call(0)), call(0), place, 4321)
+        zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
         with socket.create_connection(("127.0.0.1", place.port)) as first:
             first.sendall(f"{MAGIC}{json.dumps(vars(call(1)) | {'pid': 7})}\n".encode())
             assert b"wait_s" in first.recv(1000)
-        others = [pool.submit(attend, call(rank), launch(rank)) for rank in (1, 2)]
+        others = [pool.submit(join, call(rank), launch(rank)) for rank in (1, 2)]
         assert zero.result(timeout=30).members[1] == ("h1", 101)
         assert [other.result(timeout=30).members[1] for other in others] == [("h1", 101)] * 2
 
@@ -113,12 +123,12 @@ def test_one_that_was_started_again_takes_its_place(launch):
 def test_strangers_at_the_port_disturb_nothing(launch):
     place = launch(0)
     with ThreadPoolExecutor(3) as pool, socket.socket() as silent, socket.socket() as browser:
-        zero = pool.submit(host, open_port(place, call(0)), call(0), place, 4321)
+        zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
         for stray in (silent, browser):
             stray.connect(("127.0.0.1", place.port))
         browser.sendall(b"GET / HTTP/1.1\r\nHost: h0\r\n\r\n")
         assert browser.recv(100) == b""
-        others = [pool.submit(attend, call(rank), launch(rank)) for rank in (1, 2)]
+        others = [pool.submit(join, call(rank), launch(rank)) for rank in (1, 2)]
         assert zero.result(timeout=30).members == others[0].result(timeout=30).members
 
 
@@ -132,12 +142,15 @@ def test_strangers_at_the_port_disturb_nothing(launch):
             call(1, versions=VERSIONS | {"JAX": "0.11.2"}),
             "Process 1 on h1 has JAX 0.11.2, process 0 on h0 0.10.2: install the same on all hosts",
         ),
-        (call(1, count=4), "Process 1 on h1 was told of 4 processes, process 0 on h0 of 3: give all the same JAXLLM_NUM_PROC"),
+        (
+            call(1, count=4),
+            "Process 1 on h1 was started as one of 4 processes, process 0 on h0 as one of 3: give all the same JAXLLM_NUM_PROC",
+        ),
         (call(1, flags=["--xla_a=1"]), "Process 1 on h1 has other XLA_FLAGS than process 0 on h0 (--xla_a=1 only for 1)"),
     ],
 )
 def test_all_that_came_hear_why_one_does_not_belong(meet, other, sentence):
-    """At once: process 2 never comes, and nobody waits for it."""
+    """At once: process 2 never comes, and none waits for it."""
     started = time.monotonic()
     words = sentences(meet(call(0), other))
     assert words[0] == words[1]
@@ -148,36 +161,36 @@ def test_all_that_came_hear_why_one_does_not_belong(meet, other, sentence):
 def test_one_rank_twice_names_both_hosts(meet):
     words = sentences(meet(call(0), call(1), replace(call(1), host="h7", pid=9), pause_s=0.6))
     assert set(words) == {
-        "Process 1 was started twice, with process id 101 on h1 and 9 on h7: give each process a JAXLLM_PROCESS_ID of its own."
+        "Process 1 was started twice, with process id 101 on h1 and 9 on h7: give each process its own JAXLLM_PROCESS_ID."
     }
 
 
 def test_two_processes_0_on_one_host_name_each_other(meet):
     words = sentences(meet(call(0), replace(call(0), pid=9), pause_s=0.6))
     assert set(words) == {
-        "Process 0 was started twice, with process id 100 on h0 and 9 on h0: give each process a JAXLLM_PROCESS_ID of its own."
+        "Process 0 was started twice, with process id 100 on h0 and 9 on h0: give each process its own JAXLLM_PROCESS_ID."
     }
 
 
 def test_what_is_wrong_once_all_are_there_is_known_to_all(meet):
     words = sentences(meet(call(0), call(1, cpu=False, gpus=FOUR), call(2)))
     assert set(words) == {
-        "Process 0 on h0 is to run on the CPU, but not process 1 on h1: give all the same run.cpu_devices and JAX_PLATFORMS."
+        "Process 0 on h0 runs on the CPU, but not process 1 on h1: give all the same run.cpu_devices and JAX_PLATFORMS."
     }
 
 
 def test_another_launch_on_this_port_is_named(launch):
     place = launch(0)
     with ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(host, open_port(place, call(0, launch_id="old")), call(0, launch_id="old"), place, 4321)
+        zero = pool.submit(serve, open_port(place, call(0, launch_id="old")), call(0, launch_id="old"), place, 4321)
         own = call(0, launch_id="new")
         with pytest.raises(ConfigError, match=f"Port {place.port} of JAXLLM_COORDINATOR is taken on this host"):
             open_port(place, own)
-        with pytest.raises(Missing, match=r"after 3 s \(process 0 of another launch, old, is there"):
-            attend(call(1, launch_id="new"), launch(1, start_timeout_s=3))
-        # Nor was it disturbed.
+        with pytest.raises(RendezvousError, match=r"after 3 s \(process 0 of another launch, old, is there"):
+            join(call(1, launch_id="new"), launch(1, start_timeout_s=3))
+        # Nor was the other launch disturbed.
         with ThreadPoolExecutor(2) as others:
-            found = [others.submit(attend, call(rank, launch_id="old"), launch(rank)) for rank in (1, 2)]
+            found = [others.submit(join, call(rank, launch_id="old"), launch(rank)) for rank in (1, 2)]
             answers = [one.result(timeout=30).members for one in found]
         assert answers == [zero.result(timeout=30).members] * 2
 
@@ -192,10 +205,10 @@ def test_a_port_that_something_else_holds(launch):
 
 
 def test_after_a_restart_a_taken_port_is_waited_for(launch):
-    """Whoever holds it for longer may be gone at the next restart."""
+    """A holder that keeps it longer may be gone at the next restart."""
     place = launch(0)
     holder = socket.create_server(("0.0.0.0", place.port))
-    with pytest.raises(Missing, match="is taken on this host: choose another for all"):
+    with pytest.raises(RendezvousError, match="is taken on this host: choose another for all"):
         open_port(place, call(0), patience_s=0.1)
     threading.Timer(0.3, holder.close).start()
     open_port(place, call(0), patience_s=20).close()
@@ -214,11 +227,13 @@ def test_who_is_missing_and_who_came(meet):
 def test_one_that_came_and_went_is_named(launch):
     place = launch(0, start_timeout_s=2)
     with ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(host, open_port(place, call(0)), call(0), place, 4321)
+        zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
         with socket.create_connection(("127.0.0.1", place.port)) as other:
             other.sendall(f"{MAGIC}{json.dumps(vars(call(2)))}\n".encode())
             other.recv(1000)
-        with pytest.raises(Missing, match=r"Processes 1 and 2 of 3 did not come .*, where process 2 on h2 hung up again"):
+        with pytest.raises(
+            RendezvousError, match=r"Processes 1 and 2 of 3 did not come .*, where process 2 on h2 disconnected again"
+        ):
             zero.result(timeout=30)
 
 
@@ -226,17 +241,17 @@ def test_one_that_is_frozen_when_all_are_there_is_named(launch, monkeypatch):
     monkeypatch.setattr(roll_call, "GRACE_S", 2.0)
     place = launch(0)
     with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(host, open_port(place, call(0)), call(0), place, 4321)
+        zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
         with socket.create_connection(("127.0.0.1", place.port)) as other:
             other.sendall(f"{MAGIC}{json.dumps(vars(call(2)))}\n".encode())
-            one = pool.submit(attend, call(1), launch(1))
+            one = pool.submit(join, call(1), launch(1))
             for result in (zero, one):
-                with pytest.raises(Missing, match="Process 2 on h2 came to the start, but did not answer for 2 s"):
+                with pytest.raises(RendezvousError, match="Process 2 on h2 joined, but did not answer for 2 s"):
                     result.result(timeout=30)
 
 
 def test_a_connection_to_itself_is_none(monkeypatch):
-    """Linux makes one where a port that nobody listens on happens to be taken for the connecting end too."""
+    """Linux makes one if the free port of the target happens to be chosen for the connecting end too."""
     itself = socket.socket()
     itself.bind(("127.0.0.1", 0))
     itself.connect(itself.getsockname())
@@ -263,9 +278,9 @@ def test_process_0_is_not_there(launch, answers):
     if listener:
         threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(
-        Missing, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 3 s \({why}; 127.0.0.1"
+        RendezvousError, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 3 s \({why}; 127.0.0.1"
     ):
-        attend(call(1), place)
+        join(call(1), place)
     if listener:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
@@ -273,11 +288,11 @@ def test_process_0_is_not_there(launch, answers):
 
 def test_whoever_takes_a_connection_and_says_nothing_is_asked_again(launch, monkeypatch):
     """Until the limit: another process 0 may listen there by then."""
-    monkeypatch.setattr(roll_call, "FIRST_WORD_S", 0.2)
+    monkeypatch.setattr(roll_call, "FIRST_REPLY_S", 0.2)
     place = launch(1, start_timeout_s=1)
     with socket.create_server(("127.0.0.1", place.port)) as silent:
-        with pytest.raises(Missing, match=r"after 1 s \(it does not answer; 127.0.0.1 is h1 itself\)"):
-            attend(call(1), place)
+        with pytest.raises(RendezvousError, match=r"after 1 s \(it does not answer; 127.0.0.1 is h1 itself\)"):
+            join(call(1), place)
         silent.settimeout(0.1)
         for _ in range(2):
             silent.accept()[0].close()
@@ -291,7 +306,7 @@ def test_hosts_that_the_launcher_named_are_named():
 
 def test_process_0_on_another_host_than_said():
     launch = Launch("variables", "192.0.2.1", 1, 2, 0)
-    assert "(there: 0 on h0; 192.0.2.1 is no address of h0, where process 0 waits)" in missing(launch, {0: call(0, 2)}, {0})
+    assert "(there: 0 on h0; 192.0.2.1 is not an address of h0, where process 0 waits)" in missing(launch, {0: call(0, 2)}, {0})
 
 
 def test_long_lists_are_cut():
@@ -323,18 +338,18 @@ def test_spans(numbers, words):
     ],
 )
 def test_shares_that_work(calls, expected):
-    assert unfit(calls) == ""
-    assert shares(calls) == expected
+    assert why_incompatible(calls) == ""
+    assert assign_gpus(calls) == expected
 
 
 @pytest.mark.parametrize(
     ("calls", "sentence"),
     [
-        (with_gpus(FOUR, FOUR[:3]), "Process 1 on v would drive 3 GPUs, process 0 on u 4 GPUs: give each process as many"),
+        (with_gpus(FOUR, FOUR[:3]), "Process 1 on v would drive 3 GPUs, process 0 on u 4 GPUs: give all the same number"),
         (with_gpus(FOUR, []), "Process 1 on v would drive no GPU, process 0 on u 4 GPUs"),
         (with_gpus(FOUR, FOUR, FOUR, hosts="uuu"), "3 processes on u cannot share 4 GPUs evenly"),
         (with_gpus(["a"], ["a"], hosts="uu"), "2 processes on u cannot share 1 GPU evenly: start one for each host"),
-        (with_gpus(["a", "b"], ["b", "c"], hosts="uu"), "Processes 0 and 1 on u both see b, but not otherwise the same"),
+        (with_gpus(["a", "b"], ["b", "c"], hosts="uu"), "Processes 0 and 1 on u both see b, but their other GPUs differ"),
         (
             with_gpus(["a"], ["b"], asked=8),
             "u was given 8 GPUs for this run, but only 1 can be seen there: look at CUDA",
@@ -346,31 +361,31 @@ def test_shares_that_work(calls, expected):
     ],
 )
 def test_gpus_that_are_missing_or_claimed_twice(calls, sentence):
-    assert sentence in unfit(calls)
+    assert sentence in why_incompatible(calls)
 
 
 def test_each_of_eight_processes_sees_its_own_of_eight_gpus():
-    assert unfit(with_gpus(*([letter] for letter in "abcdefgh"), hosts="uuuuuuuu", asked=8)) == ""
+    assert why_incompatible(with_gpus(*([letter] for letter in "abcdefgh"), hosts="uuuuuuuu", asked=8)) == ""
 
 
 def test_one_process_alone_may_see_too_few():
-    assert too_few("h1", ["a"], 8).startswith("h1 was given 8 GPUs for this run, but only 1 can be seen there")
-    assert too_few("h1", ["a"], 1) == too_few("h1", [], None) == ""
+    assert too_few_gpus("h1", ["a"], 8).startswith("h1 was given 8 GPUs for this run, but only 1 can be seen there")
+    assert too_few_gpus("h1", ["a"], 1) == too_few_gpus("h1", [], None) == ""
 
 
 def test_a_host_whose_own_name_means_itself_alone():
-    """Collectives between CPUs would be told that address."""
+    """Collectives between CPUs would use that address."""
     calls = [call(0, 2, host_address="10.0.0.1"), call(1, 2, host_address="127.0.1.1")]
-    assert "On h1 its own name means 127.0.1.1, where no other host can reach process 1 on h1" in unfit(calls)
-    # GPUs choose their own way, and on one host all is well.
-    assert unfit([replace(one, cpu=False, gpus=FOUR) for one in calls]) == ""
-    assert unfit([replace(one, machine="same") for one in calls]) == ""
+    assert "On h1 its own name means 127.0.1.1, where no other host can reach process 1 on h1" in why_incompatible(calls)
+    # GPUs use their own network, and on one host the address does not matter.
+    assert why_incompatible([replace(one, cpu=False, gpus=FOUR) for one in calls]) == ""
+    assert why_incompatible([replace(one, machine="same") for one in calls]) == ""
 
 
 def test_another_version_may_say_more_and_less():
     """Fields come and go; the versions are always compared first."""
     message = {name: value for name, value in vars(call(1)).items() if name != "host_address"} | {"news": 1}
-    understood = roll_call._call_of(message | {"versions": {"jaxllm": "9"}})
-    assert "Process 1 on h1 has jaxllm 9 and JAX of another kind" in stranger(
+    understood = roll_call._parse_process_info(message | {"versions": {"jaxllm": "9"}})
+    assert "Process 1 on h1 has jaxllm 9 and JAX of another kind" in why_rejected(
         understood, call(0), Launch("variables", "h", 1, 3, 0), None
     )

@@ -539,7 +539,7 @@ def test_gpus_say_what_was_in_use(monkeypatch):
 
 
 def test_programs_that_take_more_are_told_of():
-    from jaxllm.train.run_clock import RunClock
+    from jaxllm.train.run_clock import RunTimer
 
     class Program:
         def __init__(self, size):
@@ -549,9 +549,9 @@ def test_programs_that_take_more_are_told_of():
             others = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"), 0)
             return SimpleNamespace(argument_size_in_bytes=self.size, **others)
 
-    first, larger, smaller, clock = Program(5), Program(7), Program(6), RunClock()
+    first, larger, smaller, timer = Program(5), Program(7), Program(6), RunTimer()
     lines = [
-        clock.of_line(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None))
+        timer.record_keys(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None))
         for now in (first, first, larger, first, smaller)
     ]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]

@@ -1,4 +1,4 @@
-"""The supervisor: what it starts again and what not, whom it kills, and that nothing outlives it. Real processes, in bash."""
+"""The supervisor: what it restarts and what not, what it kills, and that nothing outlives it. Real processes, in bash."""
 
 import os
 import pty
@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from jaxllm import exits
-from jaxllm.supervise import LONGEST_PAUSE_S, NESTED, ONE_OF_SEVERAL, Limits, environment, in_words
+from jaxllm.supervise import LONGEST_PAUSE_S, NESTED, ONE_OF_SEVERAL, Limits, describe_exit, environment
 
 CHECKOUT = Path(__file__).parents[1]
 LIMIT_S = 120
 VARIABLES = ("JAXLLM_ATTEMPT", "JAXLLM_RESTARTS", "JAXLLM_LAUNCH_ID", "JAXLLM_BEAT_FD", "SLURM_JOB_ID")
 BEATS = '(while sleep 0.1; do printf . >&"$JAXLLM_BEAT_FD"; touch beaten-$JAXLLM_ATTEMPT; done) 2>/dev/null & beats=$!\n'
-"""bash: a child that beats as a thread of jaxllm does."""
+"""bash: a child that sends heartbeats as a thread of jaxllm does."""
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(script, *options) -> the running supervisor of a bash with this script. Nothing of it is left after the test."""
+    """start(script, *options) -> the running supervisor of a bash with this script. Nothing of it remains after the test."""
     started = []
 
     def start(script: str, *options: str, command=("bash", "-c"), **settings) -> subprocess.Popen:
@@ -42,20 +42,20 @@ def start(tmp_path):
 
     yield start
     for process in started:
-        # Its child has a group of its own, and ends with it.
+        # Its child has its own group, and ends with it.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=LIMIT_S)
 
 
 def ended(process: subprocess.Popen) -> tuple[int, list[str], list[str]]:
-    """Its exit code and what it said."""
+    """(exit code, lines of stdout, lines of stderr)."""
     out, err = process.communicate(timeout=LIMIT_S)
     return process.returncode, out.splitlines(), err.splitlines()
 
 
 def wait_until_gone(pid: int) -> None:
-    """Dead, if not buried."""
+    """Waits until the process is dead or a zombie."""
     until_s = time.monotonic() + LIMIT_S
     with suppress(OSError):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -138,7 +138,7 @@ def test_a_supervisor_of_one_of_several_makes_no_name_for_the_launch(name):
 
 
 def test_codes_in_words():
-    assert (in_words(128 + 15), in_words(255), in_words(1)) == ("ended by SIGTERM", "an error", "an error")
+    assert (describe_exit(128 + 15), describe_exit(255), describe_exit(1)) == ("ended by SIGTERM", "an error", "an error")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_it_starts_no_jax():
 
 @pytest.mark.launcher
 def test_a_frozen_process_is_killed_and_started_again(start):
-    """It stops its whole group, as a hypervisor or a debugger would."""
+    """The process stops its whole group, as a hypervisor or a debugger would."""
     process = start(
         BEATS
         + "until [[ -e beaten-$JAXLLM_ATTEMPT ]]; do sleep 0.05; done; "
@@ -203,7 +203,7 @@ def test_signals_are_passed_on_and_end_it(start, sent, received):
     process = start(STOPS)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.Signals[f"SIG{sent}"])
-    # On stderr bash may speak of its sleep, which is of the same group.
+    # bash may print about its sleep on stderr, as that is in the same group.
     assert ended(process)[:2] == (exits.RESTART, [received])
 
 
@@ -270,7 +270,7 @@ def test_the_order_to_kill(start):
 
 @pytest.mark.launcher
 def test_a_run_whose_launcher_is_gone_may_still_save(start, tmp_path):
-    """Nobody reads what it says any more, and a shell that cannot say something does not go on behind `set -e`."""
+    """The output has no reader any more, and a shell whose write fails stops under `set -e`."""
     script = (
         'set -e; trap "stop=yes" TERM; echo ready; while [[ -z "$stop" ]]; do sleep 0.05 || true; done; '
         "echo said; echo >saved; exit 75"
@@ -297,7 +297,7 @@ def test_a_run_that_ignores_its_launchers_end_is_killed(start):
 @pytest.mark.launcher
 def test_a_parent_that_is_gone_ends_it(tmp_path):
     (tmp_path / "child").write_text('trap "echo >saved; exit 75" TERM; echo $$; while :; do sleep 0.05; done')
-    # Not the last of its commands, or bash would become it.
+    # Not the last of its commands, or bash would replace itself with it.
     line = ["bash", "-c", f"{sys.executable} -m jaxllm.supervise --follow parent -- bash child; true"]
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
     parent = subprocess.Popen(line, cwd=tmp_path, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What counts as stuck, what a stuck process shows, and the phases it goes by."""
+"""What counts as stuck, what a stuck process prints, and the phases that the watchdog reads."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ import pytest
 
 from jaxllm import exits, progress, watchdog
 from jaxllm.config import ConfigError, RunConfig
-from jaxllm.peers import Behind
+from jaxllm.peers import PeerStatus
 from jaxllm.watchdog import Watchdog
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test advances."""
 
     def __init__(self, monkeypatch):
         self.now_s = 1000.0
@@ -25,7 +25,7 @@ class Clock:
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=time.sleep))
 
     def __call__(self, seconds: float, dog: Watchdog | None = None) -> None:
-        """Passes in looks of a second."""
+        """Advances the clock in checks of a second."""
         for _ in range(int(seconds) if dog else 0):
             self.now_s += 1
             assert dog.verdict() is None
@@ -57,12 +57,15 @@ def test_phases_nest_and_begin_anew(clock):
     with pytest.raises(RuntimeError), progress.phase("data"):
         raise RuntimeError
     assert progress.now().phase == "step"
-    with pytest.raises(ValueError, match="'lunch' is none of the phases start, meet, compile, data"), progress.phase("lunch"):
+    with (
+        pytest.raises(ValueError, match="'lunch' is not one of the phases start, meet, compile, data"),
+        progress.phase("lunch"),
+    ):
         pass
 
 
 def test_a_step_s_time_is_its_own(clock):
-    """Its batch was waited for before it began, saving is not its time, and the first of a start does not count."""
+    """It does not include the wait for its batch, nor a save, and the first step after a start does not count."""
     took = iter([(9, 99), (4, 5), (1, 2), (7, 8)])
     for step in (11, 12, 13, 20):
         data_s, step_s = next(took)
@@ -103,7 +106,7 @@ def test_a_step_may_take_a_multiple_of_the_usual_and_never_less_than_the_minimum
     )
     for step in range(2, 53):
         progress.at_step(step)
-        # One that takes long does not change what is usual.
+        # One slow step does not change the median.
         clock(2 if step != 20 else 29, dog)
     progress.at_step(53)
     clock(40, dog)
@@ -127,15 +130,20 @@ def test_waiting_for_the_others_to_start_is_not_its_business(clock):
         clock(10_000, Watchdog(RUN))
 
 
-def line(behind: Behind | None):
+def monitor(slowest: PeerStatus | None):
     told = []
     return SimpleNamespace(
-        rank=1, name=lambda: "process 1 on h1", behind=lambda: behind, stuck=told.append, told=told, standing=lambda: ""
+        rank=1,
+        name=lambda: "process 1 on h1",
+        slowest=lambda: slowest,
+        announce_stuck=told.append,
+        told=told,
+        status_by_process=lambda: "",
     )
 
 
 def test_who_waits_for_a_peer_has_as_much_time_as_that(clock):
-    saves = line(Behind(2, "h2", progress.Snapshot("save", 4, 90)))
+    saves = monitor(PeerStatus(2, "h2", progress.Snapshot("save", 4, 90)))
     dog = Watchdog(RUN, lambda: saves)
     progress.at_step(5)
     clock(100, dog)
@@ -144,8 +152,8 @@ def test_who_waits_for_a_peer_has_as_much_time_as_that(clock):
         "process 1 on h1 is stuck: step 5 has taken 101 s (waiting for process 2 on h2, 90 s in save after step 4; "
         "run.phase_timeout_s=100); start again from the last checkpoint"
     )
-    # That is old news: all may be in the same step by now.
-    dog = Watchdog(RUN, lambda: line(Behind(2, "h2", progress.Snapshot("data", 4, 0.5))))
+    # That status is old: all may be in the same step by now.
+    dog = Watchdog(RUN, lambda: monitor(PeerStatus(2, "h2", progress.Snapshot("data", 4, 0.5))))
     progress.at_step(5)
     clock(30, dog)
     clock(1)
@@ -157,7 +165,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock):
     progress.at_step(5)
     clock(20, dog)
     clock(5000)
-    # The first look tells that the process goes on.
+    # The first check notices that the process resumed.
     clock(31, dog)
     clock(1)
     assert "step 5 has taken 31 s" in dog.verdict()
@@ -179,7 +187,7 @@ def test_a_usual_step_is_not_stuck(tiny_config):
 
 def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "STACKS_S", 0.0)
-    codes, peers = deque(), line(None)
+    codes, peers = deque(), monitor(None)
     run = RunConfig(stuck_min_s=0.05, phase_timeout_s=0.05)
     with Watchdog(run, lambda: peers, end=codes.append, look_s=0.01), progress.phase("step"):
         progress.at_step(5)
@@ -219,7 +227,7 @@ with Watchdog(RunConfig(stuck_min_s=5, phase_timeout_s=5), look_s=0.1):
 @pytest.mark.parametrize(
     ("work", "code", "words"),
     [
-        # With Python's lock held, and without.
+        # With Python's global lock held, and without.
         ("ctypes.PyDLL(None).sleep(60)", 1, "Timeout (0:00:05)!"),
         ("ctypes.CDLL(None).sleep(60)", exits.LOST, "jaxllm: this process is stuck: start has taken "),
     ],
@@ -234,7 +242,7 @@ def test_a_process_stuck_in_c_ends(work, code, words):
 
 @pytest.mark.parametrize("what", ["file", "read end", "nothing"])
 def test_a_number_that_is_no_supervisor_s_pipe_is_left_alone(what, tmp_path):
-    """Variables may reach a process that its supervisor's files do not."""
+    """Variables may reach a process that its supervisor's open files do not."""
     ours, theirs = os.pipe()
     path = tmp_path / "tokens"
     with path.open("wb") as file:
@@ -254,7 +262,7 @@ def test_the_supervisor_hears_a_beat_as_long_as_the_process_lives(monkeypatch):
     assert not os.get_inheritable(theirs)
     assert sum(thread.name == "beat" for thread in threading.enumerate()) == 1
     assert b"".join(os.read(ours, 1) for _ in range(5)) == b"....."
-    # A supervisor that is gone takes nothing down.
+    # The loss of the supervisor harms nothing.
     os.close(ours)
     deadline = time.monotonic() + 20
     while any(thread.name == "beat" for thread in threading.enumerate()):

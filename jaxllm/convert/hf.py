@@ -1,9 +1,9 @@
-"""Hugging Face's folders into jaxllm's own and back: `jaxllm convert`.
+"""`jaxllm convert`: converts Hugging Face's folders to jaxllm's own and back.
 
-Nothing is trusted. The source is checked whole before the destination is begun: every tensor once, its shape, its dtype. Values
-stream one tensor at a time, each is read again from the destination through the inverse map, and its checksum compared. The
-destination gets its name last. Bit for bit: what came in goes out with the same names, dtypes and bits, `rotary_emb.inv_freq`
-of old folders left aside.
+The complete source is checked before the destination is created: each tensor exists once, with the right shape and dtype.
+Values stream one tensor at a time. Each tensor is read again from the destination through the inverse map, and its checksum is
+compared. The destination gets its final name last. A round trip is exact: names, dtypes and bits stay the same, except that
+`rotary_emb.inv_freq` of old folders is dropped.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from jaxllm.pretrained.staging import new_folder, require_new
 from jaxllm.pretrained.streaming import LARGEST_FILE, Advance, Layout, Move, describe_model, in_files, stream
 
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
-"""Names, dtypes and shapes of what a set of files holds."""
+"""Name, dtype and shape of each tensor in a set of files."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done."""
+    """Result of a conversion."""
 
     source: str
     destination: str
     tensors: int
-    """Of Hugging Face's; each was read once and compared once."""
+    """Number of Hugging Face's tensors. Each was read once and compared once."""
     nbytes: int
-    """Written, as weights."""
+    """Bytes of weights written."""
     dtypes: tuple[str, ...]
     files: int
     dropped: tuple[str, ...] = ()
     agreement: Agreement | None = None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Text lines for the terminal."""
         files = f"{self.files} files" if self.files > 1 else "1 file"
         lines = [
             f"converted {self.source} to {self.destination}: {self.tensors:,} tensors, {self.nbytes:,} bytes of "
@@ -57,17 +57,17 @@ class Conversion:
             "every tensor was read back, and its checksum is the source's",
         ]
         if self.dropped:
-            lines.append(f"left aside {len(self.dropped)} buffers such as {self.dropped[0]}: they follow from the config")
+            lines.append(f"dropped {len(self.dropped)} buffers such as {self.dropped[0]}: they follow from the config")
         return lines + ([] if self.agreement is None else [self.agreement.line])
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Logits of the same tokens from transformers and from jaxllm, in float32."""
+    """Comparison of the logits of transformers and jaxllm for the same tokens, in float32."""
 
     largest_difference: float
     mean_kl: float
-    """Of jaxllm's distribution from transformers', nats a position."""
+    """KL divergence of jaxllm's distribution from that of transformers, in nats per position."""
     tokens: int
 
     @property
@@ -79,23 +79,24 @@ class Agreement:
 
 
 def from_hf(source: str, destination: str, *, force: bool = False, verify: bool = False) -> Conversion:
-    """A folder of Hugging Face's as one of jaxllm's own (pretrained/folder.py), in the dtypes it has.
+    """Converts a Hugging Face folder to jaxllm's format (pretrained/folder.py), with unchanged dtypes.
 
-    Takes host memory for the largest tensor. No JAX, unless to verify.
+    It needs host memory for the largest tensor, and no JAX unless `verify` is set.
 
     Args:
       force: move an existing destination aside, to DESTINATION.before-<n>.
-      verify: compare logits with transformers before the destination gets its name.
+      verify: compare logits with transformers before the destination gets its final name.
 
     Raises:
-      ConfigError: the source is damaged or no network that jaxllm's Llama is, or the destination exists or cannot be written.
+      ConfigError: the source is damaged or not a network that jaxllm's Llama supports, or the destination exists or cannot be
+        written.
     """
     require_new(destination, force)
     if verify:
         require_transformers()
     folder = open_folder("SRC", source)
     if not isinstance(folder, HuggingFaceFolder):
-        raise ConfigError(f"SRC={source} is a folder of jaxllm's own already: use it as it is, or `jaxllm convert to-hf`.")
+        raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
     require_ours(folder)
     tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
     layout = in_files(tensors, "weights", LARGEST_FILE, {})
@@ -109,7 +110,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
         copy_companions(folder.companions, aside / TOKENIZER)
         agreement = require_agreement(folder.path, aside) if verify else None
     names = tuple(sorted({move.dtype.name for move in moves}))
-    # Both names of a tied matrix count, where both were there.
+    # If a tied matrix was stored under both names, both count.
     count, files = len(folder.tensors), len(layout.files)
     return Conversion(source, destination, count, layout.total_bytes, names, files, folder.dropped, agreement)
 
@@ -125,33 +126,35 @@ def to_hf(
     force: bool = False,
     verify: bool = False,
 ) -> Conversion:
-    """A folder of jaxllm's own, a run directory or one of its checkpoints, as a folder that transformers loads.
+    """Converts a jaxllm folder, a run directory or one of its checkpoints to a folder that transformers loads.
 
-    Takes host memory for the largest tensor; of a run or an export of format 1, for the largest parameter with all its layers.
+    It needs host memory for the largest tensor or, for a run or an export of format 1, the largest parameter with all layers.
 
     Args:
-      step: of a run directory, this checkpoint rather than the newest.
+      step: the checkpoint of a run directory; default: the newest.
       dtype: float32, bfloat16 or float16; default: as stored.
-      largest_file: bytes; more is written as several files with an index.
-      max_position: max_position_embeddings; default: what the config.json says that the weights came with, or the sequence
-        length of the run, whichever is more.
-      force, verify: as from_hf.
+      largest_file: limit in bytes. More is written as several files with an index.
+      max_position: max_position_embeddings; default: the larger of the value in the original config.json and the sequence
+        length of the run.
+      force, verify: as in from_hf.
 
     Raises:
-      ConfigError: as from_hf.
+      ConfigError: as in from_hf.
     """
     require_new(destination, force)
     if verify:
         require_transformers()
-    # It imports JAX, which a conversion in the other direction does without.
+    # This imports JAX, which a conversion from Hugging Face does not need.
     from jaxllm.train.weights import dtype_named, find_weights
 
     wanted = None if dtype is None else dtype_named(dtype)
     if max_position is not None and max_position < 1:
-        raise ConfigError(f"--max-position={max_position} is no length: give the positions that the model was trained for.")
+        raise ConfigError(
+            f"--max-position={max_position} is not valid: give the number of positions that the model was trained for."
+        )
     found = find_weights("SRC", source, step)
     if isinstance(found.opened, HuggingFaceFolder):
-        raise ConfigError(f"SRC={source} is a folder of Hugging Face's already: transformers loads it as it is.")
+        raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
     folder = found.as_folder()
     config = _config_json(folder, wanted, max_position)
     moves, tensors = _moves_out(folder, wanted)
@@ -163,7 +166,7 @@ def to_hf(
             (aside / INDEX).write_text(_index(layout))
         copy_companions(folder.companions, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        # Rounded to another dtype it is another model.
+        # Rounding to another dtype makes another model.
         agreement = require_agreement(aside, aside if wanted else Path(source), None if wanted else step) if verify else None
     names = tuple(sorted({move.dtype.name for move in moves}))
     described = found.description
@@ -171,19 +174,19 @@ def to_hf(
 
 
 def parse_size(text: str) -> int:
-    """Bytes that a text such as 5GB or 500MiB means.
+    """Parses a size such as 5GB or 500MiB into bytes.
 
     Raises:
-      ConfigError: it means none.
+      ConfigError: the text is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].upper() not in UNITS or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
-        raise ConfigError(f"--max-shard-size={text} is no size: write one such as 5GB or 500MiB.")
+        raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
     return size
 
 
 def require_ours(folder: Folder) -> None:
-    """Raises ConfigError if the config would refuse the shape, as with heads that do not divide."""
+    """Raises ConfigError if the config would refuse the shape, for example because heads do not divide."""
     try:
         ModelConfig.model_validate(folder.model)
     except ValidationError as error:
@@ -192,7 +195,7 @@ def require_ours(folder: Folder) -> None:
 
 @contextmanager
 def progress(moves: list[Move], what: str) -> Iterator[Advance]:
-    """A bar on the terminal, if there is one; each tensor counts when it is written and when it is compared."""
+    """Shows a bar if there is a terminal. Each tensor counts once when it is written and once when it is compared."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -217,7 +220,7 @@ def _moves_in(folder: HuggingFaceFolder) -> Iterator[Move]:
 
 
 def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
-    """What of the folder our parameters do not say, for the way back."""
+    """Properties of the source folder that jaxllm's parameters do not contain, for the conversion back."""
     ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
     differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
     vocabulary = [name for name in (EMBEDDING, HEAD) if name in folder.tensors]
@@ -237,14 +240,14 @@ def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Ten
 
 
 def _their_names(folder: Folder, entry: Entry) -> list[tuple[str, ...]]:
-    """Of each layer, the names under which it is stored: a tied embedding may be there under both, or the head's alone."""
+    """Names under which each layer is stored. A tied embedding may have both names, or only the head's."""
     if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
         return [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
     return [(name,) for name in entry.tensors]
 
 
 def _in_their_order(folder: Folder, tensors: Tensors) -> Tensors:
-    """Embedding, layer after layer, norm and head: so that a file holds whole layers."""
+    """Orders tensors as embedding, layer after layer, norm and head, so that a file holds complete layers."""
     stacks = [entry for entry in folder.entries.values() if entry.layers is not None]
     layered = [entry.template.format(layer) for layer in range(folder.model["num_layers"]) for entry in stacks]
     first = [name for name in (EMBEDDING,) if name in tensors]
@@ -259,11 +262,11 @@ def _index(layout: Layout) -> str:
 def _config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, object]:
     original, length = folder.original_config, folder.sequence_length
     if max_position is None and length is not None:
-        # Trained on longer sequences than before, it knows those.
+        # Training on longer sequences extends the supported positions.
         max_position = max(length, original.get("max_position_embeddings") or 0)
     if max_position is None and not original:
         raise ConfigError(
-            f"Nothing in {folder.description} says how many positions the model was trained for: add --max-position=N."
+            f"{folder.description} does not say how many positions the model was trained for: add --max-position=N."
         )
     dtype = (wanted or folder.common_dtype).name
     tokens = _tokens(folder)
@@ -271,7 +274,7 @@ def _config_json(folder: Folder, wanted: np.dtype | None, max_position: int | No
 
 
 def _tokens(folder: Folder) -> dict[str, int | None]:
-    """bos_token_id and eos_token_id, by the tokenizer that is there."""
+    """bos_token_id and eos_token_id of the folder's tokenizer."""
     if folder.tokenizer is None:
         return {}
     from jaxllm.data.tokenizer import load_tokenizer
@@ -279,7 +282,7 @@ def _tokens(folder: Folder) -> dict[str, int | None]:
     try:
         tokenizer = load_tokenizer(str(folder.tokenizer))
     except ConfigError:
-        # A tokenizer that training could not use is no reason to keep the weights in.
+        # A tokenizer that is unusable for training is not a reason to refuse the export.
         return {}
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
@@ -287,7 +290,7 @@ def _tokens(folder: Folder) -> dict[str, int | None]:
 # -------------------------------------------------------------------------------------------------------------- comparing
 
 LARGEST_DIFFERENCE = 1e-3
-"""Of logits in float32; a model whose logits are larger than some tens might differ by more without being wrong."""
+"""Limit for logits in float32. A model with logits above a few tens might differ by more without being wrong."""
 
 
 def require_transformers() -> None:
@@ -309,11 +312,11 @@ def require_agreement(hugging_face: Path, ours: Path, step: int | None = None) -
 
 
 def verify(hugging_face: Path, ours: Path, step: int | None = None, *, sequences: int = 2, length: int = 32) -> Agreement:
-    """Logits of random tokens by transformers from one folder and by jaxllm from the other, both in float32. Takes memory for
-    the model twice, in float32.
+    """Compares the logits of random tokens, by transformers from one folder and by jaxllm from the other, in float32. It needs
+    memory for two copies of the model in float32.
 
     Args:
-      step: where `ours` is a run directory, this checkpoint rather than the newest.
+      step: the checkpoint if `ours` is a run directory; default: the newest.
     """
     import jax
     import torch

@@ -1,7 +1,7 @@
-"""`jaxllm data prepare`: text files in, a prepared folder out. See jaxllm/data/prepared.py for what is in it.
+"""`jaxllm data prepare`: tokenises text files into a prepared folder. jaxllm/data/prepared.py describes its format.
 
-The work is cut into shards by the names and sizes of the inputs alone, so any number of processes, on any number of
-machines, make the same folder, and a run that was stopped goes on where it was.
+The division into shards depends only on the names and sizes of the inputs. Any number of processes, on any number of
+machines, therefore make the same folder, and a stopped run resumes where it was.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxllm.data.shards import (
     Task,
     for_manifest,
     is_shard,
-    place_of,
+    position_of,
     read_json,
     read_shard,
     remove_leftovers,
@@ -46,7 +46,7 @@ from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenize
 from jaxllm.plan.hardware import available_cpus
 
 MIN_SHARD_MIB, MAX_SHARD_MIB, USUAL_SHARDS = 4, 256, 64
-"""Input is cut into 64 shards where that makes none smaller or larger than these: enough for as many processes."""
+"""The input is cut into 64 shards, unless they would be outside these sizes. 64 is enough for as many processes."""
 BROKEN_SHOWN = 10
 _SECONDS_BETWEEN_LINES = 10.0
 _COUNTS = ("documents", "tokens", "text_bytes", "broken", "empty")
@@ -54,26 +54,26 @@ _COUNTS = ("documents", "tokens", "text_bytes", "broken", "empty")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a folder holds after `prepare`, over the shards that are there."""
+    """Counts of a prepared folder, over its finished shards."""
 
     folder: str
     documents: int
     tokens: int
     text_bytes: int
-    """UTF-8 bytes of the documents, without marks."""
+    """UTF-8 bytes of the documents, without BOS and EOS tokens."""
     broken: int
     """Records that could not be read."""
     empty: int
-    """Records with empty text, which give no document."""
+    """Records with empty text. They give no document."""
     broken_records: tuple[str, ...]
-    """The first of them, as FILE:LINE: reason."""
+    """The first broken records, as FILE:LINE: reason."""
     shards: int
-    """Of the whole folder."""
+    """Number of shards of the complete folder."""
     shards_done: int
     shards_written: int
-    """By this call."""
+    """Number of shards that this call wrote."""
     complete: bool
-    """Every shard is there, and the manifest."""
+    """True if all shards and the manifest are written."""
     seconds: float
 
     @property
@@ -84,7 +84,7 @@ class Summary:
         return {**asdict(self), "tokens_per_byte": self.tokens_per_byte}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Text lines for the terminal."""
         lines = [f"broken: {record}" for record in self.broken_records]
         if self.broken > len(self.broken_records):
             lines.append(f"broken: {self.broken - len(self.broken_records):,} more; the shards' .json files name them")
@@ -115,32 +115,32 @@ def prepare(
     strict: bool = False,
     progress: bool = True,
 ) -> Summary:
-    """Tokenizes files into a folder that PreparedDocuments reads; goes on where a stopped run left off.
+    """Tokenises files into a folder that PreparedDocuments reads. Resumes a stopped run.
 
     With several workers the calling script needs Python's usual `if __name__ == "__main__"`.
 
     Args:
-      inputs: files or glob patterns (** for folders). .jsonl, .json and .ndjson hold one object a line, .parquet rows, any
-        other file is one document; .gz and .zst are decompressed. Documents come in the order of the files' sorted paths.
-      out: the folder to write.
+      inputs: files or glob patterns (** for folders). .jsonl, .json and .ndjson hold one object per line, .parquet holds
+        rows, any other file is one document. .gz and .zst are decompressed. Documents are ordered by the files' sorted paths.
+      out: the output folder.
       tokenizer: a folder with tokenizer.json, or bytes.
       text_key: the field or column that holds the text.
-      workers: processes; default: one for each CPU this process may use. 1 works in this process.
-      shard: (i, n): make every n-th shard from the i-th on, so that n calls with one `out` share the work.
-      shard_bytes: bytes of input that become one shard, about; files of JSON lines and Parquet are cut where they must be.
+      workers: number of processes; default: one per available CPU. With 1 this process does the work.
+      shard: (i, n): make every n-th shard starting at the i-th, so that n calls with one `out` share the work.
+      shard_bytes: approximate input bytes per shard. Files of JSON lines and Parquet are cut at shard boundaries.
         Default: a 64th of the input, but 4 to 256 MiB.
-      record_tokens: ids that are stored together.
+      record_tokens: ids per stored record.
       strict: stop at the first broken record.
-      progress: show how far it is.
+      progress: show the progress.
 
     Raises:
-      ConfigError: what is wrong with the inputs, the tokenizer or the folder, and what to change. What is saved stays.
-      KeyboardInterrupt: with a sentence that says how far it came.
+      ConfigError: the inputs, the tokenizer or the folder are invalid; the message says what to change. Finished shards stay.
+      KeyboardInterrupt: the message says how many shards are prepared.
     """
     started = time.monotonic()
     part, parts = shard
     if not 0 <= part < parts:
-        raise ConfigError(f"--shard {part}/{parts} is no part of the work: use 0/{max(parts, 1)} to {_last(parts)}.")
+        raise ConfigError(f"--shard {part}/{parts} does not exist: use 0/{max(parts, 1)} to {_last(parts)}.")
     at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
     for name, number, unit in at_least_1:
         if number is not None and number < 1:
@@ -175,7 +175,7 @@ def prepare(
         except KeyboardInterrupt:
             there = sum(read_shard(folder, task.name) is not None for task in tasks)
             raise KeyboardInterrupt(
-                f"stopped; {there} of {len(tasks)} shards are prepared: run the same command again to go on."
+                f"stopped; {there} of {len(tasks)} shards are prepared: run the same command again to resume."
             ) from None
         finally:
             remove_leftovers(folder)
@@ -190,7 +190,7 @@ def prepare(
     return Summary(
         folder=str(out),
         **total,
-        broken_records=tuple(f"{place_of(record)}: {record['reason']}" for record in broken),
+        broken_records=tuple(f"{position_of(record)}: {record['reason']}" for record in broken),
         shards=len(tasks),
         shards_done=len(shards),
         shards_written=len(todo),
@@ -200,10 +200,10 @@ def prepare(
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """(i, n) of "i/n".
+    """Parses "i/n" into (i, n).
 
     Raises:
-      ConfigError: not of that form, or i not in 0..n-1.
+      ConfigError: the text has another form, or i is not in 0..n-1.
     """
     part, slash, parts = text.partition("/")
     if not (slash and part.isdecimal() and parts.isdecimal()) or int(part) >= int(parts):
@@ -215,15 +215,15 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
-    """The files that match, each once, sorted by absolute path; files inside `out` are none.
+    """Finds the files that match, each once, sorted by absolute path. Files inside `out` are excluded.
 
     Raises:
-      ConfigError: nothing matches a pattern, or it is a folder.
+      ConfigError: a pattern matches nothing, or is a folder.
     """
     inside = os.path.abspath(out) + os.sep
     paths = set()
     for pattern in patterns:
-        # A file's own name may hold what would be a wildcard.
+        # The name of an existing file may contain wildcard characters.
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if os.path.isdir(pattern):
             raise ConfigError(f"{pattern} is a folder: name the files in it, such as '{pattern.rstrip('/')}/**/*.jsonl'.")
@@ -239,7 +239,7 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
 
 
 def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:
-    """The shards to make, in the order of the files: about shard_bytes of input each."""
+    """Cuts the files, in order, into shards of about shard_bytes of input each."""
     shares: list[list[Part]] = [[]]
     room = shard_bytes
 
@@ -289,10 +289,10 @@ def _origin(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, sha
 
 
 def _check_same_origin(folder: Path, origin: Origin) -> None:
-    """Raises ConfigError if shards of another origin are there."""
+    """Raises ConfigError if the folder holds shards of another origin."""
     for file in sorted(folder.glob("tokens-*-of-*.json")):
         there: Any = read_json(file)
-        # What says nothing of its origin is made again, as a shard without its .json.
+        # A .json without its origin is made again, as a shard without a .json.
         if not is_shard(there):
             continue
         ours, theirs = origin.options, there["options"]
@@ -306,7 +306,7 @@ def _check_same_origin(folder: Path, origin: Origin) -> None:
             raise ConfigError(
                 f"{folder} holds shards of other inputs ({which}): choose another --out, or give the same inputs."
             )
-        # After the inputs: the size of shards follows theirs.
+        # Compared after the inputs, because the shard size depends on them.
         for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
             if theirs[key] != ours[key]:
                 values = [_megabytes(v) if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
@@ -342,7 +342,7 @@ class _Job:
 
 
 def _run(job: _Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: _Progress) -> None:
-    """In so many processes; one is this."""
+    """Runs the tasks in `count` processes. With one, this process does the work."""
     if count == 1:
         _run_here(job, tokenizer, tasks, shows)
     else:
@@ -357,13 +357,13 @@ def _run_here(job: _Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: _Pr
 
 
 def _run_workers(job: _Job, tasks: Sequence[Task], count: int, shows: _Progress) -> None:
-    """Hands each worker one task at a time; the first error ends all."""
+    """Gives each worker one task at a time. The first error stops all workers."""
     spawn = multiprocessing.get_context("spawn")
     waiting = iter(tasks)
     workers: dict[Any, Any] = {}
     """Connection -> process."""
     try:
-        # The terminal sends Ctrl-C to the workers too: they ignore it, and this process ends them.
+        # The terminal sends Ctrl-C to the workers too. They ignore it, and this process stops them.
         with _interrupts_ignored():
             for _ in range(count):
                 ours, theirs = spawn.Pipe()
@@ -384,8 +384,8 @@ def _run_workers(job: _Job, tasks: Sequence[Task], count: int, shows: _Progress)
                 except (EOFError, OSError):
                     workers[connection].join()
                     raise ConfigError(
-                        f"A worker was killed (exit code {workers[connection].exitcode}), perhaps for want of memory: "
-                        f"run the command again, with fewer --workers (it goes on)."
+                        f"A worker was killed (exit code {workers[connection].exitcode}), perhaps because memory ran out: "
+                        f"run the command again with fewer --workers to resume."
                     ) from None
                 if kind == "read":
                     shows.advance(*content)
@@ -403,15 +403,15 @@ def _run_workers(job: _Job, tasks: Sequence[Task], count: int, shows: _Progress)
 
 
 def _work(connection: Connection, job: _Job) -> None:
-    """A worker: says it is ready, and makes the shards it is told to. Ends when the process that started it is gone."""
+    """Worker loop: reports that it is ready and makes the shards it is given. Ends when its parent process is gone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def say(*message) -> None:
         try:
             connection.send(message)
         except OSError:
-            # Not an OSError, which would be taken for a full disk.
-            raise _Abandoned from None
+            # Not an OSError, because that would be reported as a full disk.
+            raise _ParentGone from None
 
     try:
         try:
@@ -423,14 +423,14 @@ def _work(connection: Connection, job: _Job) -> None:
         except ConfigError as error:
             say("refused", str(error))
         except Exception as error:
-            if not isinstance(error, _Abandoned | EOFError | ConnectionResetError):
+            if not isinstance(error, _ParentGone | EOFError | ConnectionResetError):
                 say("failed", traceback.format_exc())
-    except _Abandoned:
+    except _ParentGone:
         pass
 
 
-class _Abandoned(Exception):
-    """The process that gave the orders is gone."""
+class _ParentGone(Exception):
+    """The parent process is gone."""
 
 
 @contextmanager
@@ -459,13 +459,13 @@ def _one_thread_for_tokenizers() -> Iterator[None]:
 
 
 def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin) -> None:
-    """Writes the tokenizer and the manifest, unless they are there already. Any process may do it, also several at once."""
+    """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
     documents = sum(shard["documents"] for shard in shards)
     if not documents:
         broken, empty = (sum(shard[key] for shard in shards) for key in ("broken", "empty"))
         first = next((record for shard in shards for record in shard["broken_records"]), None)
-        hint = f", the first {place_of(first)}: {first['reason']}" if first else ""
-        # They hold nothing, and would refuse the run that does it right.
+        hint = f", the first {position_of(first)}: {first['reason']}" if first else ""
+        # Empty shards would make the next run with correct options fail.
         for shard in shards:
             remove_shard(folder, shard["name"])
         raise ConfigError(
@@ -512,7 +512,7 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     try:
         os.rename(temporary, final)
     except OSError:
-        # Another process was quicker; what it wrote is the same.
+        # Another process was faster. It wrote the same files.
         if not final.is_dir():
             raise
         shutil.rmtree(temporary)
@@ -522,7 +522,7 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 class _Progress:
-    """A bar over bytes of input on a terminal, a line now and then elsewhere, or nothing."""
+    """Progress display: a bar over input bytes on a terminal, a line from time to time elsewhere, or nothing."""
 
     def __init__(self, tasks: Sequence[Task], visible: bool):
         self._total, self._shards = sum(task.size for task in tasks), len(tasks)

@@ -61,6 +61,10 @@ def parameter(
     return nnx.Param(value, out_sharding=dims)
 
 
+SHARDED_SEQUENCE, FULL_SEQUENCE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
+"""Dims of hidden states between the two halves of a block, and inside each half."""
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale, in float32 (Zhang and Sennrich, 2019)."""
 
@@ -172,11 +176,11 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(model, rngs=rngs)
 
     def __call__(self, h_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
-        split, whole = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
-        x_BSD = ops.constrain(ops.constrain(self.attention_norm(h_BSD), split), whole)
+        split, full = SHARDED_SEQUENCE, FULL_SEQUENCE
+        x_BSD = ops.constrain(ops.constrain(self.attention_norm(h_BSD), split), full)
         update_BSD = ops.constrain(self.attention(x_BSD, rotary, segments_BS, ops), split)
         h_BSD = h_BSD + checkpoint_name(update_BSD, "attention_out")
-        x_BSD = ops.constrain(ops.constrain(self.mlp_norm(h_BSD), split), whole)
+        x_BSD = ops.constrain(ops.constrain(self.mlp_norm(h_BSD), split), full)
         return h_BSD + ops.constrain(self.mlp(x_BSD, ops), split)
 
 

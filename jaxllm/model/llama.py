@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
 from jaxllm.html_tables import table
-from jaxllm.model.layers import Block, Ops, RMSNorm, Rotary, parameter, rotary_table
+from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table
 from jaxllm.plan.flops import parameter_count
 
 Side = tuple[Rotary, Any]
@@ -85,7 +85,7 @@ class Llama(nnx.Module):
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None], tokens_BS.shape)
         side = (rotary_table(self.config, positions_BS), segments_BS)
         h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
-        h_BSD = ops.constrain(h_BSD, ("batch", "sequence_shard", "embed"))
+        h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         graph, layers = nnx.split(self.layers)
         h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, side)
         return self.final_norm(h_BSD)

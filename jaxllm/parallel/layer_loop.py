@@ -18,7 +18,6 @@ are [slots x length, ...]; `sums` are float32 and lie as `access` reduces gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,23 +29,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.model.llama import BlockFunction, Side
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.residuals import keep, kept_names, rebuild, waits_on_host
+from jaxllm.parallel.types import Tree, WeightAccess
 from jaxllm.plan.activations import Policy
-
-Tree = Any
-Square = Callable[[Tree], jax.Array]
-"""Gradients as they lie on a rank -> their squares, float32 (squares.py)."""
-
-
-@dataclass(frozen=True)
-class Access:
-    """How a layer's weights are read, and its gradients handed out. The default: they are here, and stay here."""
-
-    gather: Callable[[Tree], Tree] | None = None
-    """A rank's share of one layer -> its whole weights; started one layer ahead."""
-    scatter: Callable[[Tree], Tree] | None = None
-    """One layer's gradients -> the rank's share of their sum over ranks, float32; done behind the next layer's compute."""
-    square: Square | None = None
-    """Of one layer's gradients, before they are scattered."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["on_host"])
@@ -94,7 +78,15 @@ class LayerLoop:
       unroll: layers per turn of the loop; True: all.
     """
 
-    def __init__(self, block: BlockFunction, length: int, policy: Policy, access: Access = Access(), *, unroll: int | bool = 1):
+    def __init__(
+        self,
+        block: BlockFunction,
+        length: int,
+        policy: Policy,
+        access: WeightAccess = WeightAccess(),
+        *,
+        unroll: int | bool = 1,
+    ):
         self.length = length
         self._block = remat(policy, block, in_loop=unroll == 1 and length > 1)
         self._policy, self._access, self._unroll = policy, access, unroll

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +16,25 @@ from flax import nnx
 
 from jaxllm.config import Config
 from jaxllm.mesh import PIPE
-from jaxllm.model.layers import Ops, rotary_table
+from jaxllm.model.layers import SHARDED_SEQUENCE, Ops, rotary_table
 from jaxllm.model.llama import apply_block
-from jaxllm.parallel.layer_loop import Access
-from jaxllm.parallel.stacking import stacking_of
-from jaxllm.parallel.stages import SPLIT, broadcast, flatten_layers
+from jaxllm.parallel.pipeline import sum_over_stages
+from jaxllm.parallel.stacking import flatten_layers, stacking_of
+from jaxllm.parallel.types import Batch, Tree, WeightAccess
 from jaxllm.parallel.zero import Zero
-
-Tree = Any
 
 
 def layer_norms_region(
     config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | None, everybody: tuple[str, ...]
-) -> Callable[[Tree, dict[str, jax.Array]], jax.Array]:
+) -> Callable[[Tree, Batch], jax.Array]:
     """(weights, batch) -> float32 [num_layers]: over all positions of the first microbatch, those without a target too, on all
     ranks along the axes `everybody`.
     """
     model, stages, virtual = config.model, config.parallel.pipe, config.parallel.virtual_stages
     stacking = stacking_of(config)
-    access = Access() if zero is None else zero.access
+    access = WeightAccess() if zero is None else zero.access
 
-    def region(weights: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+    def region(weights: Tree, batch: Batch) -> jax.Array:
         rows = jax.tree.map(lambda x: x[0], batch)
         if zero is not None and stages == 1:
             rest = {name: w for name, w in weights.items() if name != "layers"}
@@ -55,11 +52,11 @@ def layer_norms_region(
             h_BSD, squares = jax.lax.scan(layer, h_BSD, number // stages * stacking.chunk + jnp.arange(stacking.chunk))
             if stages > 1:
                 is_mine = jax.lax.axis_index(PIPE) == number % stages
-                h_BSD = broadcast(jnp.where(is_mine, h_BSD, 0))
+                h_BSD = sum_over_stages(jnp.where(is_mine, h_BSD, 0))
                 squares = jax.lax.psum(jnp.where(is_mine, squares, 0), PIPE)
             return h_BSD, squares
 
-        h_BSD = ops.constrain(ops.look_up(weights["embedding"], rows["tokens"]), SPLIT)
+        h_BSD = ops.constrain(ops.look_up(weights["embedding"], rows["tokens"]), SHARDED_SEQUENCE)
         _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * virtual))
         # In the order of layers; identity layers are the last.
         squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], everybody)

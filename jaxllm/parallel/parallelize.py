@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import Config
 from jaxllm.mesh import (
     CONTEXT,
     DATA,
-    MANUAL,
     PIPE,
     TENSOR,
     ZERO_AXES,
@@ -37,65 +35,32 @@ from jaxllm.mesh import (
     batch_sharding,
     manual_axes,
 )
-from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
-from jaxllm.model.attention_blocks import xla_kernel
-from jaxllm.model.cudnn_attention import cudnn_kernel
-from jaxllm.model.fp8 import fp8_matmul, require_fp8
-from jaxllm.model.layers import Matmul, Ops
-from jaxllm.model.llama import Llama, scan_layers
+from jaxllm.model.layers import Ops
+from jaxllm.model.llama import scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.embedding import look_up_over_ranks
-from jaxllm.parallel.fp8_ranks import fp8_per_tensor_rank
-from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
+from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
+from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.layer_norms import layer_norms_region
+from jaxllm.parallel.parameters import initial_params, parameter_table
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
-from jaxllm.parallel.squares import SQUARES, Parts, SquaredNorms, parts_of
-from jaxllm.parallel.stacking import over_layers, stacking_of
+from jaxllm.parallel.squares import SQUARES, SquaredNorms, parts_of
+from jaxllm.parallel.stacking import stacking_of
 from jaxllm.parallel.stages import pipeline_regions
-from jaxllm.parallel.zero import Zero, manual_spec, sink
-from jaxllm.plan.activations import context_method, policy_of
+from jaxllm.parallel.types import Batch, Parallelized, Params, WeightAccess
+from jaxllm.parallel.zero import Zero, sink
+from jaxllm.plan.activations import policy_of
 from jaxllm.sharding import (
-    Parameter,
     constrainer,
     is_shared_out,
     layout,
+    manual_spec,
     named,
     of_islands,
     over_specs,
-    over_tensor,
-    vocab_rows,
+    partial_sum_spec,
     weight_rules,
 )
-
-Params = Any
-"""Nested dict of arrays."""
-Batch = dict[str, jax.Array]
-"""Arrays [microbatch, sequence, position]: tokens, targets, positions int32, mask bool, and segments int32 if packed."""
-
-
-@dataclass(frozen=True)
-class Parallelized:
-    """What training needs of the model, on one mesh."""
-
-    value_and_grad: Callable[[Params, Batch], tuple[jax.Array, Params]]
-    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
-    train.diloco_steps all three have a leading dim that counts islands, and each island's loss is the mean over its targets."""
-    value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, Parts]]
-    """The same, and with it what the gradient noise scale is measured from. Costs a little more (squares.py)."""
-    loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
-    """(master params, batch) -> (sum of -log p over valid targets, their number): no gradient."""
-    layer_norms: Callable[[Params, Batch], jax.Array]
-    """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
-    initialize: Callable[[jax.Array], Params]
-    """key -> master params; to be jitted with master_shardings, so that no device ever holds more than its share."""
-    master_shardings: Any
-    table: Any
-    """Nested dict of Parameter."""
-    layouts: Any
-    """Nested dict of Layout."""
-    attention: str
-    """How it is computed: xla or cudnn, and over several context ranks by ring or all_gather."""
 
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
@@ -121,9 +86,9 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     norms = SquaredNorms(layouts, len(stacking_of(config).shape), sizes[CONTEXT], sizes[TENSOR])
 
     def regions(norms: SquaredNorms | None = None):
-        """(of gradients, of the loss alone); with `norms` that of gradients gives Parts too."""
+        """(of gradients, of the loss alone); with `norms` that of gradients gives NoiseParts too."""
         if sizes[PIPE] > 1:
-            return pipeline_regions(config, graph, ops, zero.access if zero else Access(), together, everybody, norms)
+            return pipeline_regions(config, graph, ops, zero.access if zero else WeightAccess(), together, everybody, norms)
         sums = microbatch_sums(config, graph, ops, zero, norms)
 
         def new_sinks() -> Params | None:
@@ -153,7 +118,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         return pinned(cast, by_name(3, master, compute), lies)
 
     share, whole = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
-    summed = jax.tree.map(over_ranks, whole)
+    summed = jax.tree.map(partial_sum_spec, whole)
     per_rank = P(None, *batch_sharding(mesh).spec[1:])
     region = partial(jax.shard_map, mesh=mesh, axis_names=manual_axes(mesh), check_vma=False)
     weights_lie, gradients_lie = by_name(3, share, whole), by_name(2, share, summed)
@@ -221,7 +186,7 @@ def microbatch_sums(
     """The forward pass of one microbatch, as differentiated. With `norms` and sinks one of these is for the squares."""
     model, train = config.model, config.train
     policy, unroll = policy_of(config.parallel.remat), unrolling(model)
-    access, square = zero.access if zero else Access(), None
+    access, square = zero.access if zero else WeightAccess(), None
     if zero is not None and norms is not None:
         access, square = dataclasses.replace(access, square=norms.of_layer), norms.of
 
@@ -250,11 +215,6 @@ def microbatch_sums(
     return sums  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what cross_entropy returns
 
 
-def over_ranks(whole: P) -> P:
-    """The layout of ranks' own gradients with a leading dim: over all axes along which a rank's weight is not split."""
-    return P(tuple(axis for axis in MANUAL if axis not in whole), *whole)
-
-
 # Regions: run by each rank of (pipe, data, context) on its own weights and rows, with `tensor` left to XLA.
 
 
@@ -263,7 +223,7 @@ def gradient_region(
 ) -> Callable[[Params, Batch], tuple[Any, ...]]:
     """Mean loss over the batch of all ranks along the axes `together`, and float32 gradients summed over the rank's
     microbatches: those of the sinks, reduced already, or without sinks the rank's own part with a leading dim of 1. With
-    `norms` Parts too.
+    `norms` NoiseParts too.
     """
 
     def squared(gradients: Params) -> tuple[Params, jax.Array | None]:
@@ -308,78 +268,3 @@ def loss_region(
         return jax.lax.psum((total, batch["mask"].sum()), everybody)
 
     return region
-
-
-def build_model(config: Config, key: jax.Array) -> Llama:
-    return Llama(config.model, rngs=nnx.Rngs(params=key), vocab_rows=vocab_rows(config.model, config.parallel))
-
-
-def initial_params(config: Config, key: jax.Array) -> Params:
-    """Master parameters as a nested dict: a function of the key alone, whatever the mesh."""
-    return over_layers(stacking_of(config).stored, nnx.to_pure_dict(nnx.state(build_model(config, key))))
-
-
-def merge_model(config: Config, params: Params) -> Llama:
-    """The network that holds these arrays."""
-    return nnx.merge(parameter_table(config)[0], over_layers(stacking_of(config).plain, params))
-
-
-def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
-    """The network's structure and its parameters, as they are stored, as a nested dict of Parameter; nothing is computed."""
-    # Not nnx.eval_shape: inside a mesh it takes our dim names for mesh axes.
-    graph, state = jax.eval_shape(lambda: nnx.split(build_model(config, jax.random.key(0))))
-
-    def line(path, variable: nnx.Param) -> Parameter:
-        return Parameter(
-            path=".".join(str(getattr(key, "key", key)) for key in path),
-            shape=tuple(variable.shape),
-            dtype=variable.dtype,
-            dims=tuple(variable.get_metadata("out_sharding")),
-        )
-
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    table = nnx.to_pure_dict(jax.tree_util.tree_map_with_path(line, state, is_leaf=is_variable))
-    return graph, over_layers(stacking_of(config).describe, table)
-
-
-def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
-    """What `model.attention` and `parallel.context_method` mean on this kind of device: (its name, the function)."""
-    model, c, masks = config.model, config.parallel.context, config.data.mask_documents
-    in_blocks = c > 1 or masks
-    kernel = choose_kernel(model, device, in_blocks)
-    if c > 1:
-        method = context_method(config)
-        make = {"ring": ring_attention, "all_gather": all_gather_attention}[method]
-        return f"{kernel} {method}", make(cudnn_kernel() if kernel == "cudnn" else xla_kernel(), CONTEXT, c)
-    if kernel == "xla":
-        return kernel, xla_attention
-    # A ring of one rank is its local block alone.
-    return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1) if in_blocks else fused_attention
-
-
-def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:
-    """What `model.matmul_dtype` means for a block. Raises ConfigError where this kind of device cannot."""
-    if model.matmul_dtype != "fp8":
-        return jnp.einsum
-    require_fp8(device)
-    if tensor == 1:
-        return fp8_matmul  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what it returns
-    # By the letters of layers.py: heads and feed-forward width; key-value heads where they divide.
-    return fp8_per_tensor_rank("NFK" if model.num_kv_heads % tensor == 0 else "NF")
-
-
-def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:
-    """Attention with the heads split over `tensor` by hand: fused kernels compile only where every axis is manual, also one
-    of size 1."""
-    heads = P(None, None, TENSOR, None)
-    split_kv = num_kv_heads % tensor == 0
-
-    def local(q_BSNH, k_BTKH, v_BTKH, segments_BS):
-        if not split_kv:
-            # Keys of all heads are here; this rank's query heads all belong to one of them.
-            head = jax.lax.axis_index(TENSOR) * num_kv_heads // tensor
-            k_BTKH, v_BTKH = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_BTKH, v_BTKH))
-        return attend(q_BSNH, k_BTKH, v_BTKH, segments_BS)
-
-    kv = heads if split_kv else P()
-    return over_tensor(local, in_specs=(heads, kv, kv, P()), out_specs=heads)

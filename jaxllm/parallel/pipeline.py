@@ -23,20 +23,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from jaxllm.mesh import PIPE, TENSOR
+from jaxllm.parallel.types import Rows, Tree
 from jaxllm.plan.schedule import Run, Schedule, Units
-
-Tree = Any
-Rows = dict[str, jax.Array]
-"""One microbatch's rows of the batch: tokens, targets, ... [sequence, position]."""
+from jaxllm.sharding import over_tensor
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank does in a tick. Called where `axis` is manual; hidden states are [B, S, D]. `sums` are float32 gradients,
+    """What a rank does in a tick. Called where `pipe` is manual; hidden states are [B, S, D]. `sums` are float32 gradients,
     added to and handed back."""
 
-    axis: str
     look_up: Callable[[Rows], jax.Array]
     """All ranks: the embedding of a microbatch, on every rank."""
     look_up_backward: Callable[[jax.Array, Rows, Tree], Tree]
@@ -53,10 +52,6 @@ class Stage:
     """(h, rows, sums, valid) -> (loss, dh, sums), all ranks: of a microbatch that has left the last stage"""
     head_loss: Callable[[jax.Array, Rows], jax.Array]
     """(h, rows) -> loss"""
-    send: Callable[[jax.Array, int], jax.Array]
-    """(h, 1) from each stage to the next, (h, -1) to the one before; in a ring."""
-    broadcast: Callable[[jax.Array], jax.Array]
-    """The sum over stages, on each."""
     new_ring: Callable[[int, jax.Array, Rows], Tree]
     """(slots, h, rows of any microbatch) -> ring; of h and rows shapes alone matter"""
 
@@ -70,7 +65,7 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array
       sums: None for a schedule without backward, which gives the loss alone.
     """
     P, V = schedule.stages, schedule.virtual_stages
-    rank = jax.lax.axis_index(stage.axis)
+    rank = jax.lax.axis_index(PIPE)
     is_first, is_last = rank == 0, rank == P - 1
 
     def rows_of(microbatch) -> Rows:
@@ -80,15 +75,15 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array
         h_BSD, dh_BSD, finished, ring, sums, loss = carry
         ahead, back = (jax.tree.map(lambda column: column[rank], line[way]) for way in ("forward", "backward"))
         if run.forward and stage.both:
-            h_BSD = stage.send(h_BSD, 1)
+            h_BSD = send(h_BSD, 1, P)
         if run.backward:
-            returning, dh_BSD = dh_BSD, stage.send(dh_BSD, -1)
+            returning, dh_BSD = dh_BSD, send(dh_BSD, -1, P)
             if run.embed:
                 sums = embedding_backward(returning, line["returned"], sums)
         if run.head:
             leaving = line["leaving"]
             out_BSD = jax.lax.dynamic_index_in_dim(finished, line["taken"], keepdims=False)
-            out_BSD = stage.broadcast(jnp.where(is_last, out_BSD, 0))
+            out_BSD = sum_over_stages(jnp.where(is_last, out_BSD, 0))
             if run.backward:
                 part, of_head_BSD, sums = stage.head(out_BSD, rows_of(leaving["microbatch"]), sums, leaving["valid"])
                 dh_BSD = jnp.where(is_last & (back["chunk"] == V - 1), of_head_BSD, dh_BSD)
@@ -116,7 +111,7 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array
                 dh_BSD, sums = stage.backward(back["chunk"], dh_BSD, rows_of(back["microbatch"]), ring, *unit)
         if run.forward:
             finished = jax.lax.dynamic_update_index_in_dim(finished, h_BSD, line["finished"], 0)
-            h_BSD = h_BSD if stage.both else stage.send(h_BSD, 1)
+            h_BSD = h_BSD if stage.both else send(h_BSD, 1, P)
         return (h_BSD, dh_BSD, finished, ring, sums, loss), None
 
     def embedding_backward(returning, unit, sums):
@@ -132,6 +127,25 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array
     if sums is not None:
         sums = embedding_backward(returning, jax.tree.map(lambda x: x[-1], lines["returned"]), sums)
     return loss, sums
+
+
+# Each tensor rank sends its part of the sequence. Every axis is manual there: where only some are, the CPU compiler aborts on a
+# bfloat16 sum.
+
+
+def send(h_BSD: jax.Array, direction: int, stages: int) -> jax.Array:
+    """Hidden states of the stage before (direction 1) or after (-1), in a ring of `stages`."""
+    pairs = [(stage, (stage + direction) % stages) for stage in range(stages)]
+    return _per_tensor_rank(lambda x: jax.lax.ppermute(x, PIPE, pairs), h_BSD)
+
+
+def sum_over_stages(h_BSD: jax.Array) -> jax.Array:
+    """The sum over stages of hidden states, on every stage."""
+    return _per_tensor_rank(lambda x: jax.lax.psum(x, PIPE), h_BSD)
+
+
+def _per_tensor_rank(function: Callable[[jax.Array], jax.Array], h_BSD: jax.Array) -> jax.Array:
+    return over_tensor(function, in_specs=(PartitionSpec(None, TENSOR),), out_specs=PartitionSpec(None, TENSOR))(h_BSD)
 
 
 def _scan_group(tick, group, lines: dict[str, Any], carry):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from jaxllm.config import BLOCK_INPUT
-from jaxllm.model.llama import BlockFunction
 from jaxllm.plan.activations import Policy
 
 
-def remat(policy: Policy, block: BlockFunction, in_loop: bool) -> BlockFunction:
+def remat(policy: Policy, block: Callable, in_loop: bool) -> Callable:
     """The block with a policy applied. What is to be offloaded is kept by name, and moved by the loop that stores it.
 
     A plain JAX block keeps about 67 bytes per token and unit of width (norms, SiLU and casts keep theirs); the named tensors

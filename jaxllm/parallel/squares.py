@@ -19,7 +19,7 @@ share, so that no loop waits for a sum.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,25 +28,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh import CONTEXT, PIPE, TENSOR
 from jaxllm.model.layers import Ops
-from jaxllm.parallel.zero import of_one_layer, tensor_specs
+from jaxllm.parallel.types import NoiseParts, Tree
 from jaxllm.plan.schedule import Schedule
-from jaxllm.sharding import over_tensor
+from jaxllm.sharding import over_tensor, tensor_specs, unstack_layout
 
-Tree = Any
 SQUARES, TIED, NUMBER = "squares", "tied", "number"
 """Entries beside those of the parameters: of sinks and sums, of sums, and of a microbatch's rows."""
-
-
-class Parts(NamedTuple):
-    """The parts of one step, n of whose N targets a part has. The gradient of its mean loss is G; it adds n/N of that to the
-    step's."""
-
-    mean_square: jax.Array
-    """Sum of n/N |G|^2."""
-    count: jax.Array
-    """How many have a target, float32."""
-    tokens: jax.Array
-    """Of the step as the batch counts them, targets or not, float32."""
 
 
 class SquaredNorms:
@@ -61,7 +48,7 @@ class SquaredNorms:
 
     def __init__(self, layouts: Tree, stack_dims: int, context: int, tensor: int):
         self._layouts, self.context, self.tensor = layouts, context, tensor
-        self._layer = jax.tree.map(partial(of_one_layer, stack_dims=stack_dims), layouts["layers"])
+        self._layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
 
     def of(self, gradients: dict[str, Tree]) -> jax.Array:
         """Of some or all top-level entries."""
@@ -157,7 +144,7 @@ def microbatches_between(schedule: Schedule) -> int:
     return int(max(np.searchsorted(taken, returned) - np.arange(schedule.microbatches)))
 
 
-def parts_of(squares_MT: jax.Array, mask_MBS: jax.Array, together: tuple[str, ...]) -> Parts:
+def parts_of(squares_MT: jax.Array, mask_MBS: jax.Array, together: tuple[str, ...]) -> NoiseParts:
     """The parts of a step, the same on every rank.
 
     Args:
@@ -172,4 +159,4 @@ def parts_of(squares_MT: jax.Array, mask_MBS: jax.Array, together: tuple[str, ..
     weighted_M = jnp.where(targets_M > 0, squares_M / jnp.maximum(targets_M, 1.0), 0.0)
     found = targets_M.sum(), weighted_M.sum(), (targets_M > 0).sum().astype(jnp.float32)
     targets, weighted, count = jax.lax.psum(found, data_axes)
-    return Parts(targets * weighted, count, jax.lax.psum(jnp.float32(mask_MBS.size), together))
+    return NoiseParts(targets * weighted, count, jax.lax.psum(jnp.float32(mask_MBS.size), together))

@@ -66,6 +66,12 @@ def stacking_of(config: Config) -> Stacking:
     return Stacking(config.model.num_layers, config.parallel.pipe, config.parallel.virtual_stages, config.chunk_layers)
 
 
+def flatten_layers(weights: dict[str, Any], stack_dims: int) -> dict[str, Any]:
+    """`weights` with the layers' leading dims, `stack_dims` of them, merged into one."""
+    flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stack_dims:]), weights["layers"])
+    return {**weights, "layers": flat}
+
+
 def over_layers(function: Any, params: Any) -> Any:
     """`function` of every leaf under "layers"; the others as they are."""
     return {name: jax.tree.map(function, tree) if name == "layers" else tree for name, tree in params.items()}

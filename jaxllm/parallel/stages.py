@@ -14,32 +14,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config
-from jaxllm.mesh import PIPE, TENSOR
-from jaxllm.model.layers import Ops, rotary_table
+from jaxllm.mesh import PIPE
+from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Ops, rotary_table
 from jaxllm.model.llama import Llama, Side, apply_block
 from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
 from jaxllm.parallel.embedding import add_over_ranks
-from jaxllm.parallel.layer_loop import Access, LayerLoop, Pass, unrolling
-from jaxllm.parallel.pipeline import Rows, Stage, run_schedule
+from jaxllm.parallel.layer_loop import LayerLoop, Pass, unrolling
+from jaxllm.parallel.pipeline import Stage, run_schedule, sum_over_stages
 from jaxllm.parallel.squares import NUMBER, SQUARES, SquaredNorms, StageSquares, parts_of
-from jaxllm.parallel.stacking import stacking_of
+from jaxllm.parallel.stacking import flatten_layers, stacking_of
+from jaxllm.parallel.types import Rows, Tree, WeightAccess
 from jaxllm.plan.activations import policy_of
 from jaxllm.plan.schedule import forward_only, make_schedule
-from jaxllm.sharding import over_tensor
 
-Tree = Any
 Region = Callable[[Tree, Rows], Any]
-SPLIT, WHOLE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
 
 
 def pipeline_regions(
     config: Config,
     graph: nnx.GraphDef,
     ops: Ops,
-    access: Access,
+    access: WeightAccess,
     together: tuple[str, ...],
     everybody: tuple[str, ...],
     norms: SquaredNorms | None = None,
@@ -48,7 +45,7 @@ def pipeline_regions(
 
     The first: (weights, batch) -> (mean loss over the batch of the ranks along the axes `together`, float32 gradients).
     Gradients of layers are the rank's share of their sum if `access` scatters; all others are the rank's own part, with a
-    leading dim of 1. With `norms` Parts (squares.py) too. The second: (weights, batch) -> (sum of token losses over the batch
+    leading dim of 1. With `norms` NoiseParts too. The second: (weights, batch) -> (sum of token losses over the batch
     of the ranks along the axes `everybody`, number of targets).
     """
     parallel, stacking = config.parallel, stacking_of(config)
@@ -58,7 +55,7 @@ def pipeline_regions(
 
     def run(schedule, weights: Tree, batch: Rows, scale: jax.Array, sums: Tree, squares: StageSquares | None = None):
         B, S = batch["tokens"].shape[1:]
-        zeros_BSD = ops.constrain(jnp.zeros((B, S, config.model.hidden_size), config.model.compute_dtype), SPLIT)
+        zeros_BSD = ops.constrain(jnp.zeros((B, S, config.model.hidden_size), config.model.compute_dtype), SHARDED_SEQUENCE)
         network = nnx.merge(graph, weights)
         block = partial(apply_block, nnx.split(network.layers)[0], ops)
         loop = LayerLoop(block, stacking.chunk, policy_of(parallel.remat), access, unroll=unrolling(config.model))
@@ -68,7 +65,7 @@ def pipeline_regions(
     def gradient_region(weights: Tree, batch: Rows):
         scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), together), 1).astype(jnp.float32)
         flat = flatten_layers(weights, stack_dims)
-        sums = {name: new_sums(tree, access if name == "layers" else Access()) for name, tree in flat.items()}
+        sums = {name: new_sums(tree, access if name == "layers" else WeightAccess()) for name, tree in flat.items()}
         M, B, S = batch["tokens"].shape
         schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
         squares = None
@@ -123,7 +120,7 @@ def llama_stage(
         return rotary_table(model, rows["positions"]), rows.get("segments")
 
     def look_up(table_VD, rows: Rows):
-        return ops.constrain(ops.look_up(table_VD, rows["tokens"]), SPLIT)
+        return ops.constrain(ops.look_up(table_VD, rows["tokens"]), SHARDED_SEQUENCE)
 
     def look_up_backward(dh_BSD, rows: Rows, sums: Tree) -> Tree:
         add = partial(add_over_ranks, ids_BS=rows["tokens"], dh_BSD=dh_BSD, tensor=parallel.tensor)
@@ -133,7 +130,7 @@ def llama_stage(
         return squares.embedding(sums | {"embedding": sums["embedding"] + own_VD}, rows, own_VD, dh_BSD)
 
     def norm(scale_D, h_BSD):
-        return ops.constrain(nnx.merge(norm_graph, scale_D)(h_BSD), WHOLE)
+        return ops.constrain(nnx.merge(norm_graph, scale_D)(h_BSD), FULL_SEQUENCE)
 
     def head(h_BSD, rows: Rows, sums: Tree, valid):
         weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * scale, 0)
@@ -142,12 +139,12 @@ def llama_stage(
         inputs = (normed_BSD, weights[head_name], rows["targets"], weights_BS, before_VD)
         loss, dnormed_BSD, dhead_VD = loss_and_gradients(*inputs, z_loss_weight=train.z_loss_weight, **bounds)
         # Each stage goes back through the norm with its part: a linear map, so parts may be added after it.
-        dnorm, dh_BSD = norm_backward(ops.constrain(dnormed_BSD, WHOLE))
+        dnorm, dh_BSD = norm_backward(ops.constrain(dnormed_BSD, FULL_SEQUENCE))
         if squares is not None:
             sums = squares.head(sums, rows, dhead_VD, dnorm, valid)
             dhead_VD = sums[head_name] + dhead_VD
         dnorm = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), sums["final_norm"], dnorm)
-        return loss, broadcast(ops.constrain(dh_BSD, SPLIT)), sums | {head_name: dhead_VD, "final_norm": dnorm}
+        return loss, sum_over_stages(ops.constrain(dh_BSD, SHARDED_SEQUENCE)), sums | {head_name: dhead_VD, "final_norm": dnorm}
 
     def head_loss(h_BSD, rows: Rows):
         weights_BS = rows["mask"].astype(jnp.float32) * scale
@@ -163,7 +160,7 @@ def llama_stage(
         if squares is not None:
             assert of_layers is not None, "with squares, access.square makes them"
             sums = squares.file(sums, rows, of_layers)
-        return ops.constrain(dh_BSD, SPLIT), sums
+        return ops.constrain(dh_BSD, SHARDED_SEQUENCE), sums
 
     def backward(chunk, dh_BSD, rows: Rows, ring, slot, sums: Tree, last, valid):
         arguments = (weights["layers"], chunk, dh_BSD, side(rows), ring, slot, sums["layers"], last, valid)
@@ -175,7 +172,6 @@ def llama_stage(
         return forward, filed(backward, back[2], sums)
 
     return Stage(
-        axis=PIPE,
         look_up=partial(look_up, weights["embedding"]),
         look_up_backward=look_up_backward,
         forward=forward,
@@ -183,34 +179,11 @@ def llama_stage(
         both=both if parallel.overlap_passes else None,
         head=head,
         head_loss=head_loss,
-        send=partial(send, stages=parallel.pipe),
-        broadcast=broadcast,
         new_ring=lambda slots, h_BSD, rows: loop.new_ring(slots, weights["layers"], h_BSD, side(rows)),
     )
 
 
-# Hidden states are sent by tensor ranks one by one, each its part of the sequence; there every axis is manual, and the CPU
-# compiler, which dies of a bfloat16 sum where only some are, lives.
-
-
-def send(h_BSD: jax.Array, direction: int, *, stages: int) -> jax.Array:
-    pairs = [(stage, (stage + direction) % stages) for stage in range(stages)]
-    return over_tensor(lambda x: jax.lax.ppermute(x, PIPE, pairs), in_specs=(P(None, TENSOR),), out_specs=P(None, TENSOR))(
-        h_BSD
-    )
-
-
-def broadcast(h_BSD: jax.Array) -> jax.Array:
-    return over_tensor(lambda x: jax.lax.psum(x, PIPE), in_specs=(P(None, TENSOR),), out_specs=P(None, TENSOR))(h_BSD)
-
-
-def flatten_layers(weights: Tree, stack_dims: int) -> Tree:
-    """The rank's layers with one leading dim."""
-    flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stack_dims:]), weights["layers"])
-    return {**weights, "layers": flat}
-
-
-def new_sums(weights: Tree, access: Access) -> Tree:
+def new_sums(weights: Tree, access: WeightAccess) -> Tree:
     """Zeros for gradients: of the weights' shapes, or of a rank's share of them if `access` scatters."""
     gather, scatter = access.gather, access.scatter
     if scatter is None:

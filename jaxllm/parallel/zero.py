@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
-from jaxllm.parallel.layer_loop import Access, Square
-from jaxllm.sharding import Layout, over_tensor
-
-Tree = Any
+from jaxllm.mesh import ZERO_AXES
+from jaxllm.parallel.types import Square, Tree, WeightAccess
+from jaxllm.sharding import Layout, over_tensor, tensor_specs, unstack_layout
 
 
 class Zero:
@@ -36,10 +32,10 @@ class Zero:
     """
 
     def __init__(self, level: int, layouts: Tree, stack_dims: int = 1):
-        layer = jax.tree.map(partial(of_one_layer, stack_dims=stack_dims), layouts["layers"])
+        layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
         rest = {name: spots for name, spots in layouts.items() if name != "layers"}
         self._rest_scatter, self._rest_gather = _scatter(rest), _gather(rest) if level == 3 else lambda weights: weights
-        self.access = Access(_gather(layer) if level == 3 else None, _scatter(layer))
+        self.access = WeightAccess(_gather(layer) if level == 3 else None, _scatter(layer))
         """To the layers, for a loop over them."""
 
     def read(self, weights: Tree, sinks: Tree, squares: jax.Array | None = None, square: Square | None = None) -> Tree:
@@ -62,16 +58,6 @@ def sink(shape: tuple[int, ...], spot: Layout, ranks: int) -> jax.Array:
     """Zeros in the shape of one rank's share of a gradient."""
     local = [size // ranks if dim == spot.zero_dim else size for dim, size in enumerate(shape)]
     return jnp.zeros(local, jnp.float32)
-
-
-def manual_spec(spot: Layout, share: bool) -> P:
-    """A parameter's layout as the region sees it, without the axis left to the compiler: a rank's share of it as at rest, or as
-    the train step reads it.
-    """
-    entries: list[Any] = [PIPE if _has(PIPE, entry) else None for entry in spot.compute]
-    if share and spot.zero_dim is not None:
-        entries[spot.zero_dim] = ZERO_AXES
-    return P(*entries)
 
 
 def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
@@ -102,17 +88,3 @@ def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree
     """Runs `function` on each tensor rank's part. Left to the compiler, a gather over data would first gather over tensor."""
     specs = tensor_specs(layouts)
     return over_tensor(function, in_specs=(specs,), out_specs=specs)(tree)
-
-
-def tensor_specs(layouts: Tree) -> Tree:
-    """How parameters are split over tensor, as the train step reads them."""
-    return jax.tree.map(lambda spot: P(*[TENSOR if _has(TENSOR, entry) else None for entry in spot.compute]), layouts)
-
-
-def _has(axis: str, entry: Any) -> bool:
-    return entry == axis or (isinstance(entry, tuple) and axis in entry)
-
-
-def of_one_layer(spot: Layout, stack_dims: int) -> Layout:
-    zero_dim = None if spot.zero_dim is None else spot.zero_dim - stack_dims
-    return Layout(P(*spot.compute[stack_dims:]), P(*spot.master[stack_dims:]), zero_dim)

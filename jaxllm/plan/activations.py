@@ -1,7 +1,7 @@
-"""What a block keeps for its backward pass under a remat policy, and how many bytes that is.
+"""What a block stores for its backward pass under a remat policy, and how many bytes that takes.
 
-A block reads one tensor, block_input, and gives names to the outputs of its matmuls and of its attention. A policy says of each
-whether it is kept on the device, waits in the host's memory, or is computed again from block_input and what was kept.
+A block reads one tensor, block_input, and names the outputs of its matmuls and of its attention. A policy decides for each
+name: keep it on the device, offload it to host memory, or recompute it from block_input and the stored tensors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Bytes = dict[str, float]
 
 @dataclass(frozen=True)
 class Policy:
-    """Names in the order of BLOCK_TENSORS; those in neither `keep` nor `offload` are computed again."""
+    """Names in the order of BLOCK_TENSORS. Those in neither `keep` nor `offload` are recomputed."""
 
     name: str
-    """As the config has it; `mapping` for one that names tensors."""
+    """The policy's name in the config; `mapping` for one that names tensors."""
     keep: tuple[str, ...]
-    """On the device."""
+    """Kept on the device."""
     offload: tuple[str, ...]
-    """In the host's pinned memory."""
+    """Offloaded to pinned host memory."""
     everything: bool
-    """No rematerialisation: whatever autodiff wants is kept, much of it without a name."""
+    """No rematerialisation: autodiff keeps all that it needs, much of it without a name."""
 
     @property
     def recompute(self) -> tuple[str, ...]:
@@ -33,10 +33,10 @@ class Policy:
 
 
 def policy_of(remat: Remat) -> Policy:
-    """The policy that parallel.remat means.
+    """The policy that a value of parallel.remat stands for.
 
-    `selective` keeps every name: what lies between them is cheap to compute again. Attention without results of its own
-    (ATTENTION_RESULTS are there in blockwise attention alone) runs once more.
+    `selective` keeps every name; the tensors between them are cheap to recompute. Only blockwise attention has
+    ATTENTION_RESULTS. Without them, attention runs once more.
     """
     if isinstance(remat, str):
         keep = {"none": BLOCK_TENSORS, "selective": BLOCK_TENSORS, "full": (BLOCK_INPUT,), "offload": ()}[remat]
@@ -47,18 +47,18 @@ def policy_of(remat: Remat) -> Policy:
 
 
 def remat_words(remat: Remat) -> str:
-    """parallel.remat in words: its name, or each tensor's fate."""
+    """parallel.remat in words: its name, or the action for each tensor."""
     return remat if isinstance(remat, str) else ", ".join(f"{name} {fate}" for name, fate in remat.items())
 
 
 def takes_cudnn(model: ModelConfig) -> bool:
-    """Whether attention is cuDNN's on a GPU that has it, as model/attention.py says of a GPU that is there."""
+    """Whether attention uses cuDNN on a GPU that has it. model/attention.py applies the same rule to a present GPU."""
     return model.attention != "xla" and model.compute_dtype == "bfloat16" and model.head_dim % 8 == 0 and model.head_dim <= 128
 
 
 def is_blockwise(config: Config) -> bool:
-    """Whether attention is put together from blocks on a GPU, so that it has ATTENTION_RESULTS: over context ranks, or where
-    cuDNN masks documents. Plain XLA on one context rank has none.
+    """Whether attention is merged from blocks on a GPU, so that it has ATTENTION_RESULTS: over context ranks, or where cuDNN
+    masks documents. Plain XLA on one context rank has none.
     """
     return config.parallel.context > 1 or (config.data.mask_documents and takes_cudnn(config.model))
 
@@ -67,9 +67,10 @@ RING_MIN_ROWS = 4096
 
 
 def context_method(config: Config) -> str:
-    """ring or all_gather; `auto` by a rule of thumb, not measured: a ring step multiplies each key of the S/c that travel with
-    S/c x N/K rows of queries, 2 x that many FLOPs per byte sent. An H100's 600 TFLOP/s over 200 GB/s of a ring over NVLink want
-    about 1,500 rows; below 4096 a hop may stay bare, and the keys of so short a sequence are small enough to be gathered.
+    """ring or all_gather. `auto` follows a rule of thumb that is not measured: a ring step multiplies each key of the S/c keys
+    that travel with S/c x N/K rows of queries, which makes 2 x that many FLOPs per byte sent. An H100's 600 TFLOP/s over 200
+    GB/s of a ring over NVLink need about 1,500 rows. Below 4096 rows a hop may stay exposed, and the keys of such a short
+    sequence are small enough to gather.
     """
     if config.parallel.context_method != "auto":
         return config.parallel.context_method
@@ -88,21 +89,21 @@ class Held:
 def bytes_per_token_and_layer(
     policy: Policy, model: ModelConfig, *, context: int = 1, tensor: int = 1, blockwise: bool
 ) -> Held:
-    """Of the named tensors of one block, for each token of a sequence; the device has its share of every sequence.
+    """Bytes of the named tensors of one block, per token of a sequence. The device has its share of every sequence.
 
     With D, F, N, K, H as in layers.py, b bytes of the compute dtype, c context and t tensor ranks: block_input and
-    attention_out D b / (c t), as the sequence is split over tensor between blocks; query and attention_output N H b / (c t);
+    attention_out D b / (c t), as the sequence is sharded over tensor between blocks; query and attention_output N H b / (c t);
     key and value K H b / (c t), or K H b / c where t does not divide K (every rank then has all heads, see weight_rules);
     mlp_gate and mlp_up F b / (c t); attention_lse, float32, 4 N / (c t).
 
     Args:
-      blockwise: attention runs in blocks (over context ranks, or cuDNN with documents), so that it has results to keep.
+      blockwise: whether attention runs in blocks (over context ranks, or cuDNN with documents) and so has results to keep.
 
     Raises:
-      ValueError: the policy keeps everything, for which there is no closed form.
+      ValueError: the policy keeps everything, which has no closed form.
     """
     if policy.everything:
-        raise ValueError("What remat=none keeps follows from autodiff, not from the names of tensors.")
+        raise ValueError("remat=none keeps what autodiff needs, which does not follow from tensor names: use another policy.")
     itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
     query = model.num_heads * model.head_dim * itemsize
     key = model.num_kv_heads * model.head_dim * itemsize * (tensor if model.num_kv_heads % tensor else 1)

@@ -1,19 +1,19 @@
-"""How many GPUs a config is for, and how they stand in hosts."""
+"""The number of GPUs that a config is for, and how they are grouped into hosts."""
 
 from __future__ import annotations
 
 from jaxllm.config import AUTO, Config, ConfigError, divisors
 
 HOST_GPUS = 8
-"""GPUs of the usual host: a default host is no larger."""
+"""GPUs of the usual host; a default host has at most this many."""
 
 
 def named_devices(config: Config, gpus: int | None) -> int | None:
-    """The number given, else run.cpu_devices, else what the config's mesh names; None where only the devices here can tell
+    """The given number, else run.cpu_devices, else the size of the config's mesh; None if it depends on the devices present
     (parallel.data=auto).
 
     Raises:
-      ConfigError: less than one.
+      ConfigError: the number is below one.
     """
     if gpus is not None and gpus < 1:
         raise ConfigError(f"--gpus={gpus} is not valid: it should be at least 1.")
@@ -25,22 +25,22 @@ def named_devices(config: Config, gpus: int | None) -> int | None:
 
 
 def require_devices(config: Config, gpus: int | None) -> int:
-    """The same, for GPUs that need not be here.
+    """As named_devices(), for GPUs that need not be present.
 
     Raises:
-      ConfigError: nobody says how many.
+      ConfigError: the number is not given anywhere.
     """
     named = named_devices(config, gpus)
     if named is None:
-        raise ConfigError("parallel.data=auto takes all GPUs there are: say how many with --gpus, or set parallel.data.")
+        raise ConfigError("parallel.data=auto uses all present GPUs: give their number with --gpus, or set parallel.data.")
     return named
 
 
 def hosts_of(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
-    """(GPUs per host, why), for hosts that have at most `largest` unless it was said.
+    """(GPUs per host, reason). Without a given number, a host has at most `largest` GPUs.
 
     Raises:
-      ConfigError: the number given does not divide the GPUs.
+      ConfigError: the given number does not divide the GPUs.
     """
     if per_host is None:
         per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)

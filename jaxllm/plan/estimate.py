@@ -22,7 +22,8 @@ from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_g
 from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.plan.search import FIT_SHARE
-from jaxllm.plan.step_time import CONVENTIONS, Convention, StepTime, estimate_step_time, step_time_lines
+from jaxllm.plan.step_parts import StepTime
+from jaxllm.plan.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""

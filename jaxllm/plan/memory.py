@@ -32,10 +32,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from jaxllm.config import Config, ConfigError, ModelConfig, ParallelConfig
-from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, is_blockwise, policy_of, takes_cudnn
+from jaxllm.config import ZERO_DIMS, Config, ConfigError, ModelConfig, ParallelConfig
+from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, context_method, is_blockwise, policy_of, takes_cudnn
 from jaxllm.plan.hardware import Gpu
-from jaxllm.plan.layer_backward import layer_backward, runs_ahead
+from jaxllm.plan.layer_backward import LayerShape, layer_backward
 from jaxllm.plan.schedule import GPIPE, make_schedule
 
 Terms = dict[str, int]
@@ -89,10 +89,6 @@ def estimate_memory(config: Config, gpu: Gpu | None = None) -> MemoryEstimate:
 
 
 # -------------------------------------------------------------------------------------------------------------- parameters
-
-ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
-"""Where ZeRO cuts: the first of these that a parameter has, that divides and that nothing else splits. Never one that counts
-layers: ZeRO 3 gathers layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +176,7 @@ class Step:
 
     def __init__(self, config: Config, gpu: Gpu | None = None):
         self.config, self.model, self.parallel = config, config.model, config.parallel
-        self.runs_ahead = runs_ahead(gpu)
+        self.runs_ahead = gpu is None or gpu.chip.runs_ahead
         p, train = config.parallel, config.train
         self.policy: Policy = policy_of(p.remat)
         self.ranks = int(p.data) * p.context
@@ -276,6 +272,34 @@ class Step:
     def _scaled(self, per_token: dict[str, float]) -> dict[str, float]:
         tokens = self.config.microbatch_sequences * self.config.train.sequence_length
         return {name: size * tokens for name, size in per_token.items()}
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        p, config = self.parallel, self.config
+        return LayerShape(
+            units=self.units,
+            policy=self.policy,
+            kept=self.kept,
+            offloaded=self.offloaded,
+            scores=self.scores,
+            fp8_rounded=self.fp8_rounded,
+            sequences=config.microbatch_sequences,
+            local_length=self.local_length,
+            head_dim=self.model.head_dim,
+            context=p.context,
+            context_method=context_method(config),
+            tensor=p.tensor,
+            zero=self.zero,
+            microbatches=self.microbatches,
+            chunk_layers=config.chunk_layers,
+            virtual_stages=p.virtual_stages,
+            slots=self.slots,
+            documents=config.data.mask_documents,
+            pipelined=self.pipelined,
+            overlap_passes=p.overlap_passes,
+            loops_by_hand=self.loops_by_hand,
+            runs_ahead=self.runs_ahead,
+        )
 
     def activations(self) -> dict[str, float]:
         """Of all layers of a chunk, in all slots."""
@@ -428,7 +452,7 @@ class Step:
         moments = {"gather": gather} if gather else {}
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
-            return moments | {name: {**held, **more} for name, more in layer_backward(self).items()}
+            return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
         head, embedding = self.head_gradient(), self.embedding_gradient()
         summed = head if self.loss_chunks > 1 else 0
         at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
@@ -439,7 +463,7 @@ class Step:
         at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, 0) * self.units["layer"]
         moments["loss"] = {**at_loss, "logits": self.logits()}
         at_end = {"vocabulary_gradients": self.waiting_head_gradient() if self.zero >= 2 else head + embedding}
-        moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self).items()}
+        moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
         if self.stacks_gradients_early and self.shared_out:
             moments["reduce"] = {"gradients": FLOAT32 * (self.all.compute + self.largest_stack)}
         if self.zero >= 2:

@@ -159,11 +159,6 @@ class Plan:
         best = f"; the best {self.candidates[0]!r}" if self.candidates else ""
         return f"<Plan for {self.gpus} x {self.gpu.name}: {len(self.candidates):,} configurations fit{best}>"
 
-    def _repr_html_(self) -> str:
-        from jaxllm.plan.search_text import as_html
-
-        return as_html(self)
-
     @property
     def capacity_bytes(self) -> int:
         return self.gpu.capacity_bytes
@@ -244,20 +239,43 @@ class _Tally:
         return tuple(sorted(lines, key=lambda line: (line.unit != MESH, -line.count)))
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search may choose from, and what it goes by."""
+
+    keep: Collection[str] = ()
+    """Names of space.KEEPABLE, left as the config has them."""
+    across_hosts: bool | None = None
+    """Whether context x tensor may reach beyond a host; None: only where nothing fits otherwise."""
+    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU
+    """What offloading may take of the host's memory."""
+    device_bytes: float | None = None
+    """What a configuration may take by its estimate; default: FIT_SHARE of the kind's capacity."""
+    largest_microbatch: bool = False
+    """Rank by the microbatch first."""
+    estimate: EstimateMemory | None = None
+    """Default: estimate_memory."""
+    step_time: EstimateTime | None = None
+    """Default: estimate_step_time."""
+    prune: bool = True
+    """Leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more."""
+
+    def limits(self, gpu: Gpu) -> Limits:
+        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
+        return Limits(device_bytes, self.host_bytes_per_gpu)
+
+    def reaches(self) -> tuple[bool, ...]:
+        """Values of `across` to try in turn."""
+        return (False, True) if self.across_hosts is None else (self.across_hosts,)
+
+
 def search(
     config: Config,
     gpu: Gpu,
     gpus: int,
     gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
     *,
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
-    device_bytes: float | None = None,
-    largest_microbatch: bool = False,
-    estimate: EstimateMemory | None = None,
-    step_time: EstimateTime | None = None,
-    prune: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
     """Estimates everything of space() and ranks what fits by predicted tokens/s/GPU, then by bytes.
@@ -267,22 +285,15 @@ def search(
 
     Args:
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      keep: names of space.KEEPABLE, left as the config has them.
-      across_hosts: whether context x tensor may reach beyond a host; None: only where nothing fits otherwise.
-      host_bytes_per_gpu: what offloading may take of the host's memory.
-      device_bytes: what a configuration may take by its estimate; default: FIT_SHARE of the kind's capacity.
-      largest_microbatch: rank by the microbatch first.
-      estimate, step_time: the estimates to go by; default: estimate_memory and estimate_step_time.
-      prune: leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more.
 
     Raises:
       ConfigError: gpus_per_host does not divide, `keep` names what cannot be kept.
     """
     per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate, step_time = estimate or _real_memory(gpu), step_time or _real_time()
-    limits = Limits(FIT_SHARE * gpu.capacity_bytes if device_bytes is None else device_bytes, host_bytes_per_gpu)
+    estimate, step_time = options.estimate or _real_memory(gpu), options.step_time or _real_time()
+    keep, limits = options.keep, options.limits(gpu)
     found: list[Candidate] = []
-    for across in (False, True) if across_hosts is None else (across_hosts,):
+    for across in options.reaches():
         tally, interrupted = _Tally(), False
         every = list(meshes(config, gpus, keep))
         seen = 0
@@ -296,7 +307,7 @@ def search(
                 if reason is not None:
                     tally.add(MESH, reason, 1, str(mesh))
                 for group in left:
-                    for candidate, memory in _fitting(config, group, limits, estimate, tally, prune):
+                    for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
                         found.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
                 if progress is not None:
                     progress("meshes", seen, len(every))
@@ -304,7 +315,7 @@ def search(
             interrupted = True
         if found or interrupted or (MESH, BEYOND_HOST) not in tally.found:
             break
-    key = _by_microbatch if largest_microbatch else _by_speed
+    key = _by_microbatch if options.largest_microbatch else _by_speed
     return Plan(
         config=config,
         gpu=gpu,
@@ -321,24 +332,15 @@ def search(
 
 
 def any_fits(
-    config: Config,
-    gpu: Gpu,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    *,
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
-    estimate: EstimateMemory | None = None,
+    config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> bool:
     """Whether the search would find anything. It stops at the first, and looks at meshes that take least first."""
     per_host, _ = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate = estimate or _real_memory(gpu)
-    limits = Limits(FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu)
+    keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or _real_memory(gpu)
     every = list(meshes(config, gpus, keep))
     # Sharding the layers' work takes less than sharing out the batch.
     every.sort(key=lambda mesh: mesh.data)
-    for across in (False, True) if across_hosts is None else (across_hosts,):
+    for across in options.reaches():
         for mesh in every:
             if why_not(config, mesh, per_host, across) is None:
                 for group in sorted(groups(config, mesh, keep), key=lambda group: -group.zero):
@@ -431,10 +433,8 @@ def _real_time() -> EstimateTime:
 # ----------------------------------------------------------------------------------------------------- nothing fits
 
 
-def why_nothing(plan: Plan, **options: Any) -> str:
-    """One sentence for a plan without candidates: what was in the way, and the cheapest changes that would do; options as
-    any_fits().
-    """
+def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
+    """One sentence for a plan without candidates: what was in the way, and the cheapest changes that would do."""
     config, gpu, gpus = plan.config, plan.gpu, plan.gpus
     if not plan.rejected:
         return f"What --keep holds leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
@@ -452,7 +452,7 @@ def why_nothing(plan: Plan, **options: Any) -> str:
 
     def fits(changed: Config, devices: int = gpus) -> bool:
         per_host = None if devices % plan.gpus_per_host else plan.gpus_per_host
-        return any_fits(changed, gpu, devices, per_host, **options)
+        return any_fits(changed, gpu, devices, per_host, options)
 
     changes = list(_changes(config, gpus, fits))
     return f"{needs}: use {' or '.join(changes)}." if changes else f"{needs}: use a smaller model."

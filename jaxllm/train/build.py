@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from jaxllm.config import Config
 from jaxllm.mesh import replicated
-from jaxllm.parallel.parallelize import Parallelized, parallelize
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_update
@@ -84,7 +85,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     chosen: dict[str, Any] = {"judge": judge, "observe": observe}
     in_rounds, islands = config.train.diloco_steps is not None, config.parallel.replica
     if in_rounds:
-        chosen["each"] = diloco.for_each_island(islands)
+        chosen["each"] = diloco.vmap_over_replicas(islands)
 
     def make_step(value_and_grad: Callable) -> Callable[[Any, Any], tuple[State, Metrics]]:
         step = make_train_step(value_and_grad, update, make_learning_rate(config), config.optimizer.clip_norm, **chosen)
@@ -97,6 +98,6 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     if config.log.noise_scale_every == 1:
         step, measuring_step = measuring_step, None
     if in_rounds:
-        lies, begin = diloco.state_lies(shardings, islands), lambda seed: diloco.begin(create(seed), islands)
-        return Training(functions, lies, begin, step, measuring_step, diloco.metrics_lie(mesh))
+        lies, begin = diloco.state_shardings(shardings, islands), lambda seed: diloco.begin(create(seed), islands)
+        return Training(functions, lies, begin, step, measuring_step, diloco.metrics_sharding(mesh))
     return Training(functions, shardings, create, step, measuring_step, replicated(mesh))

@@ -35,10 +35,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import distributed, exits
 from jaxllm.config import CheckpointConfig, Config, ConfigError
+from jaxllm.mesh import HOST
 from jaxllm.pretrained.folder import versions
 from jaxllm.sharding import stack_dims
 from jaxllm.train.fence import unfenced
-from jaxllm.train.state import HOST
 
 FORMAT = 1
 STATE, META, FILES = "state", "meta", "files.json"
@@ -114,7 +114,7 @@ class Checkpoints:
                 if is_not_damage(error):
                     raise cannot_be_read(self.folder / str(self.latest), error) from error
                 reason = why(error)
-            if not (reason := distributed.first_said(reason)):
+            if not (reason := distributed.first_nonempty(reason)):
                 break
             self._refused[self.latest] = reason
             del state
@@ -439,7 +439,7 @@ def require_shared(run_dir: Path) -> None:
         # Listing a folder makes NFS look again.
         os.listdir(run_dir)
         time.sleep(0.2)
-    missing = distributed.first_said(missing)
+    missing = distributed.first_nonempty(missing)
     if distributed.is_main_process():
         (run_dir / name).unlink()
     if missing:

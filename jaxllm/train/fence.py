@@ -1,23 +1,24 @@
-"""Who holds a run directory: two runs that save into one would undo each other's work.
+"""Lock on a run directory. It prevents two runs from writing checkpoints into the same directory.
 
     run.dir/.holder.json    {"launch_id", "attempt", "host", "pid", "machine", "born", "token", "time"}
 
-A lock would not do. The holder may be stopped, or sit behind a cut cable, when its place is given to another, and then come
-back. So process 0 of a run puts its token there, changes `time` every BEAT_S seconds as a sign of life, and reads the token
-back before it writes what the next run will read: a checkpoint's final name, a line of metrics (`require`). Where it finds
-another's token, or none, since the other may have ended by then, it says so, leaves with exits.LOST and writes nothing.
+A plain file lock is not enough. The holder may be stopped, or cut off from the network, while another run takes its place, and
+then come back. So process 0 of a run writes its token into this file, updates `time` every BEAT_S seconds as a heartbeat, and
+reads the token back (fencing) before it writes anything that the next run will read: a checkpoint's final name, a line of
+metrics (`require`). If it finds another token, or none because the other run may have ended by then, it prints a message, exits
+with exits.LOST and writes nothing.
 
 A start takes the directory over from a holder
 
-  - that is the same launch with a lower attempt: whoever restarted it has given it up;
+  - of the same launch with a lower attempt: whatever restarted the run has given that attempt up;
   - whose process has ended, where this machine can tell;
   - that was silent for SILENT_S by the clock of the start: clocks of two hosts are not compared;
 
-and is refused otherwise. The sign of life goes through an open file, which a takeover replaces under its name: whoever lost the
-directory can no longer touch the file of the new holder.
+and is refused otherwise. The heartbeat goes through an open file, which a takeover replaces under its name: a run that has lost
+the directory can no longer touch the file of the new holder.
 
-One gap is left: a process that freezes between reading its token and the rename or the line that follows, and thaws when
-another has taken over. The line is then one too many; the checkpoint is one of the same run under the same config.
+One gap remains: a process that freezes between reading its token and the rename or line that follows, and resumes after another
+run has taken over. The extra line is then a duplicate; the checkpoint is one of the same run under the same config.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from jaxllm.peers import print_sentence
 HOLDER = ".holder.json"
 BEAT_S = 5.0
 SILENT_S = 4 * BEAT_S
-"""Three beats missed, wherever between two of them the watch began."""
+"""At least three missed heartbeats, whenever the watch began between two of them."""
 SETTLE_S = 1.0
-"""From reading its token to the end of the write, a holder that lives takes less."""
+"""A live holder needs less time from reading its token to the end of the write."""
 
 log = logging.getLogger(__name__)
 
@@ -58,60 +59,72 @@ class Holder:
     host: str
     pid: int
     machine: str
-    """The boot and the numbering of processes in which `pid` means something; "" if unknown."""
-    born: str
-    """When the process started, in ticks of that boot: its pid is given to another one day."""
+    """The boot and PID namespace in which `pid` is valid; "" if unknown."""
+    started_at: str
+    """Start time of the process, in clock ticks since that boot: the system reuses PIDs."""
     token: str
     time: str
-    """Of the last sign of life, UTC. For people, and to see that it changes."""
+    """Last heartbeat, UTC. For people, and to detect changes."""
 
     @property
     def name(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
     def beat(self) -> bytes:
-        """What is in the file as of now. Always of one length: it is written over the beat before, and a reader may come in
+        """Content of the file now. Its length is constant: it overwrites the previous heartbeat, and a reader may come in
         between.
         """
-        return json.dumps(asdict(replace(self, time=utc()))).encode() + b"\n"
+        return replace(self, time=utc()).to_json()
+
+    def to_json(self) -> bytes:
+        values = asdict(self)
+        # The key in the file is older than the field's name: runs of both versions must understand each other's locks.
+        values["born"] = values.pop("started_at")
+        return json.dumps(values).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Holder:
+        values = json.loads(content)
+        values["started_at"] = values.pop("born")
+        return cls(**values)
 
 
-class Fence:
-    """A run directory that this process holds, from `take` to `release`."""
+class RunDirLock:
+    """Lock of this process on a run directory, from `take` to `release`."""
 
     def __init__(self, folder: Path, me: Holder):
         self._folder, self._path, self._me = folder, folder / HOLDER, me
         self._file: int | None = None
         self._ended = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="fence", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name="run-dir-lock", daemon=True)
 
     @classmethod
-    def take(cls, folder: Path) -> Fence:
+    def take(cls, folder: Path) -> RunDirLock:
         """Returns when this process holds `folder`; that may take SILENT_S.
 
         Raises:
-          ConfigError: another run holds it, or nothing can be written there.
+          ConfigError: another run holds it, or the lock file cannot be written.
         """
-        place = distributed.place()
-        fence = cls(folder, this_process(place.launch_id, place.attempt))
+        launch = distributed.launch_info()
+        lock = cls(folder, this_process(launch.launch_id, launch.attempt))
         try:
-            fence._take()
+            lock._take()
         except OSError as error:
             raise ConfigError(
-                f"{fence._path} cannot be written ({error.strerror}): remove the cause, or choose another run.dir."
+                f"{lock._path} cannot be written ({error.strerror}): remove the cause, or choose another run.dir."
             ) from None
-        fence._beats.start()
-        return fence
+        lock._beats.start()
+        return lock
 
     def require(self) -> None:
-        """Ends the process with exits.LOST if the directory is another's by now. To be called right before something is written
-        that the next run will read.
+        """Ends the process with exits.LOST if another run has taken the directory. Call it right before each write that the
+        next run will read.
 
-        Released, the directory stays this process's until somebody takes it: a save that was under way when the run failed is
-        finished after that.
+        After `release` the directory still belongs to this process until another run takes it: a save that was in progress when
+        the run failed may finish after that.
 
         Raises:
-          OSError: the file system does not say whose it is.
+          OSError: the file system does not tell who holds it.
         """
         found = read_holder(self._path)
         if found is None and self._ended.is_set():
@@ -121,10 +134,10 @@ class Fence:
             leave(f"run.dir={self._folder} {how}: {self._me.name} writes nothing more there.")
 
     def release(self) -> None:
-        """The directory is free again. Without it, as after a kill, the next start finds out by itself."""
+        """Frees the directory. If that does not happen, as after a kill, the next start detects it by itself."""
         self._ended.set()
         if self._beats.is_alive():
-            # It may sit in a write that does not come back.
+            # The thread may hang in a write.
             self._beats.join(BEAT_S)
         try:
             found = read_holder(self._path)
@@ -141,49 +154,49 @@ class Fence:
             found = read_holder(self._path)
             if found is None and not self._path.exists():
                 try:
-                    self._put(over=False)
+                    self._write_holder(over=False)
                     return
                 except FileExistsError:
                     continue
-            verdict = "unsure" if found is None else judge(found, self._me)
+            verdict = "unsure" if found is None else holder_status(found, self._me)
             if verdict == "unsure":
                 verdict = self._watch(found)
             if verdict == "changed":
                 continue
             if verdict == "holds":
-                assert found is not None, "no verdict on nobody"
+                assert found is not None, "a missing holder has no verdict"
                 raise ConfigError(
                     f"run.dir={self._folder} is in use by {found.name}: wait for it, stop it, or choose another run.dir."
                 )
-            self._put(over=True)
+            self._write_holder(over=True)
             if verdict == "gone":
                 return
-            # It may live on for a moment; and another start may have come to the same verdict.
+            # The old holder may live for another moment, and another start may have reached the same verdict.
             time.sleep(SETTLE_S)
             if (now := read_holder(self._path)) is not None and now.token == self._me.token:
                 return
 
     def _watch(self, found: Holder | None) -> str:
-        """Looks for a sign of life: "holds", "silent", or "changed" where another holds it now, or nobody."""
+        """Waits for a heartbeat: "holds", "silent", or "changed" if there is another holder now, or none."""
         who = found.name if found else "another process"
-        log.warning("run.dir=%s was held by %s: looking up to %.0f s whether it still is.", self._folder, who, SILENT_S)
+        log.warning("run.dir=%s was held by %s: watching up to %.0f s for a sign of life.", self._folder, who, SILENT_S)
         look_s, watched_s = min(0.5, BEAT_S / 4), 0.0
         while watched_s < SILENT_S:
             began_s = time.monotonic()
             time.sleep(look_s)
             woke_s = time.monotonic()
             now = read_holder(self._path)
-            # What stood still with this process may have kept the holder from its beats too.
+            # Whatever stopped this process may have stopped the holder's heartbeats too.
             watched_s += min(woke_s - began_s, 2 * look_s) + time.monotonic() - woke_s
             if now != found:
                 return "holds" if now and found and now.token == found.token else "changed"
         return "silent"
 
-    def _put(self, over: bool) -> None:
-        """Makes the file this process's.
+    def _write_holder(self, over: bool) -> None:
+        """Makes this process the holder in the file.
 
         Raises:
-          FileExistsError: `over` is false and there is one.
+          FileExistsError: `over` is false and the file exists.
         """
         aside = self._folder / f"{HOLDER}-{uuid.uuid4().hex}"
         file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -193,7 +206,7 @@ class Fence:
             if over:
                 os.replace(aside, self._path)
             else:
-                name_anew(aside, self._path)
+                rename_if_free(aside, self._path)
         except BaseException:
             os.close(file)
             raise
@@ -204,49 +217,51 @@ class Fence:
         self._file = file
 
     def _beat(self) -> None:
-        assert self._file is not None, "begun once the file is this process's"
+        assert self._file is not None, "started after the file is this process's"
         while not self._ended.wait(BEAT_S):
             try:
-                # First: the file of who has lost the directory may be gone, and not take a sign of life.
+                # First: after a takeover this file may be gone, and must not get a heartbeat.
                 self.require()
                 os.pwrite(self._file, self._me.beat(), 0)
-                # NFS shows others what was written once it is synced.
+                # NFS shows a write to other hosts after a sync.
                 os.fsync(self._file)
             except OSError as error:
-                log.debug("no sign of life in %s: %s", self._path, error)
+                log.debug("no heartbeat in %s: %s", self._path, error)
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[Callable[[], None]]:
-    """Holds the run directory for this run; every process of it must call it. What it gives is Fence.require on process 0, and
-    does nothing on the others.
+def hold_run_dir(folder: Path) -> Iterator[Callable[[], None]]:
+    """Holds the run directory for this run; every process of it must call it. Yields RunDirLock.require on process 0, and a
+    function that does nothing on the others.
 
     Raises:
       ConfigError: on all processes, if another run holds it.
     """
-    fence, refusal = None, ""
+    lock, refusal = None, ""
     if distributed.is_main_process():
         try:
-            fence = Fence.take(folder)
+            lock = RunDirLock.take(folder)
         except ConfigError as error:
             refusal = str(error)
     try:
         if refusal := distributed.broadcast(refusal):
             raise ConfigError(refusal)
-        yield unfenced if fence is None else fence.require
+        yield unfenced if lock is None else lock.require
     finally:
-        if fence is not None:
-            fence.release()
+        if lock is not None:
+            lock.release()
 
 
 def unfenced() -> None:
-    """In place of Fence.require where nobody holds the directory."""
+    """Stands in for RunDirLock.require where no lock is held."""
 
 
-def judge(found: Holder, me: Holder) -> str:
-    """What can be said of a holder at once: "gone", "replaced" (an earlier attempt of this launch), "holds", or "unsure"."""
+def holder_status(found: Holder, me: Holder) -> str:
+    """State of a holder, as far as it is known at once: "gone", "replaced" (an earlier attempt of this launch), "holds" or
+    "unsure".
+    """
     is_here = bool(found.machine) and found.machine == me.machine
-    if is_here and born(found.pid) != found.born:
+    if is_here and start_time_of(found.pid) != found.started_at:
         return "gone"
     if found.launch_id and found.launch_id == me.launch_id and found.attempt < me.attempt:
         return "replaced"
@@ -255,12 +270,12 @@ def judge(found: Holder, me: Holder) -> str:
 
 def this_process(launch_id: str | None, attempt: int) -> Holder:
     pid = os.getpid()
-    return Holder(launch_id, attempt, socket.gethostname(), pid, machine(), born(pid), uuid.uuid4().hex, utc())
+    return Holder(launch_id, attempt, socket.gethostname(), pid, machine(), start_time_of(pid), uuid.uuid4().hex, utc())
 
 
 def machine() -> str:
-    """The boot and the namespace of pids of this process; "" where /proc does not tell. Not the host's name: containers may
-    share it, and number their processes each for itself.
+    """The boot and PID namespace of this process; "" if /proc does not tell. The host's name does not work: containers may
+    share it, and each numbers its own processes.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
@@ -270,10 +285,12 @@ def machine() -> str:
         return ""
 
 
-def born(pid: int) -> str:
-    """When a process of this machine started; "" if there is none, or it has ended and its parent has not noticed yet."""
+def start_time_of(pid: int) -> str:
+    """Start time of a process of this machine; "" if there is none, or if it has ended and its parent has not waited for it
+    yet.
+    """
     try:
-        # The program's name stands before it in parentheses, and may hold some.
+        # The program's name comes first, in parentheses, and may contain some.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -285,19 +302,20 @@ def utc() -> str:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """None if there is no such file, or it holds something else.
+    """None if there is no such file, or its content is not a holder.
 
     Raises:
       OSError: it cannot be read.
     """
     try:
-        return Holder(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return Holder.from_json(path.read_bytes())
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
         return None
 
 
-def name_anew(aside: Path, path: Path) -> None:
-    """Gives a file a name that is free. Where the file system knows no links it looks first, and two may come at once.
+def rename_if_free(aside: Path, path: Path) -> None:
+    """Gives a file a name that is not taken. On a file system without links it checks first, and two processes may pass the
+    check at once.
 
     Raises:
       FileExistsError: the name is taken.
@@ -313,6 +331,6 @@ def name_anew(aside: Path, path: Path) -> None:
 
 
 def leave(sentence: str) -> NoReturn:
-    """At once, whatever the other threads do: what they would write is no longer theirs."""
+    """Exits at once, whatever the other threads do: this process must not write any more."""
     print_sentence(sentence)
     os._exit(exits.LOST)

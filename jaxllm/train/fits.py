@@ -1,6 +1,6 @@
-"""Whether a run fits into its devices' memory: asked before anything is made, and answered again when a device runs out.
+"""Checks before a run that it fits into device memory, and gives advice when a device runs out of memory.
 
-On CPU devices nothing is asked: the estimate is one of GPUs, and the machine's memory is shared.
+On CPU devices nothing is checked, because the estimate is for GPUs and the machine's memory is shared.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from jaxllm.plan.search import FIT_SHARE
 log = logging.getLogger(__name__)
 
 EstimateMemory = Callable[[Config], MemoryEstimate]
-"""Of which, unlike in a search, the terms are read too."""
+"""Estimator of a resolved config. Unlike in a search, the terms of its result are used too."""
 
 OUT_OF_MEMORY = r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|[Oo]ut of memory"
-"""In what JAX raises: XLA's own status, the driver's, and NCCL's words."""
+"""Pattern of JAX's out-of-memory errors: XLA's status, the driver's, and NCCL's message."""
 DOUBT = 0.1
-"""Of the capacity: an estimate above it by no more starts with a warning. Of compiled steps one in twenty was off by more than
-7% (benchmarks/memory_accuracy.py)."""
+"""Tolerance as a fraction of the capacity. A run whose estimate is above it by at most this starts with a warning: one in
+twenty estimates of compiled steps was off by more than 7% (benchmarks/memory_accuracy.py)."""
 SAFER_SHARE = 0.9
-"""Of what a run that ran out was estimated at: what advice for it may take, since the estimate alone did not see it coming."""
+"""Target of advice for a run that ran out of memory, as a fraction of its estimate, since the estimate was too low."""
 MOST_ADVICE = 6
-"""Changes named after a device ran out."""
+"""Maximum number of changes to list after a device ran out of memory."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The estimate of a run beside the memory there is."""
+    """The estimate of a run and the available memory."""
 
     memory: MemoryEstimate
     capacity_bytes: int
-    """What a step may take of one device."""
+    """Bytes that a step may use on one device."""
 
     @property
     def fits(self) -> bool:
@@ -52,7 +52,7 @@ class Fit:
 
     @property
     def line(self) -> str:
-        """What a run says at its start."""
+        """Line in the header of a run."""
         share = self.memory.peak_bytes / self.capacity_bytes
         return (
             f"memory by the estimate {readable(self.memory.peak_bytes)}, {share:.1%} of the {readable(self.capacity_bytes)} "
@@ -61,8 +61,8 @@ class Fit:
 
 
 def capacity_of(device: jax.Device) -> int | None:
-    """Bytes that a step may take of this device: of what this process has reserved, else of what the hardware table says, less
-    the reserve. None for a CPU and for a GPU of which neither is known.
+    """Bytes that a step may use on this device: what this process has reserved or, if unknown, the capacity in the hardware
+    table, minus the reserve. None for a CPU and for an unknown GPU.
     """
     if device.platform == "cpu":
         return None
@@ -73,19 +73,19 @@ def capacity_of(device: jax.Device) -> int | None:
     return known.capacity_bytes if known else None
 
 
-def require_fit(
+def check_memory(
     config: Config,
     device: jax.Device,
     capacity_of: Callable[[jax.Device], int | None] = capacity_of,
     estimate: EstimateMemory | None = None,
 ) -> Fit | None:
-    """Holds the estimate of a resolved config against the memory of its devices, of which `device` is one.
+    """Compares the estimate of a resolved config with the memory of `device`, which is one of its devices.
 
     Returns:
-      None where the memory is not known.
+      None if the memory is not known.
 
     Raises:
-      ConfigError: it cannot fit, and run.allow_overcommit is false; names the cheapest change that would.
+      ConfigError: it does not fit, and run.allow_overcommit is false. The message names the cheapest change that would fit.
     """
     capacity_bytes = capacity_of(device)
     if capacity_bytes is None:
@@ -96,21 +96,21 @@ def require_fit(
     if fit.fits:
         return fit
     too_much = (
-        f"A step takes {readable(fit.memory.peak_bytes)} of a device by the estimate, and may take "
+        f"A step needs {readable(fit.memory.peak_bytes)} on a device by the estimate, and may take "
         f"{readable(fit.capacity_bytes)}"
     )
     if fit.memory.peak_bytes <= (1 + DOUBT) * capacity_bytes:
-        log.warning("%s: it starts all the same, as the estimate may be off by so much.", too_much)
+        log.warning("%s: the run starts anyway, because the estimate may be off by this much.", too_much)
         return fit
     if config.run.allow_overcommit:
-        log.warning("%s: it starts all the same, as run.allow_overcommit=true says.", too_much)
+        log.warning("%s: the run starts anyway, because of run.allow_overcommit=true.", too_much)
         return fit
     cure = _cheapest(config, capacity_bytes, gpu, estimate)
-    raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start all the same.")
+    raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start anyway.")
 
 
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:
-    """The middle of a sentence: what to set. No change is advised that fills the capacity to the last byte."""
+    """Advice in the middle of a sentence. It never fills the capacity completely."""
     capacity_bytes = int(FIT_SHARE * capacity_bytes)
     found = changes_that_fit(config, capacity_bytes, gpu, _per_host(config, gpu), estimate)
     if found:
@@ -119,8 +119,8 @@ def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: Es
     larger = smallest_cluster(config, capacity_bytes, gpu, estimate)
     if larger is None:
         return (
-            f"{tried} or on more of them, so take a smaller model or shorter sequences (`jaxllm plan` looks at every mesh of a "
-            f"number of GPUs)"
+            f"{tried} or on more of them, so use a smaller model or shorter sequences (`jaxllm plan` searches all meshes for "
+            f"a number of GPUs)"
         )
     return f"{tried}, but {larger.config.devices} would do with {larger.overrides} ({larger.figures})"
 
@@ -137,18 +137,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass
-class Explaining:
-    """What is known of a run when a device runs out of memory."""
+class OutOfMemoryAdvice:
+    """Advice for a run whose device ran out of memory."""
 
     config: Config
     trainer: Any = None
-    """A Trainer, once there is one."""
+    """The run's Trainer, once it exists."""
     capacity_of: Callable[[jax.Device], int | None] = field(default=capacity_of)
     estimate: EstimateMemory | None = None
-    """Default: estimate_memory, for the kind of GPU that is here."""
+    """Default: estimate_memory, for the local kind of GPU."""
 
-    def advice(self, error: BaseException) -> str:
-        """One sentence of what happened and what to set; then the estimate, XLA's figure, and what else would take less."""
+    def text(self, error: BaseException) -> str:
+        """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less."""
         device = jax.local_devices()[0]
         config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
         gpu = gpu_from_device_kind(device.device_kind)
@@ -156,7 +156,7 @@ class Explaining:
         capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
         target = round(SAFER_SHARE * memory.peak_bytes)
         if capacity_bytes is not None:
-            # Where XLA takes more than the estimate says, so it will of a change.
+            # If XLA needs more than the estimate, assume the same ratio after a change.
             seen = max(memory.peak_bytes, compiled_bytes or 0)
             target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
         found = changes_that_fit(config, target, gpu, _per_host(config, gpu), estimate)
@@ -177,7 +177,7 @@ class Explaining:
         return f"in step {max(self.trainer.step, 1)}"
 
     def _compiled_bytes(self) -> int | None:
-        """By XLA; None before the step was compiled."""
+        """XLA's figure; None before the step is compiled."""
         compiled = None if self.trainer is None else self.trainer.compiled
         return None if compiled is None else total_bytes(compiled.memory_analysis())
 
@@ -203,35 +203,35 @@ def _figures(
 
 
 def _cure(found: list[Change]) -> str:
-    return f"set {found[0].overrides}" if found else "take more GPUs, a smaller model or shorter sequences"
+    return f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
 
 
 def _numbered(found: list[Change]) -> Iterator[str]:
     if found:
-        yield "  what would take less, cheapest first:"
+        yield "  changes that need less memory, cheapest first:"
     for number, change in enumerate(found[:MOST_ADVICE], start=1):
         cost = f": {change.cost}" if change.cost else ""
         yield f"    {number}. {change.overrides} ({change.figures}){cost}"
 
 
 @contextmanager
-def explaining_out_of_memory(config: Config) -> Iterator[Explaining]:
-    """Round a run: a device that runs out of memory in here ends in a ConfigError that says what to change. The run tells it
-    of its trainer: `explaining.trainer = trainer`.
+def explain_out_of_memory(config: Config) -> Iterator[OutOfMemoryAdvice]:
+    """Context of a run: if a device runs out of memory inside, it raises a ConfigError that says what to change. The run sets
+    `advice.trainer = trainer` on the value.
 
     Raises:
-      ConfigError: a device ran out of memory, at whatever point.
+      ConfigError: a device ran out of memory, at any point.
     """
-    explaining = Explaining(config)
+    advice = OutOfMemoryAdvice(config)
     try:
-        yield explaining
+        yield advice
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise ConfigError(explaining.advice(error)) from None
+        raise ConfigError(advice.text(error)) from None
 
 
 def total_bytes(memory: Any) -> int:
-    """What a compiled program takes of a device, from its memory_analysis()."""
+    """Bytes that a compiled program uses on a device, from its memory_analysis()."""
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes

@@ -1,22 +1,23 @@
-"""Stops a run between two steps, on all processes at the same one, when a signal asks for it; saves by the clock likewise.
+"""Signal handling: a signal stops the run between two steps, on all processes at the same one; saves by the clock work
+likewise.
 
-The first SIGTERM or SIGINT lets the step under way finish; a second leaves at once, also while the main thread sits in C++ (a
-compilation, a collective that nobody joins): Python would run a handler only afterwards, but the signal's number is written to
-a pipe at once, and a thread reads it. Where somebody restarts the run, a second SIGTERM changes nothing: launchers pass on what
-they were sent themselves, schedulers send it again at the end of the time, and both mean SIGKILL when they want no save. In a
-notebook or at Python's prompt the process is the user's whole session: a second SIGINT raises KeyboardInterrupt there, and the
-last save is what remains of the run.
+On the first SIGTERM or SIGINT the current step finishes. A second one exits at once, even while the main thread is in C++ (a
+compilation, a collective that no peer joins): Python would run a handler only afterwards, but it writes the signal's number to
+a pipe at once, and a thread reads that. If a supervisor restarts the run, a second SIGTERM changes nothing: launchers forward
+the signals that they receive, schedulers send it again at the time limit, and both use SIGKILL when they want no save. In a
+notebook or at Python's prompt the process is the user's whole session: there a second SIGINT raises KeyboardInterrupt, and the
+run keeps its last save.
 
-Until the first step there is nothing to save. Where somebody restarts the run, a process that is told to stop by then leaves at
-once and takes the others along (`leave_early`): a compilation may take longer than a scheduler waits. `begin` ends that: all
-processes meet there, and none of them goes on if one was told to stop before. Whoever has come to it no longer leaves at once,
-for the others may be past it a moment later, and would wait for it in their first step.
+Before the first step there is nothing to save. If a supervisor restarts the run, a process that receives a signal before then
+exits at once and ends the others too (`leave_early`): a compilation may take longer than a scheduler waits. `begin` ends that
+period: all processes meet there, and none continues if one has received a signal. A process that has reached `begin` no longer
+exits at once: the others may be past it a moment later, and would wait for it in their first step.
 
 Several processes agree through a board at the coordinator. Process 0 alone makes plans, "stop after step s + 4", and every
-process looks for them after starting a step. Why 4: losses are read one step behind, so `advance` returns for step n + 1 once
-step n is done, and that is done only when every process has started it, since its loss is a sum over all. When process 0 plans
-after starting step s, it has not started s + 1, so nobody has step s + 1 done, nobody has returned from starting s + 2, and all
-will look after that: s + 2 would do. Two more are for a reader of this who finds the flaw.
+process reads them after starting a step. Why 4: losses are read one step behind, so `advance` returns for step n + 1 once step
+n is done, and that is done only when every process has started it, since its loss is a sum over all. When process 0 plans after
+starting step s, it has not started s + 1, so no process has s + 1 done, none has returned from starting s + 2, and all will
+read the plan after that: s + 2 would do. Two more steps are a margin, in case this argument has a flaw.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from jaxllm.peers import print_sentence
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STEPS_AHEAD = 4
 SAME_SIGNAL_S = 0.5
-"""`timeout` and some schedulers send a signal to the process and then to its group: two within this time are one."""
+"""`timeout` and some schedulers send a signal to the process and then to its group: two within this time count as one."""
 
 
 def interactive() -> bool:
-    """Whether somebody types: a notebook's kernel, IPython or Python's prompt. All of them set a prompt, scripts do not."""
+    """Whether a user types: a notebook's kernel, IPython or Python's prompt. All of them set a prompt, scripts do not."""
     return hasattr(sys, "ps1")
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Round what must happen whole or not at all: ctrl-C, which else may raise between any two instructions, comes at its end.
-    In other threads than the main one Python delivers none.
+def defer_sigint() -> Iterator[None]:
+    """Delays Ctrl-C to the end of the block, for work that must not stop halfway: otherwise it may raise between any two
+    instructions. Python delivers none to threads other than the main one.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -68,23 +69,23 @@ def undisturbed() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Due:
-    """What is to be done after a step."""
+class StepActions:
+    """Actions due after a step."""
 
     save: bool
     stopped_by: str | None
-    """The signal's name, or None to go on. Whoever stops saves too."""
+    """The signal's name, or None to continue. A stop includes a save."""
 
 
-class Interrupt:
-    """with Interrupt(...) as interrupt: the main thread's signals ask to stop; afterwards they are as they were.
+class SignalHandler:
+    """with SignalHandler(...) as handler: the main thread's signals ask to stop; afterwards the previous handlers are restored.
 
-    In another thread than the main one it listens to no signal, and the clock still works.
+    In a thread other than the main one it handles no signal, but saves by the clock still work.
 
     Args:
       save_every_s: seconds between saves by the clock of process 0; None: never.
       leave_early: ends this process, and the others, given the signal's name; called in a thread when a signal comes before
-        `begin`. None: nobody restarts this run, and such a signal waits for `begin`.
+        `begin`. None: no supervisor restarts this run, and such a signal waits for `begin`.
     """
 
     def __init__(self, save_every_s: float | None = None, leave_early: Callable[[str], None] | None = None):
@@ -95,10 +96,10 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
         self._handled_s: float | None = None
         self._board = distributed.Board()
-        self._told = False
+        self._posted = False
         self._plans: dict[str, tuple[int, str]] = {}
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> SignalHandler:
         if threading.current_thread() is threading.main_thread():
             self._listen()
         return self
@@ -107,7 +108,7 @@ class Interrupt:
         if not self._previous:
             return
         for number, handler in self._previous.items():
-            # None: it was set from C, and cannot be set back from here.
+            # None: the handler was set from C, and cannot be restored from here.
             if handler is not None:
                 signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
@@ -116,39 +117,39 @@ class Interrupt:
         self._reader.close()
 
     def begin(self) -> str | None:
-        """To be called by every process once, when it is ready for its first step. Returns the signal that any of them was told
-        to stop by, or None: then all train.
+        """Every process must call it once, when it is ready for its first step. Returns the signal that any of them has
+        received, or None: then all train.
         """
         with self._lock:
             self._begun = True
         self.saved()
-        return self.asked()
+        return self.agreed_signal()
 
-    def due(self, step: int) -> Due:
-        """To be called by every process after each step it starts, with the number of steps started."""
+    def actions_after(self, step: int) -> StepActions:
+        """Every process must call it after each step it starts, with the number of started steps."""
         timed = self._save_every_s is not None and time.monotonic() - self._last_save_s >= self._save_every_s
         if jax.process_count() == 1:
-            return Due(timed or self._signal is not None, self._signal)
+            return StepActions(timed or self._signal is not None, self._signal)
         self._exchange(step, timed)
         stop, save = self._plans.get("stop"), self._plans.get("save")
         stopped_by = stop[1] if stop and step >= stop[0] else None
-        return Due(stopped_by is not None or bool(save and save[0] == step), stopped_by)
+        return StepActions(stopped_by is not None or bool(save and save[0] == step), stopped_by)
 
-    def asked(self) -> str | None:
-        """The signal that any process received, the same answer on all; every process must call it. For work that is not made
-        of steps, where all are at the same place.
+    def agreed_signal(self) -> str | None:
+        """The signal that any process has received, the same answer on all; every process must call it. For work without steps,
+        which all processes reach at the same point.
         """
-        return distributed.first_said(self._signal or "") or None
+        return distributed.first_nonempty(self._signal or "") or None
 
     def saved(self) -> None:
-        """The clock starts anew; to be called after each save."""
+        """Restarts the clock; to be called after each save."""
         self._last_save_s = time.monotonic()
 
     def _exchange(self, step: int, timed: bool) -> None:
-        """Tells what was asked here, makes plans on process 0, and reads them."""
-        if self._signal is not None and not self._told:
+        """Posts this process's signal, makes plans on process 0, and reads them."""
+        if self._signal is not None and not self._posted:
             self._board.put(f"asked-{jax.process_index()}", self._signal)
-            self._told = True
+            self._posted = True
         posted = self._board.read()
         if distributed.is_main_process():
             asked = next((text for name, text in sorted(posted.items()) if name.startswith("asked-")), self._signal)
@@ -156,7 +157,7 @@ class Interrupt:
             if asked and "stop" not in posted:
                 posted["stop"] = plan
                 self._board.put("stop", plan)
-            # The plan before is carried out first: whoever lags could not find it any more.
+            # The previous plan is carried out first: a slower process could not read it any more.
             if timed and int(posted.get("save", "0").split()[0]) < step:
                 posted["save"] = plan
                 self._board.put("save", plan)
@@ -172,7 +173,7 @@ class Interrupt:
         self._watcher.start()
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            # Python's own would end the process, or raise KeyboardInterrupt in the middle of something.
+            # Python's own would end the process, or raise KeyboardInterrupt in the middle of an operation.
             self._previous[number] = signal.signal(number, self._in_main_thread)
 
     def _in_main_thread(self, number: int, _: Any) -> None:
@@ -196,8 +197,8 @@ class Interrupt:
                     if early and self._leave_early is not None:
                         self._leave_early(self._signal)
                 elif number == signal.SIGINT and interactive():
-                    # The main thread sees to it.
+                    # The main thread handles it.
                     continue
                 elif now - first_s > SAME_SIGNAL_S and not (self._leave_early is not None and number == signal.SIGTERM):
-                    print_sentence(f"left at once by a second signal, {signal.Signals(number).name}; nothing more was saved")
+                    print_sentence(f"exited at once on a second signal, {signal.Signals(number).name}; nothing more was saved")
                     os._exit(128 + number)

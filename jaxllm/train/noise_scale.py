@@ -24,31 +24,18 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxllm.parallel.squares import Parts
 from jaxllm.plan.noise_reading import Estimate
+from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0
 """Estimates that count in an average, once there are twice as many."""
 FEWEST = 2.0
 """Degrees of freedom from which there is an interval: six estimates."""
-G2, S = "noise_g2", "noise_s"
-"""Metrics of a step: |g|^2, and tr(S) in tokens."""
 SCALE, LOW, HIGH = "noise_scale_tokens", "noise_scale_low", "noise_scale_high"
 """Metrics of the run so far."""
-
-
-def estimates(parts: Parts, grad_norm: Any) -> dict[str, Any]:
-    """One step's |g|^2 and tr(S), of its parts and the norm of the whole gradient before clipping. Not finite of a single part.
-
-    Arrays of JAX, of numpy, or numbers.
-    """
-    whole = grad_norm * grad_norm
-    noise = (parts.mean_square - whole) / (parts.count - 1)
-    return {G2: whole - noise, S: noise * parts.tokens}
 
 
 class NoiseScale:

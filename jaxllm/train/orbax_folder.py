@@ -1,4 +1,4 @@
-"""The weights of a run, read one parameter at a time as NumPy arrays, as convert and export want them."""
+"""Reads the weights of a run one parameter at a time as NumPy arrays, for convert and export."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from jaxllm.train.checkpoint import why
 
 @dataclass
 class OrbaxFolder(Folder):
-    """A checkpoint, or an export of format 1. Rows and layers that were added for a mesh are cut off.
+    """A checkpoint, or an export of format 1. It removes the rows and layers that pad the arrays for a mesh.
 
-    Reading takes a whole parameter, all its layers: Orbax's chunks may hold them all, and a layer at a time would read those
-    again for each. The last one read is kept.
+    Reading loads a parameter with all its layers, because an Orbax chunk may hold all of them: reading layer by layer would
+    load the chunk again for each. The last parameter read is cached.
     """
 
     arrays: Path = Path()
@@ -35,13 +35,13 @@ class OrbaxFolder(Folder):
         super().__post_init__()
         self._handler = ocp.PyTreeCheckpointHandler()
         with in_one_sentence(self.arrays):
-            found = self._handler.metadata(self.arrays)  # pyright: ignore[reportArgumentType]  # pathlib's will do
+            found = self._handler.metadata(self.arrays)  # pyright: ignore[reportArgumentType]  # a pathlib path works
         self._described = getattr(found, "tree", found)["params"]
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
         dtype = np.dtype(self._described_at(path).dtype)
         if dtype not in CODES:
-            raise ConfigError(f"{'.'.join(path)} in {self.arrays} has dtype {dtype}: it is no checkpoint of jaxllm's.")
+            raise ConfigError(f"{'.'.join(path)} in {self.arrays} has dtype {dtype}: it is not a checkpoint of jaxllm.")
         return dtype
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
@@ -60,7 +60,7 @@ class OrbaxFolder(Folder):
         return place
 
     def _whole(self, path: tuple[str, ...]) -> np.ndarray:
-        """One of our parameters, as the model has it."""
+        """Reads one parameter in the shape of the model."""
         if self._kept is not None and self._kept[0] == path:
             return self._kept[1]
         self._kept = None
@@ -76,21 +76,21 @@ class OrbaxFolder(Folder):
             found = found[name]
         array = np.asarray(found)
         if entry.layers is not None:
-            # Chunks of a pipeline's virtual stages, in the order in which they run (parallel/stacking.py).
+            # Chunks of virtual pipeline stages, in execution order (parallel/stacking.py).
             leading = array.ndim - len(entry.dims)
             array = array.reshape(-1, *array.shape[leading:])
         if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)) or array.shape[1:] != entry.shape[1:]:
             raise ConfigError(
                 f"{entry.name} has shape {array.shape} in {self.arrays}, not {entry.shape}: it was saved by another model."
             )
-        # Only the first dim is ever filled up: layers for a pipeline, rows of the vocabulary for a mesh.
+        # Only the first dim is ever padded: layers for a pipeline, vocabulary rows for a mesh.
         self._kept = (path, array[: entry.shape[0]])
         return self._kept[1]
 
 
 @dataclass(frozen=True)
 class LayerElements:
-    """One layer's array of a parameter, read when it is asked for."""
+    """One layer's array of a parameter, read on demand."""
 
     folder: OrbaxFolder
     entry: Entry
@@ -111,7 +111,7 @@ class LayerElements:
 
 @contextmanager
 def in_one_sentence(arrays: Path) -> Iterator[None]:
-    """Orbax's errors, of all kinds, as a ConfigError."""
+    """Turns errors of Orbax, of any type, into a ConfigError."""
     try:
         yield
     except ConfigError:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxllm.parallel.squares import Parts
+from jaxllm.parallel.types import NoiseParts
 from jaxllm.train.instability import Judge, skip_not_finite
-from jaxllm.train.noise_scale import estimates
 from jaxllm.train.optimizer import LearningRate, clip_by_norm
 from jaxllm.train.state import TrainState
+from jaxllm.train.step_noise import estimates
 
 Metrics = dict[str, jax.Array]
 Update = Callable[[Any, Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
@@ -49,11 +49,13 @@ def make_train_step(
     unsound changes nothing but the count of steps.
 
     Args:
-      value_and_grad: (params, batch) -> (loss, gradients), or with Parts, from which the noise scale is then measured.
+      value_and_grad: (params, batch) -> (loss, gradients), or with NoiseParts, from which the noise scale is then measured.
       each: turns what is done with a loss and gradients into what is done with those of several states at once.
     """
 
-    def apply(state: TrainState, loss: jax.Array, gradients: Any, parts: Parts | None = None) -> tuple[TrainState, Metrics]:
+    def apply(
+        state: TrainState, loss: jax.Array, gradients: Any, parts: NoiseParts | None = None
+    ) -> tuple[TrainState, Metrics]:
         with jax.named_scope("optimizer"):
             grad_norm = optax.global_norm(gradients)
             sound, recent, verdict = judge(state.recent, loss, grad_norm)

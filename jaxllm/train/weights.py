@@ -1,8 +1,8 @@
-"""Weights alone: where to find them, how a run starts from them, and how they are exported.
+"""Model weights without the rest of a training state: finds them, starts runs from them, and exports them.
 
-They lie in a run directory, in one of its checkpoints, in a folder of Hugging Face's, or in one of jaxllm's own
-(pretrained/folder.py says what that holds). `export` writes the last kind. In its first format, which is still read, the
-weights were Orbax's: DST/weights/ with {"params": ...}.
+Weights are stored in a run directory, in one of its checkpoints, in a Hugging Face folder, or in one of jaxllm's own
+(pretrained/folder.py describes its format). `export` writes jaxllm's own format. Format 1, which is still read, stored the
+weights with Orbax: DST/weights/ with {"params": ...}.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from jaxllm.train.orbax_folder import OrbaxFolder
 
 WEIGHTS = "weights"
 MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
-"""Of the model, what a run may have otherwise than the weights it starts from, as when a context is made longer; it is told."""
+"""Model keys that may differ from the initial weights, for example to extend the context. A warning names them."""
 MUST_AGREE = tuple(key for key in SHAPE_KEYS if key not in MAY_DIFFER)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightsSource:
     """Weights on disk."""
 
     description: str
-    """For people: a path and, of a run, the step."""
+    """Path for messages, with the step if it is a run."""
     folder: Path
-    """The Orbax folder, or where the safetensors files are."""
+    """The Orbax folder, or the folder of the safetensors files."""
     model: dict[str, Any]
-    """The section of the config they were trained with, or at least the shape's keys of it."""
+    """The model section of the config they were trained with, with at least the keys of the shape."""
     run_dir: Path | None
-    """Of a checkpoint; None for a model folder."""
+    """The run directory of a checkpoint; None for a model folder."""
     opened: Folder | None = None
-    """Of a model folder in safetensors."""
+    """The opened model folder in safetensors; None otherwise."""
     train: dict[str, Any] | None = None
-    """Of a checkpoint: the config's train section."""
+    """The train section of a checkpoint's config; None otherwise."""
 
     def as_folder(self) -> Folder:
-        """To read one parameter at a time, as NumPy arrays. Needs no device: where JAX has not started, it gets the CPU."""
+        """Returns a folder that reads one parameter at a time as NumPy arrays. It needs no device: it starts JAX on the CPU."""
         if self.opened is not None:
             return self.opened
         distributed.start_without_devices()
         return OrbaxFolder(**self._described(), arrays=self.folder.absolute())
 
     def outline(self) -> Folder:
-        """What the folder says of itself, for those who need none of its values: a run's would start JAX."""
+        """Returns a folder with the model's description only. Reading values of a run would start JAX."""
         return self.opened or Folder(**self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -72,26 +72,28 @@ class Source:
         }
 
 
-def find_weights(key: str, text: str, step: int | None = None) -> Source:
-    """The weights a path means: a run directory (its newest whole checkpoint, or that of `step`), one of its checkpoints, or a
-    model folder, Hugging Face's or jaxllm's own. Touches no device.
+def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
+    """Finds the weights at a path: a run directory (its newest complete checkpoint, or that of `step`), one of its checkpoints,
+    or a model folder, Hugging Face's or jaxllm's own. Uses no device.
 
     Args:
-      key: what the user set to `text`, for errors.
+      key: the option or key that the user set to `text`, for error messages.
 
     Raises:
-      ConfigError: there are none.
+      ConfigError: the path has no weights.
     """
     path = Path(text)
     if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
-        raise ConfigError(f"--step={step} chooses among the checkpoints of a run directory, and {text} is none: leave it out.")
+        raise ConfigError(
+            f"--step={step} selects a checkpoint of a run directory, and {text} is not a run directory: leave it out."
+        )
     if not path.is_dir():
-        raise ConfigError(f"{key}={text} is no folder: give a run directory, one of its checkpoints, or a model's folder.")
+        raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
     if (path / MODEL).is_file() and read_json(path / MODEL).get("format") == 1:
-        return _of_format_1(key, path)
+        return _read_format_1(key, path)
     if is_model_folder(path):
         opened = open_folder(key, text)
-        return Source(opened.description, path, opened.model, None, opened)
+        return WeightsSource(opened.description, path, opened.model, None, opened)
     if (path / "checkpoints").is_dir():
         folder = path / "checkpoints"
         if step is None:
@@ -101,7 +103,7 @@ def find_weights(key: str, text: str, step: int | None = None) -> Source:
         path = folder / str(step)
         if not path.is_dir():
             present = ", ".join(sorted((p.name for p in folder.iterdir() if p.name.isdecimal()), key=int)) or "none"
-            raise ConfigError(f"{key}={text} has no checkpoint of step {step}: there are {present}.")
+            raise ConfigError(f"{key}={text} has no checkpoint of step {step}: it has {present}.")
     elif not (path / META).is_dir() and not (path / STATE).is_dir():
         raise ConfigError(
             f"{key}={text} holds no weights: give a run directory, one of its checkpoints (such as "
@@ -112,21 +114,21 @@ def find_weights(key: str, text: str, step: int | None = None) -> Source:
     meta = read_meta(path)
     run_dir = path.absolute().parent.parent
     config = meta["config"]
-    return Source(f"{run_dir} at step {meta['step']}", path / STATE, config["model"], run_dir, train=config.get("train"))
+    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, config["model"], run_dir, train=config.get("train"))
 
 
-def _of_format_1(key: str, path: Path) -> Source:
+def _read_format_1(key: str, path: Path) -> WeightsSource:
     section = read_json(path / MODEL).get("model")
     if not isinstance(section, dict):
-        raise ConfigError(f"{key}: {path / MODEL} is damaged (it says nothing of the model): export again.")
-    return Source(str(path), path / WEIGHTS, section, None)
+        raise ConfigError(f"{key}: {path / MODEL} is damaged (it does not describe the model): export again.")
+    return WeightsSource(str(path), path / WEIGHTS, section, None)
 
 
-def initial_weights(config: Config) -> Source | None:
-    """Where train.init_from finds its weights; None if it is not set. Touches no device.
+def initial_weights(config: Config) -> WeightsSource | None:
+    """Finds the weights that train.init_from names. None if it is not set. Uses no device.
 
     Raises:
-      ConfigError: there are none, or those of a model of another shape; names the key of the model and both values.
+      ConfigError: there are none, or their model has another shape. The message names the key and both values.
     """
     if config.train.init_from is None:
         return None
@@ -148,9 +150,9 @@ def initial_weights(config: Config) -> Source | None:
     return source
 
 
-def read_weights(source: Source, like: Any, table: Any) -> Any:
-    """The parameters, laid out as `like` (nested dict of ShapeDtypeStructs with shardings) and cast to its dtypes. Optimizer
-    moments are not read.
+def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
+    """Reads the parameters with the shardings and dtypes of `like` (nested dict of ShapeDtypeStructs). Optimizer moments are
+    not read.
 
     Args:
       table: nested dict of Parameter.
@@ -169,12 +171,12 @@ def read_weights(source: Source, like: Any, table: Any) -> Any:
     return restacked(read, like)
 
 
-def export(text: str, destination: str, step: int | None = None, dtype: str = "float32", force: bool = False) -> Source:
-    """Writes the weights of a run directory or checkpoint into a folder of jaxllm's own format, one parameter after the other:
-    it takes host memory for the largest, all its layers, whatever mesh trained them.
+def export(text: str, destination: str, step: int | None = None, dtype: str = "float32", force: bool = False) -> WeightsSource:
+    """Exports the weights of a run directory or checkpoint into jaxllm's own format, one parameter at a time. It needs host
+    memory for the largest parameter with all its layers, independent of the mesh in training.
 
     Args:
-      step: of a run directory, this checkpoint rather than the newest.
+      step: the checkpoint of a run directory; default: the newest.
       dtype: float32, bfloat16 or float16.
       force: move an existing folder aside.
 
@@ -196,7 +198,7 @@ def export(text: str, destination: str, step: int | None = None, dtype: str = "f
 
 
 def dtype_named(name: str) -> np.dtype:
-    """Raises ConfigError if weights are not stored so."""
+    """The dtype of this name. Raises ConfigError if weights cannot be stored in it."""
     found = {dtype.name: dtype for dtype in DTYPES.values()}
     if name not in found:
         raise ConfigError(f"--dtype={name} is not one of the choices: use {', '.join(found)}.")
@@ -204,7 +206,7 @@ def dtype_named(name: str) -> np.dtype:
 
 
 def own_moves(folder: Folder, dtype: np.dtype) -> list[Move]:
-    """Every parameter of a folder, layer by layer, into one of the same names."""
+    """Copies each parameter of a folder, layer by layer, under the same name."""
     moves = []
     for entry in folder.entries.values():
         for layer in range(entry.layers or 1):

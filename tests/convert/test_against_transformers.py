@@ -1,4 +1,4 @@
-"""The same logits as transformers, from its folders and into them, in both dialects of config.json."""
+"""Compares logits with transformers, from its folders and into them, in both dialects of config.json."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ def test_logits_are_those_of_transformers(case, dialect, transformers, ids_BS, t
     from_hf(str(source), str(tmp_path / "ours"))
     to_hf(str(tmp_path / "ours"), str(tmp_path / "back"))
     for dropped in (("rope_theta", "rope_scaling", "torch_dtype"), ("rope_parameters", "dtype")):
-        # As either version of transformers reads it.
+        # The config as either version of transformers reads it.
         written = json.loads((tmp_path / "back" / "config.json").read_text())
         (tmp_path / "back" / "config.json").write_text(
             json.dumps({key: value for key, value in written.items() if key not in dropped})
@@ -88,7 +88,7 @@ def test_verify_measures_what_is_there(transformers, tmp_path, monkeypatch):
     same = from_hf(str(source), str(tmp_path / "ours"), verify=True).agreement
     assert same.largest_difference < TOLERANCE
     assert abs(same.mean_kl) < 1e-9
-    # Half the rotary base: every shape is right, and only the numbers tell.
+    # Half of the rotary base: all shapes are right, and only the logits show it.
     other = write_folder(tmp_path / "other", {**HUB, "rope_theta": 50.0}, weights)
     assert verify(source, other).largest_difference > 1e-2
     assert verify(source, other).mean_kl > 1e-5
@@ -132,7 +132,7 @@ def test_the_real_smollm2_has_the_published_logits(parallel, smollm2_folder, gol
 
 
 def test_the_real_smollm2_comes_back_bit_for_bit(smollm2_first_layers, tmp_path):
-    """By the command, in a process of its own; the first two layers are enough."""
+    """Runs the command in a new process. The first two layers are enough."""
     for arguments in (("from-hf", smollm2_first_layers, tmp_path / "ours"), ("to-hf", tmp_path / "ours", tmp_path / "back")):
         command = [sys.executable, "-m", "jaxllm.cli", "convert", *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

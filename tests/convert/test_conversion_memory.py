@@ -1,4 +1,4 @@
-"""Converting takes memory for one tensor, however large the model."""
+"""A conversion needs memory for one tensor, independent of the model's size."""
 
 import subprocess
 import sys
@@ -18,13 +18,13 @@ LARGE = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": True,
 }
-"""4 GB in bfloat16, the largest tensors 570 MB, and these are transposed on the way."""
+"""4 GB in bfloat16. The largest tensors have 570 MB, and they are transposed."""
 
 CHILD = """
 import sys
 from jaxllm.convert.hf import from_hf, to_hf
 {"from_hf": from_hf, "to_hf": to_hf}[sys.argv[1]](*sys.argv[2:])
-# Not ru_maxrss, which a child inherits from whoever started it.
+# Not ru_maxrss, which a child inherits from its parent.
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 

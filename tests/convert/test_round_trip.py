@@ -1,4 +1,4 @@
-"""from-hf and back: bit for bit, whole or not at all."""
+"""from-hf and to-hf: a round trip is exact, and a conversion is complete or absent."""
 
 import json
 import os
@@ -36,10 +36,10 @@ def there_and_back(source, tmp_path, **options):
 @pytest.mark.parametrize("config", [HUB, TIED, WIDE_HEADS], ids=["untied", "tied", "wide heads"])
 @pytest.mark.parametrize("shards", [1, 4])
 def test_every_tensor_comes_back_bit_for_bit(config, code, shards, tmp_path, monkeypatch):
-    # Blocks smaller than a tensor, as real ones are larger than a block.
+    # Make blocks smaller than a tensor, as they are for real tensors.
     monkeypatch.setattr(streaming, "BLOCK_BYTES", 600)
     weights = random_weights(config, code)
-    # What a cast or an addition would not keep.
+    # Values that a cast or an addition would change.
     weights[GATE][0, :3] = np.array([-0.0, 1e-40, 6e-8], np.float32).astype(DTYPES[code])
     source = write_folder(tmp_path / "hf", config, weights, shards)
     back = there_and_back(source, tmp_path, largest_file=9000 if shards > 1 else 10**9)
@@ -84,7 +84,7 @@ def test_buffers_of_old_folders_are_left_aside_and_told(tmp_path):
     weights = random_weights(HUB)
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32) for i in range(3)}
     done = from_hf(str(write_folder(tmp_path / "hf", HUB, {**weights, **buffers})), str(tmp_path / "ours"))
-    assert "left aside 3 buffers such as model.layers.0.self_attn.rotary_emb.inv_freq" in done.lines()[-1]
+    assert "dropped 3 buffers such as model.layers.0.self_attn.rotary_emb.inv_freq" in done.lines()[-1]
     assert done.tensors == len(weights)
 
 
@@ -107,7 +107,7 @@ def test_how_many_positions_is_asked_where_nothing_says(tmp_path):
     (tmp_path / "ours" / "tokenizer" / "config.json").unlink()
     with pytest.raises(ConfigError, match="how many positions the model was trained for: add --max-position=N"):
         to_hf(str(tmp_path / "ours"), str(tmp_path / "back"))
-    with pytest.raises(ConfigError, match="--max-position=0 is no length"):
+    with pytest.raises(ConfigError, match="--max-position=0 is not valid"):
         to_hf(str(tmp_path / "ours"), str(tmp_path / "back"), max_position=0)
     to_hf(str(tmp_path / "ours"), str(tmp_path / "back"), max_position=77)
     assert open_folder("x", str(tmp_path / "back")).original_config["max_position_embeddings"] == 77
@@ -115,7 +115,7 @@ def test_how_many_positions_is_asked_where_nothing_says(tmp_path):
 
 
 def test_as_many_positions_as_the_model_was_trained_for(tmp_path):
-    """What its config.json says, or more where jaxllm trained it on longer sequences; silence stays silence."""
+    """The value in its config.json, or more if jaxllm trained on longer sequences. A missing value stays missing."""
     from_hf(str(write_folder(tmp_path / "hf", HUB, random_weights(HUB))), str(tmp_path / "ours"))
     for name, change, positions in (("shorter", 64, 128), ("longer", 512, 512)):
         said(tmp_path / "ours", sequence_length=change)
@@ -136,7 +136,7 @@ def sharded(tmp_path):
 
 
 def rewrite(folder, change):
-    """The folder as one file, with `change` made to its tensors."""
+    """The folder as one file, with `change` applied to its tensors."""
     weights = read_folder(folder)
     change(weights)
     shutil.rmtree(folder)
@@ -171,14 +171,14 @@ def nan(weights):
 
 
 SPOILED = [
-    (cut, "model-00002-of-00003.safetensors is damaged .*it was cut off"),
+    (cut, "model-00002-of-00003.safetensors is damaged .*it is truncated"),
     (lambda f: (f / "model-00003-of-00003.safetensors").unlink(), "model-00003-of-00003.safetensors is missing"),
     (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": '), "index.json is not JSON"),
     (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json has no weight_map"),
     (lambda f: (f / "model.safetensors.index.json").unlink(), "holds shards such as model-00001-of-00003.safetensors but no"),
     (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     (lambda f: (f / "config.json").unlink(), "holds no model: there is neither config.json"),
-    (lambda f: rewrite(f, lambda w: w.pop(GATE)), f"has no tensor {GATE}, and its config.json asks for it"),
+    (lambda f: rewrite(f, lambda w: w.pop(GATE)), f"has no tensor {GATE}, which its config.json requires"),
     (lambda f: rewrite(f, lambda w: w.pop(HEAD)), f"has no tensor {HEAD}.* or set tie_word_embeddings to true"),
     (
         lambda f: rewrite(f, lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": w[HEAD]})),
@@ -189,8 +189,11 @@ SPOILED = [
         r"gate_proj.weight in .* has shape \[24, 40\], and .* \[40, 24\]",
     ),
     (lambda f: rewrite(f, nan), rf"^{GATE} holds values that are not finite \(NaN or infinite\)"),
-    (as_float8, f"{GATE} in .* has dtype F8_E4M3, and jaxllm takes F32, BF16, F16"),
-    (only_pickles, "holds pytorch_model.bin but no safetensors file: load the model with transformers and save_pretrained it"),
+    (as_float8, f"{GATE} in .* has dtype F8_E4M3, jaxllm supports F32, BF16, F16"),
+    (
+        only_pickles,
+        "holds pytorch_model.bin but no safetensors file: load the model with transformers and call save_pretrained",
+    ),
     (lambda f: [p.unlink() for p in f.glob("model*")], r"has a config.json but no \*.safetensors"),
     (
         lambda f: write_file(f / "model-00001-of-00003.safetensors", {HEAD: np.ones((67, 24), np.float32)}),
@@ -214,12 +217,12 @@ def test_a_source_that_is_not_whole_is_refused_and_leaves_nothing(spoil, sentenc
 
 def test_a_tied_head_that_differs_is_refused(tmp_path):
     weights = random_weights(HUB)
-    with pytest.raises(ConfigError, match="tie_word_embeddings=true: set it to false to take both"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings=true: set it to false to load both"):
         from_hf(str(write_folder(tmp_path / "hf", TIED, weights)), str(tmp_path / "ours"))
 
 
 def test_what_was_written_otherwise_than_read_is_found(sharded, tmp_path, monkeypatch):
-    """A bit that flips between the disk and us, or a wrong map, and no folder is left."""
+    """A flipped bit on the disk or a wrong map leaves no folder."""
     plain = streaming.TensorWriter.write
 
     def flip(self, name, values, first=0):
@@ -229,19 +232,19 @@ def test_what_was_written_otherwise_than_read_is_found(sharded, tmp_path, monkey
         plain(self, name, values, first)
 
     monkeypatch.setattr(streaming.TensorWriter, "write", flip)
-    with pytest.raises(ConfigError, match=rf"{GATE} does not read back as it was written"):
+    with pytest.raises(ConfigError, match=rf"{GATE} reads back differently"):
         from_hf(str(sharded), str(tmp_path / "ours"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_no_space_is_one_sentence_and_leaves_nothing(sharded, tmp_path, monkeypatch):
-    # Of KiB; the weights are 92.
+    # In KiB; the weights have 92.
     command = f'ulimit -f 20; exec "{sys.executable}" -m jaxllm.cli convert from-hf "{sharded}" "{tmp_path / "ours"}"'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     assert "ours could not be written (File too large): remove the cause, or choose another." in done.stderr
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
-    with pytest.raises(ConfigError, match=r"would take .* GB, and its disk has 1e-06 GB left"):
+    with pytest.raises(ConfigError, match=r"needs .* GB, and its disk has 1e-06 GB left"):
         from_hf(str(sharded), str(tmp_path / "ours"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -269,9 +272,9 @@ def test_an_existing_destination_is_refused_or_moved_aside(sharded, tmp_path):
 
 def test_folders_of_the_other_kind_are_told_apart(sharded, tmp_path):
     from_hf(str(sharded), str(tmp_path / "ours"))
-    with pytest.raises(ConfigError, match="is a folder of jaxllm's own already"):
+    with pytest.raises(ConfigError, match="is already in jaxllm's own format"):
         from_hf(str(tmp_path / "ours"), str(tmp_path / "x"))
-    with pytest.raises(ConfigError, match="is a folder of Hugging Face's already"):
+    with pytest.raises(ConfigError, match="is already a Hugging Face folder"):
         to_hf(str(sharded), str(tmp_path / "x"))
     with pytest.raises(ConfigError, match="--dtype=int8 is not one of the choices: use float32, bfloat16, float16"):
         to_hf(str(tmp_path / "ours"), str(tmp_path / "x"), dtype="int8")
@@ -280,14 +283,14 @@ def test_folders_of_the_other_kind_are_told_apart(sharded, tmp_path):
 def test_jaxllms_own_folder_is_checked_like_the_others(sharded, tmp_path):
     from_hf(str(sharded), str(tmp_path / "ours"))
     for name, spoil, sentence in (
-        ("cut", lambda f: os.truncate(f / "weights.safetensors", 2000), "it was cut off"),
+        ("cut", lambda f: os.truncate(f / "weights.safetensors", 2000), "it is truncated"),
         ("none", lambda f: (f / "weights.safetensors").unlink(), "weights.safetensors is missing"),
         ("json", lambda f: (f / "model.json").write_text("["), "model.json is not JSON"),
         ("newer", lambda f: said(f, format=3), "has format 3, this jaxllm reads up to 2"),
         (
             "other",
             lambda f: said(f, model={**model(f), "num_layers": 4}),
-            r"shape \[3, 24\], and the config asks for \[4, 24\]",
+            r"shape \[3, 24\], and the config requires \[4, 24\]",
         ),
     ):
         folder = shutil.copytree(tmp_path / "ours", tmp_path / name)
@@ -310,7 +313,7 @@ def said(folder, **change):
 )
 def test_sizes_of_shards(text, size):
     if size is None:
-        with pytest.raises(ConfigError, match=f"--max-shard-size={text} is no size"):
+        with pytest.raises(ConfigError, match=f"--max-shard-size={text} is not a size"):
             parse_size(text)
     else:
         assert parse_size(text) == size
@@ -335,4 +338,4 @@ def test_the_command_says_what_it_did(sharded, tmp_path, monkeypatch, capsys):
     assert (code, len(files) > 1, f"in {len(files)} files" in said.out) == (0, True, True)
     code, said = run("from-hf", tmp_path / "none", tmp_path / "x")
     assert (code, said.out) == (2, "")
-    assert said.err.startswith(f"jaxllm: SRC={tmp_path / 'none'} is no folder")
+    assert said.err.startswith(f"jaxllm: SRC={tmp_path / 'none'} is not a folder")

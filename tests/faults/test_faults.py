@@ -1,9 +1,9 @@
-"""Faults in runs of several real processes: all of them end in time and say who and why, and the next launch goes on from the
-newest checkpoint, to the very bits of a run that nothing happened to.
+"""Faults in runs of several real processes: all processes end in time and name the fault, and the next launch resumes from the
+newest checkpoint, bit for bit like a run without faults.
 
-One run directory takes all the faults, one after the other: each launch shows what the fault before has left, and meets the
-next. The tests hold in any order and each by itself, as a launch without a checkpoint begins anew. What is refused before
-anything is trained is in test_multiprocess.py and test_roll_call.py; SLURM, mpirun and ssh have theirs in launch/.
+One run directory takes all the faults, one after the other: each launch shows what the previous fault has left, and meets the
+next. The tests pass in any order and each alone, as a launch without a checkpoint starts from scratch. Refusals before training
+are tested in test_multiprocess.py and test_roll_call.py; SLURM, mpirun and ssh in launch/.
 """
 
 import os
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 AGAIN = "start again from the last checkpoint"
 KILLED = ("its connection closed", "it was killed or crashed")
 FROZEN = (r"nothing heard for \d+ s", "it is frozen, or its host or network failed")
-NOT_BEGUN = "told to stop by SIGTERM before the first step of this start: there is nothing to save"
+NOT_BEGUN = "stopped by SIGTERM before the first step of this start: there is nothing to save"
 NO_SAVES = "checkpoint.every_steps=null"
 TOLERANCE = 2e-5
 """Relative, of a loss after some thirty steps on another mesh."""
@@ -34,7 +34,7 @@ RESTARTS = {"JAXLLM_RESTARTS": "yes"}
 
 @pytest.fixture(scope="module")
 def whole(text_file, tmp_path_factory):
-    """The run that nothing happens to."""
+    """The run without faults."""
     run = Run(tmp_path_factory.mktemp("whole"), text_file)
     with run.launch(NO_SAVES, pace_s=0) as launch:
         launch.start_all()
@@ -50,7 +50,7 @@ def disturbed(text_file, tmp_path_factory):
 
 @pytest.fixture
 def run(disturbed, whole):
-    """The run to which all happens. After each test its losses so far are those of the whole one, bit for bit."""
+    """The run with faults. After each test its losses so far equal those of the run without faults, bit for bit."""
     yield disturbed
     records = disturbed.records()
     assert records == whole.records()[: len(records)]
@@ -60,7 +60,7 @@ def run(disturbed, whole):
 
 
 def lost(rank: int, how: tuple[str, str]) -> str:
-    """What the others say of it."""
+    """The others' sentence about a lost process."""
     shows, cause = how
     return rf"process {rank} on {HOST} is lost \({shows}\) during (?:step \d+|[a-z]+ after step \d+): {cause}; {AGAIN}"
 
@@ -70,7 +70,7 @@ def test_a_killed_coordinator_is_named(run):
         launch.start_all()
         launch.wait_until_it_trains()
         launch.strike(0, signal.SIGKILL)
-        # JAX aborts 0.1 s later who is still on the way out, on a busy machine before its sentence.
+        # JAX aborts a process that is still exiting 0.1 s later, on a busy machine before its sentence.
         launch.assert_ends(-signal.SIGKILL, (exits.LOST, -signal.SIGABRT))
         if launch[1].popen.returncode == exits.LOST:
             launch.assert_says(1, lost(0, KILLED))
@@ -101,8 +101,8 @@ def test_a_stopped_process_is_given_up_by_the_other_and_killed_by_its_supervisor
 
 
 def test_what_fails_in_one_process_is_told_by_the_other(run):
-    """Where data is read, in a thread: it is that process's end."""
-    # Process 1 would wait for the end of a save, and JAX abort it once process 0 has left.
+    """Data is read in a thread: its failure ends that process."""
+    # Process 1 would wait for the end of a save, and JAX abort it once process 0 has exited.
     with run.launch(NO_SAVES) as launch:
         launch.start(0)
         launch.start(1, fault="unreadable data")
@@ -115,7 +115,7 @@ def test_what_fails_in_one_process_is_told_by_the_other(run):
 
 
 def test_a_process_stuck_in_its_data_is_named_by_whoever_sees_it_first(run):
-    """And both show their stacks."""
+    """And both print their stacks."""
     with run.launch("run.phase_timeout_s=25") as launch:
         launch.start(0)
         launch.start(1, fault="stuck data")
@@ -132,7 +132,7 @@ def test_a_process_stuck_in_its_data_is_named_by_whoever_sees_it_first(run):
 
 
 def test_a_process_whose_disk_is_full_ends_the_run_and_loses_nothing(run):
-    """A limit on the size of its files stands in for the disk; without another one a restart would not help."""
+    """A limit on the size of its files simulates the full disk; without another disk a restart would not help."""
     with run.launch() as launch:
         launch.start(0)
         launch.start(1, under=("bash", "-c", 'ulimit -f 16; exec "$@"', "bash"))
@@ -156,7 +156,7 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     process, until_s = subprocess.Popen(prepare("out", 2), **pipes, **options), time.monotonic() + START_S
     try:
-        # A file under way has its writer's process id in its name.
+        # A file being written has its writer's PID in its name.
         while not (under_way := [path.name for path in (tmp_path / "out").glob(".tokens-*.tmp")]):
             assert process.poll() is None
             assert time.monotonic() < until_s
@@ -168,7 +168,7 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again
         process.communicate()
     assert process.returncode == exits.BAD_INPUT, error
     (line,) = error.splitlines()
-    assert line.startswith("jaxllm: A worker was killed (exit code -9), perhaps for want of memory: run the command again")
+    assert line.startswith("jaxllm: A worker was killed (exit code -9), perhaps because memory ran out: run the command again")
     assert list((tmp_path / "out").glob(".*")) == []
     for out, workers in (("out", 2), ("whole", 1)):
         subprocess.run(prepare(out, workers), check=True, capture_output=True, timeout=START_S, **options)
@@ -208,7 +208,7 @@ def test_sigterm_in_a_save_finishes_it_and_saves_once_more(run):
 
 
 def test_sigterm_in_the_compilation_ends_all_at_once(run):
-    """Nothing is trained, so nothing is waited for."""
+    """Nothing is trained, so it waits for nothing."""
     before = run.saved
     with run.launch() as launch:
         launch.start_all(fault="slow compilation", **RESTARTS)
@@ -224,7 +224,9 @@ def test_sigterm_in_the_compilation_ends_all_at_once(run):
 
 
 def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp_path):
-    """Each sample in the step that it belongs to: the losses are those of the whole run but for the order of sums."""
+    """Each sample is in the step that it belongs to: the losses equal those of the run without faults but for the order of
+    sums.
+    """
     run, steps = Run(tmp_path, text_file), 30
     with run.launch(count=4) as launch:
         launch.start_all()
@@ -239,7 +241,7 @@ def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp
         launch.assert_resumed()
     expected, losses = (np.array([loss for _, loss, _ in one.records()[:steps]]) for one in (whole, run))
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
-    # Other samples would show.
+    # Other samples would be visible.
     assert np.median(np.abs(np.diff(expected)) / expected[1:]) > 20 * TOLERANCE
 
 

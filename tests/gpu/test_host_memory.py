@@ -6,8 +6,8 @@ import pytest
 from meshes import Run, assert_close
 
 from jaxllm.config import CheckpointConfig
+from jaxllm.mesh import HOST
 from jaxllm.train.checkpoint import Checkpoints, describe_run
-from jaxllm.train.state import HOST
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""`jaxllm eval` and `jaxllm generate` on folders of each kind: what they say, and what they refuse before touching a device."""
+"""`jaxllm eval` and `jaxllm generate` on each kind of folder: their output, and refusals before any device is used."""
 
 import json
 import shutil
@@ -40,8 +40,8 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_dir(tiny_config, tmp_path_factory):
-    """A run of a byte model at its beginning, saved as training saves it, with large weights so that its continuations are not
-    one byte over and over.
+    """A run of a byte model at its start, saved by training's own code. Large weights give continuations that are not one
+    byte repeated.
     """
     folder = tmp_path_factory.mktemp("runs") / "bytes"
     trainer = jaxllm.Trainer(tiny_config("model.initializer_std=0.3", "data.held_out_fraction=0"))
@@ -53,7 +53,7 @@ def run_dir(tiny_config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory):
-    """What a model hub has: config.json, model.safetensors, a tokenizer, a chat template; random weights."""
+    """A folder as on a model hub: config.json, model.safetensors, a tokenizer, a chat template; random weights."""
     folder = tmp_path_factory.mktemp("hub")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -110,7 +110,7 @@ def reference_losses(folder, ids, length, stride):
 
 @pytest.fixture(scope="module")
 def run_losses(run_dir):
-    """Of windows of 16 tokens that begin every 8."""
+    """Expected loss for windows of 16 tokens that begin every 8 tokens."""
     return reference_losses(run_dir, np.frombuffer(TEXT.encode(), np.uint8), 16, 8)
 
 
@@ -119,7 +119,7 @@ def test_a_run_of_bytes_is_scored_with_the_length_it_was_trained_with(run_dir, r
     score = jaxllm.evaluate(run_dir, text, say=said.append)
     np.testing.assert_allclose(score.loss, expected.mean(), rtol=2e-6)
     assert score.tokens == score.bytes == expected.size
-    # Without overrides the weights lie on all devices.
+    # Without overrides the weights are sharded over all devices.
     assert said == [f"{run_dir} at step 1, computing in float32 on 8 cpu devices: data 8"]
 
 
@@ -127,7 +127,7 @@ def test_a_hub_folder_is_scored_as_its_own_tokenizer_cuts_the_text(hub_folder, t
     tokenizer = load_tokenizer(hub_folder)
     ids = tokenizer.encode(TEXT, add_special=False)
     expected = reference_losses(hub_folder, ids, 16, 16)
-    # 16 positions do not divide over three ranks: rows are filled up to 18. Nor do eight devices: six of them compute.
+    # Three ranks do not divide 16 positions, so rows are padded to 18. Of eight devices six are used.
     said = []
     score = jaxllm.evaluate(hub_folder, text, ["parallel.tensor=3"], sequence_length=16, say=said.append)
     assert said == [f"{hub_folder}, computing in float32 on 6 cpu devices: data 2, tensor 3"]
@@ -141,7 +141,7 @@ def test_a_folder_of_jaxllms_own_is_scored_and_continued_as_the_one_it_was_made_
     from_hf(str(hub_folder), str(own))
     scores = [jaxllm.evaluate(folder, text, ["parallel.data=1"]) for folder in (hub_folder, own)]
     assert scores[0] == scores[1]
-    # No length was asked for, and 1024 is more than its 32 positions.
+    # No length was given, and the default of 1024 is above the model's 32 positions.
     assert scores[0].tokens == 31 * scores[0].windows
     (ours,), (theirs,) = (jaxllm.generate(f, "law", ["parallel.data=1"], max_new_tokens=5) for f in (own, hub_folder))
     assert ours == theirs
@@ -150,7 +150,7 @@ def test_a_folder_of_jaxllms_own_is_scored_and_continued_as_the_one_it_was_made_
 def test_a_window_that_is_longer_than_the_model_knows_is_noted(hub_folder, text):
     said = []
     jaxllm.evaluate(hub_folder, text, ["parallel.data=1"], sequence_length=33, say=said.append)
-    assert said[1:] == ["note: up to 33 positions, and the model knows 32; beyond those expect nonsense"]
+    assert said[1:] == ["note: up to 33 positions, but the model supports 32; expect nonsense beyond those"]
 
 
 # -------------------------------------------------------------------------------------------------------------- generate
@@ -207,7 +207,7 @@ def test_an_answer_differs_from_a_continuation(hub_folder):
     (answer,) = jaxllm.generate(hub_folder, "tick", chat=True, **options)
     spelled = "<|im_start|>user\ntick<|im_end|>\n<|im_start|>assistant\n"
     plain, as_text = jaxllm.generate(hub_folder, ["tick", spelled], **options)
-    # What a user spells is text, and never becomes a special token; so all three differ.
+    # Text in a user message never becomes a special token, so all three differ.
     assert len({tuple(found.ids) for found in (answer, plain, as_text)}) == 3
 
 
@@ -226,19 +226,22 @@ def no_device(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"sequence_length": 10_000}, "The text is 228 tokens, no whole window of 10000: set --sequence-length=228 or less."),
+        (
+            {"sequence_length": 10_000},
+            "The text has 228 tokens, less than one window of 10000: set --sequence-length=228 or less.",
+        ),
         ({"stride": 17}, "--stride=17 is not in 1 .. 16, the sequence length"),
         (
             {"text": "nowhere.txt"},
             "The text nowhere.txt cannot be read (No such file or directory): give a file of UTF-8 text.",
         ),
-        ({"model": "nowhere"}, "--model=nowhere is no folder"),
+        ({"model": "nowhere"}, "--model=nowhere is not a folder"),
         ({"overrides": ["parallel.tensor=3"]}, "model.num_heads=4 cannot be split over parallel.tensor=3"),
         ({"overrides": ["parallel.tensro=2"]}, "Unknown key parallel.tensro: did you mean parallel.tensor?"),
         ({"overrides": ["parallel.tensor=two"]}, "parallel.tensor=two is not valid"),
         ({"overrides": ["model.vocab_size=512"]}, "has model.vocab_size=256: leave it out."),
         ({"overrides": ["model.name=smollm2-135m"]}, "is a model already: leave it out."),
-        ({"overrides": ["train.sequence_length=8"]}, "train.sequence_length is of training: leave it out"),
+        ({"overrides": ["train.sequence_length=8"]}, "train.sequence_length applies only to training: leave it out"),
         ({"tokenizer": "nowhere"}, "There is no tokenizer nowhere: name a folder with tokenizer.json, or bytes."),
     ],
 )
@@ -252,15 +255,15 @@ def test_scoring_refuses_in_one_sentence(run_dir, text, no_device, options, sent
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"prompts": [""]}, "A prompt is empty, and this tokenizer marks no beginning: give at least one character."),
+        ({"prompts": [""]}, "A prompt is empty, and this tokenizer adds no BOS token: give at least one character."),
         ({"prompts": ["a", "b\udcff"]}, "A prompt is not Unicode (at character 1): give it in UTF-8."),
         ({"prompts": []}, "There is no prompt: give one with --prompt."),
         ({"max_new_tokens": 0}, "--max-new-tokens=0 leaves nothing to generate: use 1 or more."),
-        ({"stop": ["x", ""]}, "--stop is empty, and would end every text before it begins"),
-        ({"top_p": 0.5}, "temperature=0 draws nothing: set temperature."),
+        ({"stop": ["x", ""]}, "--stop is empty, and would end every text at its start"),
+        ({"top_p": 0.5}, "temperature=0 does not sample: set temperature."),
         ({"chat": True}, "has no chat template: leave out --chat, or add chat_template.jinja to it."),
         ({"system": "Be brief."}, "--system is part of a conversation: add --chat, or leave it out."),
-        ({"model": "nowhere"}, "--model=nowhere is no folder"),
+        ({"model": "nowhere"}, "--model=nowhere is not a folder"),
         ({"overrides": ["model.compute_dtype=float8"]}, "model.compute_dtype=float8 is not one of the choices"),
     ],
 )
@@ -283,7 +286,7 @@ def test_a_large_vocabulary_without_a_tokenizer_is_not_read_as_bytes(hub_folder,
 
 
 def test_a_tokenizer_of_another_model_is_refused(run_dir, hub_folder, text, no_device):
-    with pytest.raises(ConfigError, match=r"gives the id 2\d\d, and the model's vocabulary is 256: use the tokenizer it was"):
+    with pytest.raises(ConfigError, match=r"gives the id 2\d\d, and the model's vocabulary is 256: use the tokenizer that"):
         jaxllm.evaluate(run_dir, text, tokenizer=str(hub_folder))
 
 
@@ -328,7 +331,7 @@ def test_the_command_line_ends_with_one_sentence_and_code_2(run_dir):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip() == (
-        "jaxllm: top_p and top_k narrow down what is drawn, and temperature=0 draws nothing: set temperature."
+        "jaxllm: top_p and top_k limit sampling, but temperature=0 does not sample: set temperature."
     )
 
 

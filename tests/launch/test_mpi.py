@@ -1,5 +1,6 @@
-"""launch/mpi.sh under a real mpirun: where processes find themselves, what it passes on, and a run that it carries through a
-killed process and a signal."""
+"""launch/mpi.sh under a real mpirun: how processes find each other, what it forwards, and a run that survives a killed process
+and a signal.
+"""
 
 import os
 import signal
@@ -78,7 +79,7 @@ def test_a_run_goes_through_a_kill_and_a_signal_to_the_losses_of_one_process(tex
     with launched(*line, *run.command(), cwd=tmp_path, **AS_ROOT) as process:
         run.wait_for(3, process)
         os.kill(pid_of("slowly.py", rank=1), signal.SIGKILL)
-        # Nobody gets there alone.
+        # No process gets there alone.
         run.wait_for(7, process)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=LIMIT_S)

@@ -11,7 +11,7 @@ from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_st
 from jaxllm.config import ConfigError
 from jaxllm.hlo import Module
 from jaxllm.mesh import axis_sizes, make_mesh
-from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.flops import parameter_count
 from jaxllm.train.build import build_training
 

@@ -15,7 +15,8 @@ from jaxllm.config import load_config
 from jaxllm.hlo import Module
 from jaxllm.jaxprs import matmul_flops, walk
 from jaxllm.mesh import axis_sizes, make_mesh
-from jaxllm.parallel.parallelize import parallelize, parameter_table
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.sharding import layout, weight_rules
 

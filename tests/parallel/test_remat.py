@@ -15,7 +15,8 @@ from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
 from jaxllm.model.attention_blocks import RESIDUALS, xla_kernel
 from jaxllm.model.layers import MATMUL_OUTPUTS, Block, Ops, rotary_table, rotate
 from jaxllm.model.llama import apply_block
-from jaxllm.parallel.parallelize import attend_per_tensor_rank, choose_attention, choose_matmul, parallelize
+from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
+from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.residuals import absent, keep, kept_names, waits_on_host
 from jaxllm.parallel.ring_attention import ring_attention

@@ -111,7 +111,7 @@ def test_tokens_have_suffixes(text, tokens):
     ["", "T", "fifteen", "-3B", "0", "0.2", "15TB", "1.2.3", "1,5T", "1,,2", "1_000,000", "1000,000", "nan", "inf", "9e999"],
 )
 def test_what_is_no_number_of_tokens_is_refused(text):
-    with pytest.raises(ConfigError, match=f"--tokens={text} is no number of tokens: write one such as 300B or 15T"):
+    with pytest.raises(ConfigError, match=f"--tokens={text} is not a number of tokens: write one such as 300B or 15T"):
         parse_tokens(text)
 
 

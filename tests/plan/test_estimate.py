@@ -17,7 +17,7 @@ from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.plan.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU, search
+from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU, SearchOptions, search
 from jaxllm.plan.step_time import estimate_step_time
 
 ROOT = config_folder().parent
@@ -158,7 +158,7 @@ def test_the_mesh_says_how_many_gpus_there_are():
     assert require_devices(config("parallel.data=4"), 16) == 16
     assert named_devices(config("run.cpu_devices=8"), None) == 8
     assert named_devices(config(), None) is None
-    with pytest.raises(ConfigError, match=r"say how many with --gpus, or set parallel\.data"):
+    with pytest.raises(ConfigError, match=r"give their number with --gpus, or set parallel\.data"):
         estimate(config(), "h100-80gb")
     assert hosts_of(12, None, 8)[0] == 6
     assert hosts_of(7, None, 4)[0] == 1
@@ -310,7 +310,7 @@ def test_where_no_ladder_leads_there_every_mesh_is_looked_at(gpus, overrides, st
     (found,) = changes_that_fit(chosen, limit, H100, gpus)
     assert estimate_memory(found.config).peak_bytes == found.peak_bytes <= limit
     offloaded = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update={"offload_state": state})})
-    assert found.config == search(offloaded, H100, gpus, device_bytes=limit).best
+    assert found.config == search(offloaded, H100, gpus, options=SearchOptions(device_bytes=limit)).best
     assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), found.overrides.split())
     assert changes_that_fit(chosen, limit, H100, gpus, estimate=lambda config: fake(config, held=2**50)) == []
 

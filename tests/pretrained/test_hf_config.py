@@ -1,4 +1,4 @@
-"""config.json in both dialects, what is refused by name, and model.name: FOLDER."""
+"""config.json in both dialects, refusals by key, and model.name: FOLDER."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ def test_a_key_that_is_missing_is_what_transformers_takes(key, ours, value):
 
 def test_mistral_has_defaults_of_its_own():
     assert model_section({**without(MISTRAL, "num_key_value_heads"), "num_attention_heads": 8}, "")["num_kv_heads"] == 8
-    with pytest.raises(ConfigError, match="sliding_window=4096, as transformers takes it where the key is missing"):
+    with pytest.raises(ConfigError, match="sliding_window=4096, which is transformers' default for a missing key"):
         model_section({**without(MISTRAL, "sliding_window"), "max_position_embeddings": 32768}, "")
     assert model_section({**MISTRAL, "sliding_window": 128}, "") == model_section(MISTRAL, "")
 
@@ -68,10 +68,13 @@ def test_mistral_has_defaults_of_its_own():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, r'architectures=\["Qwen2ForCausalLM"\]: jaxllm takes LlamaForCausalLM and'),
+        (
+            {"architectures": ["Qwen2ForCausalLM"]},
+            r'architectures=\["Qwen2ForCausalLM"\]: jaxllm supports LlamaForCausalLM and',
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gemma"}, "model_type=gemma"),
-        ({"model_type": "mistral"}, "architectures=LlamaForCausalLM and model_type=mistral, which do not go together"),
+        ({"model_type": "mistral"}, "architectures=LlamaForCausalLM and model_type=mistral, which do not match"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
@@ -80,7 +83,7 @@ def test_mistral_has_defaults_of_its_own():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Llama"}}, "auto_map"),
         ({"sliding_window": 64}, "sliding_window=64, shorter than max_position_embeddings=128"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear: jaxllm's Llama knows default and llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear: jaxllm's Llama supports default and llama3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling says rope_type=yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=null: it should be a number"),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters and rope_theta disagree"),
@@ -90,9 +93,9 @@ def test_mistral_has_defaults_of_its_own():
         ({"rope_theta": float("inf")}, "rope_theta=Infinity: it should be a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN: it should be a number above 0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: it should be true or false"),
-        ({"max_position_embeddings": "long"}, "max_position_embeddings=long, which is no size"),
-        ({"hidden_size": None}, "hidden_size=null, which is no size"),
-        ({"vocab_size": 6.5}, "vocab_size=6.5, which is no size"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings=long: it should be a whole number of at least 1"),
+        ({"hidden_size": None}, "hidden_size=null: it should be a whole number of at least 1"),
+        ({"vocab_size": 6.5}, "vocab_size=6.5: it should be a whole number of at least 1"),
         ({"num_attention_heads": 5}, "add head_dim"),
     ],
 )
@@ -114,7 +117,7 @@ def test_what_is_written_is_read_back_in_either_dialect(config):
 
 @pytest.mark.parametrize("said", [{"sliding_window": 128}, {}])
 def test_a_longer_context_takes_away_a_window_that_never_closed(said):
-    """Also one that config.json leaves to transformers: it takes 4096."""
+    """A window that config.json leaves to transformers' default of 4096 is refused too."""
     original = {**without(MISTRAL, "sliding_window"), **said}
     written = hugging_face_config(model_section(original, ""), dtype="float32", max_position=8192, original=original)
     assert written["sliding_window"] is None
@@ -149,7 +152,7 @@ def test_what_a_recipe_says_itself_wins(folder):
 
 
 def test_the_config_of_a_run_needs_no_folder(folder, tmp_path):
-    """config.yaml of a run has everything written out: the folder may be gone."""
+    """config.yaml of a run has the complete shape, so the folder may be gone."""
     ran = load_config(recipe(str(folder))).model_dump(mode="json")
     ran["model"]["name"] = str(tmp_path / "gone")
     again = load_config(ran)

@@ -280,7 +280,8 @@ def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):
     path = run / "checkpoints" / "4" / "meta" / "metadata"
     path.write_text(path.read_text().replace(trainer.data.fingerprint, "of other text"))
     (run / "checkpoints" / "4" / "files.json").unlink()
-    with pytest.raises(ConfigError, match="holds a run on other text: what data names has changed since; bring it back"):
+    sentence = r"holds a run on other text: the files of data\.\* have changed since; restore them"
+    with pytest.raises(ConfigError, match=sentence):
         fit(tiny_config(*DATA_8, f"run.dir={run}"))
 
 
@@ -444,7 +445,7 @@ def test_what_holds_no_weights_is_refused_before_a_device_is_touched(tiny_config
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     array_file(run / "checkpoints" / "4").unlink()
     for path, sentence in (
-        (tmp_path / "none", "is no folder: give a run directory"),
+        (tmp_path / "none", "is not a folder: give a run directory"),
         (tmp_path / "empty", "holds no weights: give a run directory"),
         (tmp_path / "new", "is a run without a checkpoint yet"),
         (run / "checkpoints" / "4", "is damaged"),
@@ -466,10 +467,10 @@ def test_a_run_with_a_checkpoint_ignores_init_from(tiny_config, run, capsys):
     ("arguments", "sentence"),
     [
         (["{run}", "{run}"], "exists already, and nothing is overwritten"),
-        (["{run}", "{new}", "--step", "3"], "has no checkpoint of step 3: there are 2, 4"),
-        (["{run}/checkpoints/4", "{new}", "--step", "2"], "--step=2 chooses among the checkpoints of a run directory, and"),
+        (["{run}", "{new}", "--step", "3"], "has no checkpoint of step 3: it has 2, 4"),
+        (["{run}/checkpoints/4", "{new}", "--step", "2"], "--step=2 selects a checkpoint of a run directory, and"),
         (["{run}", "{new}", "--dtype", "int8"], "--dtype=int8 is not one of the choices"),
-        (["{new}", "{new}"], "is no folder"),
+        (["{new}", "{new}"], "is not a folder"),
         (["{run}", "/proc/new/export"], "/proc/new/export could not be written"),
     ],
 )

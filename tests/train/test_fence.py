@@ -1,4 +1,4 @@
-"""A run directory has one holder: who may take it from whom, and that whoever lost it writes nothing more there."""
+"""A run directory has one holder: who may take it from whom, and that a run which lost it writes nothing more there."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from tiny import TINY
 
 from jaxllm import distributed, exits
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.launchers import Place
+from jaxllm.launchers import LaunchInfo
 from jaxllm.train import fence as module
 from jaxllm.train.checkpoint import Checkpoints, SaveError, read_meta, saved_steps
-from jaxllm.train.fence import Fence, Holder, alone_in, judge, read_holder, this_process
+from jaxllm.train.fence import Holder, RunDirLock, hold_run_dir, holder_status, read_holder, this_process
 from jaxllm.train.metrics import JsonLines
 from jaxllm.train.state import TrainState
 
@@ -34,18 +34,18 @@ ELSEWHERE = Holder("job 7", 1, "h1", 1234, "another boot", "99", "theirs", "2026
 
 @pytest.fixture
 def launch(monkeypatch):
-    """launch(id, attempt): what this process is part of."""
+    """launch(id, attempt): sets the launch of this process."""
 
-    def set_place(launch_id, attempt=0):
-        monkeypatch.setattr(distributed, "place", lambda: Place("alone", attempt, launch_id, False, None))
+    def set_launch(launch_id, attempt=0):
+        monkeypatch.setattr(distributed, "launch_info", lambda: LaunchInfo("alone", attempt, launch_id, False, None))
 
-    set_place(None)
-    return set_place
+    set_launch(None)
+    return set_launch
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Beats in hundredths of a second, which a busy disk may not sync in time."""
+    """Heartbeats in hundredths of a second, which a busy disk may not sync in time."""
     for name, seconds in (("BEAT_S", 0.05), ("SILENT_S", 1.0), ("SETTLE_S", 0.05)):
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(os, "fsync", lambda file: None)
@@ -53,14 +53,14 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def left(monkeypatch):
-    """The sentences with which processes would have left."""
+    """The sentences with which processes would have exited."""
     sentences = []
     monkeypatch.setattr(module, "leave", sentences.append)
     return sentences
 
 
 def put(folder, holder: Holder) -> bytes:
-    (folder / ".holder.json").write_text(json.dumps(asdict(holder)))
+    (folder / ".holder.json").write_bytes(holder.to_json())
     return (folder / ".holder.json").read_bytes()
 
 
@@ -70,31 +70,31 @@ def holder(folder) -> Holder | None:
 
 def test_the_file_says_who_holds_the_directory_and_goes_with_it(launch, tmp_path):
     launch("job 7", 3)
-    with closing_fence(Fence.take(tmp_path)):
+    with closing_lock(RunDirLock.take(tmp_path)):
         found = holder(tmp_path)
         assert (found.launch_id, found.attempt, found.host, found.pid) == ("job 7", 3, socket.gethostname(), os.getpid())
         assert [path.name for path in tmp_path.iterdir()] == [".holder.json"]
     assert list(tmp_path.iterdir()) == []
 
 
-def closing_fence(fence):
-    fence.close = fence.release
-    return closing(fence)
+def closing_lock(lock):
+    lock.close = lock.release
+    return closing(lock)
 
 
 def test_a_living_holder_of_this_machine_refuses_at_once(launch, tmp_path):
-    with alone_in(tmp_path):
+    with hold_run_dir(tmp_path):
         before = (tmp_path / ".holder.json").read_bytes()
         sentence = (
             f"run.dir={tmp_path} is in use by pid {os.getpid()} on {socket.gethostname()}: wait for it, stop it, or choose "
             "another run.dir."
         )
         began = time.monotonic()
-        with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}$"), alone_in(tmp_path):
+        with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}$"), hold_run_dir(tmp_path):
             pass
         assert time.monotonic() - began < module.BEAT_S
         assert (tmp_path / ".holder.json").read_bytes() == before
-    with alone_in(tmp_path):
+    with hold_run_dir(tmp_path):
         pass
 
 
@@ -108,82 +108,90 @@ HERE = this_process("job 7", 2)
         (replace(ELSEWHERE, attempt=2), "unsure"),
         (replace(ELSEWHERE, attempt=3), "unsure"),
         (replace(ELSEWHERE, launch_id="job 8"), "unsure"),
-        # No launch has a name: two of them are not one.
+        # Neither launch has a name: they are not the same.
         (replace(ELSEWHERE, launch_id=None, attempt=0), "unsure"),
         (replace(HERE, attempt=1), "replaced"),
         (replace(HERE, launch_id=None), "holds"),
-        (replace(HERE, launch_id=None, born="1"), "gone"),
-        # Nothing to be waited for.
-        (replace(HERE, attempt=1, born="1"), "gone"),
+        (replace(HERE, launch_id=None, started_at="1"), "gone"),
+        # There is nothing to wait for.
+        (replace(HERE, attempt=1, started_at="1"), "gone"),
         (replace(HERE, launch_id=None, pid=2**30), "gone"),
-        # The host's name says nothing: containers may share it.
+        # The host's name proves nothing: containers may share it.
         (replace(HERE, attempt=2, machine="another"), "unsure"),
         (replace(HERE, machine=""), "unsure"),
     ],
 )
 def test_what_can_be_said_of_a_holder_at_once(found, verdict):
-    assert judge(found, HERE) == verdict
-    assert judge(found, replace(HERE, launch_id=None)) != "replaced"
+    assert holder_status(found, HERE) == verdict
+    assert holder_status(found, replace(HERE, launch_id=None)) != "replaced"
 
 
 def test_a_process_that_has_ended_holds_nothing_even_before_its_parent_has_noticed():
     child = subprocess.Popen(["sleep", "100"])
     try:
-        found = replace(HERE, launch_id=None, pid=child.pid, born=module.born(child.pid))
-        assert judge(found, HERE) == "holds"
+        found = replace(HERE, launch_id=None, pid=child.pid, started_at=module.start_time_of(child.pid))
+        assert holder_status(found, HERE) == "holds"
         child.kill()
         deadline = time.monotonic() + 10
-        while judge(found, HERE) != "gone":
+        while holder_status(found, HERE) != "gone":
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert child.returncode is None
     finally:
         child.kill()
         child.wait()
-    assert judge(found, HERE) == "gone"
+    assert holder_status(found, HERE) == "gone"
 
 
 def test_a_silent_holder_is_replaced_whatever_its_clock_said(launch, quick, tmp_path, caplog):
     put(tmp_path, replace(ELSEWHERE, time="2100-01-01T00:00:00.000+00:00"))
     began = time.monotonic()
-    with caplog.at_level(logging.WARNING), closing_fence(Fence.take(tmp_path)):
+    with caplog.at_level(logging.WARNING), closing_lock(RunDirLock.take(tmp_path)):
         assert time.monotonic() - began >= module.SILENT_S
         assert holder(tmp_path).pid == os.getpid()
-    assert caplog.messages == [f"run.dir={tmp_path} was held by pid 1234 on h1: looking up to 1 s whether it still is."]
+    assert caplog.messages == [f"run.dir={tmp_path} was held by pid 1234 on h1: watching up to 1 s for a sign of life."]
+
+
+def test_a_lock_file_of_an_earlier_version_is_understood(tmp_path):
+    (tmp_path / ".holder.json").write_text(
+        '{"launch_id": "job 7", "attempt": 1, "host": "h1", "pid": 1234, "machine": "another boot", "born": "99", '
+        '"token": "theirs", "time": "2026-01-01T00:00:00.000+00:00"}\n'
+    )
+    assert holder(tmp_path) == ELSEWHERE
 
 
 def test_a_file_that_says_nothing_is_replaced_after_a_while(launch, quick, tmp_path):
     (tmp_path / ".holder.json").write_text("")
-    with closing_fence(Fence.take(tmp_path)):
+    with closing_lock(RunDirLock.take(tmp_path)):
         assert holder(tmp_path).pid == os.getpid()
 
 
 def test_a_holder_elsewhere_that_beats_refuses(launch, quick, tmp_path):
-    other = Fence(tmp_path, ELSEWHERE)
-    with closing_fence(other):
+    other = RunDirLock(tmp_path, ELSEWHERE)
+    with closing_lock(other):
         other._take()
         other._beats.start()
         with pytest.raises(ConfigError, match=r" is in use by pid 1234 on h1: "):
-            Fence.take(tmp_path)
+            RunDirLock.take(tmp_path)
         assert holder(tmp_path).token == "theirs"
 
 
 def test_a_holder_elsewhere_that_ends_while_it_is_watched_gives_the_directory(launch, quick, tmp_path):
-    other = Fence(tmp_path, ELSEWHERE)
+    other = RunDirLock(tmp_path, ELSEWHERE)
     other._take()
     threading.Timer(0.1, other.release).start()
-    with closing_fence(Fence.take(tmp_path)):
+    with closing_lock(RunDirLock.take(tmp_path)):
         assert holder(tmp_path).pid == os.getpid()
 
 
 def test_a_later_attempt_takes_over_and_the_earlier_one_touches_nothing_any_more(launch, quick, left, tmp_path):
-    earlier = Fence(tmp_path, ELSEWHERE)
+    earlier = RunDirLock(tmp_path, ELSEWHERE)
     earlier._take()
     launch("job 7", 2)
-    later = Fence.take(tmp_path)
-    with closing_fence(later):
+    later = RunDirLock.take(tmp_path)
+    with closing_lock(later):
         assert left == []
-        # Its next sign of life goes into a file that has no name any more.
+        # Its next heartbeat goes into a file that has no name any more.
         earlier._beats.start()
         deadline = time.monotonic() + 10
         while not left:
@@ -203,7 +211,7 @@ def test_of_many_starts_at_once_one_holds(launch, tmp_path):
     def start():
         barrier.wait()
         try:
-            taken.append(Fence.take(tmp_path))
+            taken.append(RunDirLock.take(tmp_path))
         except ConfigError as error:
             refused.append(str(error))
 
@@ -222,14 +230,14 @@ def test_where_there_are_no_links_the_name_is_given_all_the_same(launch, tmp_pat
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    with alone_in(tmp_path):
+    with hold_run_dir(tmp_path):
         assert holder(tmp_path).pid == os.getpid()
         with pytest.raises(FileExistsError):
-            module.name_anew(tmp_path / "aside", tmp_path / ".holder.json")
+            module.rename_if_free(tmp_path / "aside", tmp_path / ".holder.json")
 
 
 def test_who_took_over_may_have_ended_by_now(launch, left, tmp_path):
-    with alone_in(tmp_path) as require:
+    with hold_run_dir(tmp_path) as require:
         require()
         assert left == []
         name = holder(tmp_path).name
@@ -240,7 +248,7 @@ def test_who_took_over_may_have_ended_by_now(launch, left, tmp_path):
 
 
 def test_a_save_under_way_when_the_run_fails_is_finished_in_a_directory_that_nobody_took(launch, left, tmp_path):
-    with alone_in(tmp_path) as require:
+    with hold_run_dir(tmp_path) as require:
         pass
     require()
     assert left == []
@@ -253,11 +261,11 @@ def test_a_save_under_way_when_the_run_fails_is_finished_in_a_directory_that_nob
 
 
 class Lost(Exception):
-    """In place of the process's end."""
+    """Raised in place of the process's exit."""
 
 
 class Guard:
-    """Fence.require of a run that loses its directory after so many calls."""
+    """RunDirLock.require of a run that loses its directory after so many calls."""
 
     def __init__(self, calls):
         self.left = calls
@@ -272,7 +280,7 @@ STATE = TrainState(jnp.zeros((), jnp.int32), {"w": jnp.ones((4, 4))}, ())
 
 
 def test_no_checkpoint_gets_its_name_and_no_old_one_goes(tmp_path):
-    """Lost before a save: nothing is written. Lost while it is written: it gets no name. Both times 1 of keep=1 stays."""
+    """Lost before a save: nothing is written. Lost during it: the checkpoint gets no name. Both times 1 of keep=1 stays."""
     guard = Guard(2)
     config = CheckpointConfig(keep=1, asynchronous=False)
     checkpoints = Checkpoints(tmp_path, config, guard)
@@ -303,13 +311,13 @@ def test_no_line_of_metrics_is_written_and_none_is_cut_off(tmp_path):
 
 @pytest.mark.launcher
 def test_a_process_that_lost_its_directory_leaves_as_lost(tmp_path):
-    """By the line that it is about to write; without one its next beat would find out."""
+    """It notices at the line that it is about to write; without one its next heartbeat would notice."""
     program = """
 import pathlib, sys
-from jaxllm.train.fence import alone_in
+from jaxllm.train.fence import hold_run_dir
 from jaxllm.train.metrics import JsonLines
 folder = pathlib.Path(sys.argv[1])
-with alone_in(folder) as require:
+with hold_run_dir(folder) as require:
     sink = JsonLines(folder / "metrics.jsonl", 0, require)
     sink.write({"step": 1})
     print("holds", flush=True)
@@ -375,7 +383,7 @@ def test_a_frozen_run_that_thaws_after_its_place_was_given_away_changes_nothing(
         before = metrics.read_bytes(), saved_steps(checkpoints), read_meta(checkpoints / str(last))
         steps = [json.loads(line)["step"] for line in before[0].splitlines()]
         assert steps == list(range(1, last + 1))
-        # The later run has ended and left the directory free: what it wrote is not the earlier one's to go on with.
+        # The later run has ended and freed the directory: the earlier one must not resume from what it wrote.
         earlier.send_signal(signal.SIGCONT)
         _, error = earlier.communicate(timeout=60)
     finally:

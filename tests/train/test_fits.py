@@ -1,4 +1,4 @@
-"""Before a run: what cannot fit is refused with a change that would. During it: running out ends in advice, not a traceback."""
+"""A run that cannot fit is refused with a change that would fit. A run that runs out of memory ends in advice."""
 
 import jax
 import pytest
@@ -9,7 +9,7 @@ from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, readable
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.plan.search import FIT_SHARE
 from jaxllm.train import fits, loop
-from jaxllm.train.fits import Explaining, capacity_of, explaining_out_of_memory, is_out_of_memory, require_fit, total_bytes
+from jaxllm.train.fits import OutOfMemoryAdvice, capacity_of, check_memory, explain_out_of_memory, is_out_of_memory, total_bytes
 from jaxllm.train.trainer import Trainer
 
 GIB = 2**30
@@ -21,7 +21,7 @@ EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901
 
 
 class Device:
-    """As much of a jax.Device as is asked."""
+    """The parts of a jax.Device that the check reads."""
 
     def __init__(self, platform="gpu", device_kind="NVIDIA H100 80GB HBM3", stats=None):
         self.platform, self.device_kind, self._stats = platform, device_kind, stats
@@ -36,7 +36,7 @@ def eight(*overrides):
 
 def refusal(config, **options):
     with pytest.raises(ConfigError) as caught:
-        require_fit(config, Device(), **options)
+        check_memory(config, Device(), **options)
     return str(caught.value)
 
 
@@ -53,22 +53,22 @@ def test_capacity_is_what_the_process_holds_else_the_tables_else_unknown():
 
 def test_what_fits_is_told_in_one_line():
     config = eight("train.microbatch_sequences=1", "parallel.remat=full", "parallel.zero=3")
-    fit = require_fit(config, Device())
+    fit = check_memory(config, Device())
     estimate = estimate_memory(config)
     assert fit.fits
     assert (fit.memory, fit.capacity_bytes) == (estimate, GPUS["h100-80gb"].capacity_bytes)
     share = f"{estimate.peak_bytes / fit.capacity_bytes:.1%}"
     assert fit.line == f"memory by the estimate {readable(estimate.peak_bytes)}, {share} of the 72.3 GiB that a step may take"
-    assert require_fit(config, Device("cpu")) is None
+    assert check_memory(config, Device("cpu")) is None
 
 
 def test_what_does_not_fit_is_refused_with_a_change_that_would():
     config = eight()
     sentence = refusal(config)
-    assert sentence.startswith(f"A step takes {readable(estimate_memory(config).peak_bytes)} of a device by the estimate")
-    assert sentence.endswith("or run.allow_overcommit=true to start all the same.")
+    assert sentence.startswith(f"A step needs {readable(estimate_memory(config).peak_bytes)} on a device by the estimate")
+    assert sentence.endswith("or run.allow_overcommit=true to start anyway.")
     advised = sentence.split(": set ")[1].split(" (")[0].split()
-    assert require_fit(load_config(RECIPE, advised).resolve(8), Device()).fits
+    assert check_memory(load_config(RECIPE, advised).resolve(8), Device()).fits
 
 
 def test_the_cheapest_of_them_is_the_one_predicted_fastest():
@@ -78,21 +78,21 @@ def test_the_cheapest_of_them_is_the_one_predicted_fastest():
 
 
 def test_overcommitment_is_warned_of_and_allowed(caplog):
-    fit = require_fit(eight("run.allow_overcommit=true"), Device())
+    fit = check_memory(eight("run.allow_overcommit=true"), Device())
     assert not fit.fits
-    assert "may take 72.3 GiB: it starts all the same" in caplog.text
+    assert "may take 72.3 GiB: the run starts anyway" in caplog.text
 
 
 def test_what_may_fit_after_all_is_warned_of_and_started(caplog):
     peak = estimate_memory(eight()).peak_bytes
-    fit = require_fit(eight(), Device(), capacity_of=lambda device: int(peak / 1.09))
+    fit = check_memory(eight(), Device(), capacity_of=lambda device: int(peak / 1.09))
     assert not fit.fits
-    assert "it starts all the same, as the estimate may be off by so much." in caplog.text
-    assert "it starts all the same" not in refusal(eight(), capacity_of=lambda device: int(peak / 1.11)).split(": set")[0]
+    assert "the run starts anyway, because the estimate may be off by this much." in caplog.text
+    assert "the run starts anyway" not in refusal(eight(), capacity_of=lambda device: int(peak / 1.11)).split(": set")[0]
 
 
 def test_where_nothing_fits_here_a_number_of_gpus_is_named():
-    """100 GiB over all devices, whatever else: 16 have too much and 24 do not divide the batch."""
+    """Needs 100 GiB in total on any number of devices: 16 have too little memory, and 24 do not divide the batch."""
 
     def shared_out(config):
         p = config.parallel
@@ -107,12 +107,12 @@ def test_where_nothing_fits_here_a_number_of_gpus_is_named():
 
 
 def test_what_every_mesh_is_searched_for_is_not_said_to_be_impossible():
-    """Seven GPUs hold a pipeline of seven stages, though not seven copies of the state."""
+    """Seven GPUs can hold a pipeline of seven stages, but not seven copies of the state."""
     config = load_config(RECIPE, ["parallel.zero=0", "train.global_batch_sequences=98", "train.microbatch_sequences=14"])
     config = config.resolve(7)
     advised = refusal(config).split(": set ")[1].split(" (")[0].split()
     assert "parallel.pipe=7" in advised
-    assert require_fit(load_config(config.model_dump(mode="json", exclude_unset=True), advised), Device()).fits
+    assert check_memory(load_config(config.model_dump(mode="json", exclude_unset=True), advised), Device()).fits
 
 
 def test_a_run_asks_before_it_makes_anything(tiny_config, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_run_asks_before_it_makes_anything(tiny_config, monkeypatch):
         asked.append((config.parallel.data, device))
         raise ConfigError("too large")
 
-    monkeypatch.setattr("jaxllm.train.trainer.require_fit", refuse)
+    monkeypatch.setattr("jaxllm.train.trainer.check_memory", refuse)
     monkeypatch.setattr("jaxllm.train.trainer.load_data", lambda config: pytest.fail("data was read"))
     with pytest.raises(ConfigError, match="too large"):
         Trainer(tiny_config())
@@ -151,8 +151,8 @@ def test_advice_has_both_figures_and_what_would_take_less(tiny_config, monkeypat
     next(iter(trainer.steps(1)))
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     capacity = GIB
-    explaining = Explaining(trainer.config, trainer, capacity_of=lambda device: capacity)
-    first, *rest = explaining.advice(jax.errors.JaxRuntimeError(EXHAUSTED)).splitlines()
+    advice = OutOfMemoryAdvice(trainer.config, trainer, capacity_of=lambda device: capacity)
+    first, *rest = advice.text(jax.errors.JaxRuntimeError(EXHAUSTED)).splitlines()
     estimate = estimate_memory(trainer.config)
     compiled = total_bytes(trainer.compiled.memory_analysis())
     assert first.startswith("A device ran out of memory in step 1: ")
@@ -170,7 +170,7 @@ def test_advice_has_both_figures_and_what_would_take_less(tiny_config, monkeypat
 
 
 def test_advice_takes_less_by_as_much_as_xla_takes_more(tiny_config, monkeypatch):
-    """Three times the estimate, as compiled, and a capacity that the estimate is within."""
+    """The compiled step needs three times the estimate; the capacity is above the estimate."""
     config = tiny_config("parallel.remat=none", "train.microbatch_sequences=1")
     peak = estimate_memory(config.resolve(8)).peak_bytes
 
@@ -191,24 +191,24 @@ def test_advice_takes_less_by_as_much_as_xla_takes_more(tiny_config, monkeypatch
 
     monkeypatch.setattr(fits, "changes_that_fit", asked)
     capacity = 2 * peak
-    text = Explaining(config, Trained, capacity_of=lambda device: capacity).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
+    text = OutOfMemoryAdvice(config, Trained, capacity_of=lambda device: capacity).text(jax.errors.JaxRuntimeError(EXHAUSTED))
     assert targets == [int(FIT_SHARE * capacity / 3)]
     assert "would fit" not in text
 
 
 def test_on_a_cpu_the_estimate_is_said_to_be_of_a_gpu(tiny_config):
-    text = Explaining(tiny_config()).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
+    text = OutOfMemoryAdvice(tiny_config()).text(jax.errors.JaxRuntimeError(EXHAUSTED))
     assert "of a GPU, which this device is not" in text
 
 
 def test_before_there_is_a_trainer_the_advice_does_without(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    text = Explaining(load_config(RECIPE)).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
+    text = OutOfMemoryAdvice(load_config(RECIPE)).text(jax.errors.JaxRuntimeError(EXHAUSTED))
     assert text.startswith("A device ran out of memory while the state was made: set ")
     assert "by XLA, as compiled   not known" in text
     assert "of a GPU, which this device is not" not in text
-    roomy = Explaining(load_config(RECIPE), capacity_of=lambda device: 2**50).advice(jax.errors.JaxRuntimeError(EXHAUSTED))
+    roomy = OutOfMemoryAdvice(load_config(RECIPE), capacity_of=lambda device: 2**50).text(jax.errors.JaxRuntimeError(EXHAUSTED))
     assert "By the estimate it would fit: look in nvidia-smi" in roomy
     numbered = [line.strip() for line in text.splitlines() if line.strip()[0].isdigit()]
     assert numbered
@@ -216,7 +216,7 @@ def test_before_there_is_a_trainer_the_advice_does_without(monkeypatch):
 
 
 def test_other_errors_pass_as_they_are(tiny_config):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes"), explaining_out_of_memory(tiny_config()):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes"), explain_out_of_memory(tiny_config()):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
 
 

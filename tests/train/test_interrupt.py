@@ -1,5 +1,5 @@
-"""Signals in real processes: the run stops between two steps, saved, and goes on as if never stopped. It exits with 0, or where
-somebody restarts it with exits.RESTART.
+"""Signals in real processes: the run stops between two steps, saves, and resumes as if it had never stopped. It exits with 0,
+or with exits.RESTART if a supervisor restarts it.
 """
 
 import os
@@ -19,7 +19,7 @@ from tiny import TINY
 
 from jaxllm import distributed, exits
 from jaxllm.train import interrupt as module
-from jaxllm.train.interrupt import Interrupt
+from jaxllm.train.interrupt import SignalHandler
 
 CHECKOUT = Path(__file__).parents[2]
 VARIABLES = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
@@ -38,7 +38,7 @@ def recipe(text_file, tmp_path_factory):
 
 RESTARTS = {"JAXLLM_RESTARTS": "yes"}
 
-# The command line, with a first compilation that lasts.
+# The command line, with a slow first compilation.
 SLOW_COMPILATION = """
 import time
 from jaxllm import cli
@@ -99,7 +99,7 @@ def test_a_signal_stops_saved_and_the_run_goes_on_alike(number, recipe, tmp_path
     folder = tmp_path / "run"
     process = start(recipe, folder)
     wait_for(process, r"^step 3/")
-    # To the whole process group, as ctrl-C and schedulers send it.
+    # To the whole process group, as Ctrl-C and schedulers send it.
     os.killpg(process.pid, number)
     code, out, error = finish(process)
     assert (code, error) == (0, "")
@@ -130,16 +130,16 @@ def test_a_signal_during_a_save_saves_and_asks_for_a_restart(recipe, tmp_path):
 
 
 def test_a_signal_during_the_first_compilation_asks_for_a_restart_at_once(recipe, tmp_path):
-    """Nothing is trained, so nothing is waited for."""
+    """Nothing is trained, so it waits for nothing."""
     folder = tmp_path / "run"
     process = start(recipe, folder, variables=RESTARTS, program=("-c", SLOW_COMPILATION))
     wait_for(process, "^in the compilation")
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)
-    sentence = "jaxllm: told to stop by SIGTERM before the first step of this start: there is nothing to save\n"
+    sentence = "jaxllm: stopped by SIGTERM before the first step of this start: there is nothing to save\n"
     assert (code, error) == (exits.RESTART, sentence)
     assert "compiled" not in out
-    # Left perhaps before that was opened.
+    # It may have exited before the file was opened.
     assert not (folder / "metrics.jsonl").exists() or losses(folder) == []
     assert not (folder / "checkpoints").exists()
 
@@ -147,13 +147,13 @@ def test_a_signal_during_the_first_compilation_asks_for_a_restart_at_once(recipe
 def test_where_somebody_types_a_second_ctrl_c_raises_and_the_process_stays(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr(module, "SAME_SIGNAL_S", 0.0)
-    with Interrupt() as interrupt:
+    with SignalHandler() as handler:
         signal.raise_signal(signal.SIGINT)
         deadline = time.monotonic() + LIMIT_S
-        while interrupt.due(1).stopped_by is None:
+        while handler.actions_after(1).stopped_by is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert interrupt.due(1).stopped_by == "SIGINT"
+        assert handler.actions_after(1).stopped_by == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -163,7 +163,7 @@ def test_what_must_be_whole_is_done_before_ctrl_c_raises():
     done = []
 
     def whole():
-        with module.undisturbed():
+        with module.defer_sigint():
             signal.raise_signal(signal.SIGINT)
             done.append("the rest")
 
@@ -187,16 +187,16 @@ def test_by_hand_a_signal_during_the_first_compilation_stops_before_the_first_st
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_second_signal_leaves_at_once_even_from_a_stuck_main_thread(restarts):
-    """The main thread holds on to one call into C that no handler interrupts, as in a compilation. Where somebody restarts the
-    run a second SIGTERM is one of a scheduler that said so before.
+    """The main thread is in one call into C that no handler interrupts, as in a compilation. If a supervisor restarts the run,
+    a second SIGTERM comes from a scheduler that has sent one before.
     """
     program = f"""
 import ctypes, threading, time
-from jaxllm.train.interrupt import Interrupt
-with Interrupt(leave_early={"print" if restarts else None}) as interrupt:
-    interrupt.begin()
+from jaxllm.train.interrupt import SignalHandler
+with SignalHandler(leave_early={"print" if restarts else None}) as handler:
+    handler.begin()
     def tell():
-        while interrupt._signal is None:
+        while handler._signal is None:
             time.sleep(0.01)
         print("heard", flush=True)
     threading.Thread(target=tell, daemon=True).start()
@@ -214,7 +214,7 @@ with Interrupt(leave_early={"print" if restarts else None}) as interrupt:
     )
     wait_for(process, "ready")
     process.send_signal(signal.SIGTERM)
-    # One signal sent twice, to a process and to its group, is one.
+    # One signal sent twice, to a process and to its group, counts as one.
     process.send_signal(signal.SIGTERM)
     wait_for(process, "heard")
     time.sleep(2 * module.SAME_SIGNAL_S)
@@ -225,7 +225,7 @@ with Interrupt(leave_early={"print" if restarts else None}) as interrupt:
     process.send_signal(signal.SIGINT)
     code, _, error = finish(process)
     assert code == 128 + signal.SIGINT
-    assert error == "jaxllm: left at once by a second signal, SIGINT; nothing more was saved\n"
+    assert error == "jaxllm: exited at once on a second signal, SIGINT; nothing more was saved\n"
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ def test_a_signal_to_one_process_during_the_first_compilation_ends_all_alike(ran
     pair[rank].send_signal(signal.SIGTERM)
     ends = [finish(process) for process in pair]
     assert [code for code, *_ in ends] == [exits.RESTART, exits.RESTART], ends
-    told = "told to stop by SIGTERM before the first step of this start: there is nothing to save"
-    assert ends[rank][2] == f"jaxllm: {told}\n"
-    assert re.fullmatch(rf"jaxllm: process {rank} on \S+ was {told}\n", ends[1 - rank][2])
+    reason = "stopped by SIGTERM before the first step of this start: there is nothing to save"
+    assert ends[rank][2] == f"jaxllm: {reason}\n"
+    assert re.fullmatch(rf"jaxllm: process {rank} on \S+ was {reason}\n", ends[1 - rank][2])
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -263,7 +263,7 @@ def test_a_signal_to_one_process_during_the_first_compilation_ends_all_alike(ran
 
 
 class Peer:
-    """Interrupts of three processes on one board, by hand: which is the main one is set before each call."""
+    """Signal handlers of three processes on one board; the rank is set before each call."""
 
     def __init__(self, monkeypatch, count=3):
         board: dict[str, str] = {}
@@ -274,26 +274,26 @@ class Peer:
         fake = type("Board", (), {"put": lambda _, name, text: board.__setitem__(name, text), "read": lambda _: dict(board)})
         monkeypatch.setattr(distributed, "Board", fake)
 
-    def due(self, interrupt, rank, step):
+    def actions_after(self, handler, rank, step):
         self.rank = rank
-        return interrupt.due(step)
+        return handler.actions_after(step)
 
 
 @pytest.mark.parametrize("asked", [0, 1, 2])
 @pytest.mark.parametrize("lead", [-2, -1, 0, 1])
 def test_all_stop_at_one_step_however_far_apart_they_are(asked, lead, monkeypatch):
-    """The others are `lead` steps ahead of process 0 whenever it looks; asked at any of three steps."""
+    """The others are `lead` steps ahead of process 0 at each of its checks; the signal comes at one of three steps."""
     for asked_at in (3, 4, 5):
         peer = Peer(monkeypatch)
-        interrupts = [Interrupt() for _ in range(3)]
+        handlers = [SignalHandler() for _ in range(3)]
         stops = {}
         for step in range(3, 30):
             for rank, at in ((0, step), (1, step + lead), (2, step + lead)):
                 if at < 1 or rank in stops:
                     continue
                 if rank == asked and at >= asked_at:
-                    interrupts[rank]._signal = "SIGTERM"
-                due = peer.due(interrupts[rank], rank, at)
+                    handlers[rank]._signal = "SIGTERM"
+                due = peer.actions_after(handlers[rank], rank, at)
                 assert due.save == (due.stopped_by is not None)
                 if due.stopped_by:
                     stops[rank] = at
@@ -307,66 +307,66 @@ def test_the_clock_of_process_0_saves_on_all_at_one_step(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     peer = Peer(monkeypatch)
     # The others' clocks run ten times as fast.
-    interrupts = [Interrupt(10.0), Interrupt(1.0), Interrupt(1.0)]
+    handlers = [SignalHandler(10.0), SignalHandler(1.0), SignalHandler(1.0)]
     saves = {0: [], 1: [], 2: []}
     for step in range(1, 40):
         now[0] = float(step)
         for rank in range(3):
-            if peer.due(interrupts[rank], rank, step).save:
+            if peer.actions_after(handlers[rank], rank, step).save:
                 saves[rank].append(step)
-                interrupts[rank].saved()
+                handlers[rank].saved()
     assert saves[0] == saves[1] == saves[2] == [14, 28]
 
 
 def test_alone_the_clock_acts_at_once(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    interrupt = Interrupt(60.0)
-    assert not interrupt.due(1).save
+    handler = SignalHandler(60.0)
+    assert not handler.actions_after(1).save
     now[0] = 61.0
-    assert interrupt.due(2) == module.Due(save=True, stopped_by=None)
-    interrupt.saved()
-    assert not interrupt.due(3).save
+    assert handler.actions_after(2) == module.StepActions(save=True, stopped_by=None)
+    handler.saved()
+    assert not handler.actions_after(3).save
 
 
-def wait_for_signal(interrupt) -> None:
+def wait_for_signal(handler) -> None:
     deadline = time.monotonic() + 10
-    while interrupt._signal is None:
+    while handler._signal is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_before_the_first_step_it_leaves_early_if_somebody_restarts_the_run():
     left = []
-    with Interrupt(leave_early=left.append) as interrupt:
+    with SignalHandler(leave_early=left.append) as handler:
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for_signal(interrupt)
+        wait_for_signal(handler)
     assert left == ["SIGTERM"]
 
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_who_is_ready_for_the_first_step_leaves_early_no_more(restarts):
     left = []
-    with Interrupt(leave_early=left.append if restarts else None) as interrupt:
+    with SignalHandler(leave_early=left.append if restarts else None) as handler:
         if restarts:
-            assert interrupt.begin() is None
+            assert handler.begin() is None
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for_signal(interrupt)
-        # By hand the signal came before; all hear of it where they meet.
-        assert interrupt.begin() == "SIGTERM"
-        assert interrupt.due(1) == module.Due(save=True, stopped_by="SIGTERM")
+        wait_for_signal(handler)
+        # Without a supervisor the signal came earlier; all learn of it where they meet.
+        assert handler.begin() == "SIGTERM"
+        assert handler.actions_after(1) == module.StepActions(save=True, stopped_by="SIGTERM")
     assert left == []
 
 
 def test_handlers_are_put_back():
     before = [signal.getsignal(number) for number in module.SIGNALS]
-    with Interrupt() as interrupt:
+    with SignalHandler() as handler:
         assert [signal.getsignal(number) for number in module.SIGNALS] != before
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 10
-        while not interrupt.due(1).stopped_by and time.monotonic() < deadline:
+        while not handler.actions_after(1).stopped_by and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert interrupt.due(1) == module.Due(save=True, stopped_by="SIGTERM")
+        assert handler.actions_after(1) == module.StepActions(save=True, stopped_by="SIGTERM")
     assert [signal.getsignal(number) for number in module.SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -375,11 +375,11 @@ def test_in_another_thread_signals_are_left_alone():
     seen = []
 
     def use():
-        with Interrupt() as interrupt:
-            seen.extend([signal.getsignal(signal.SIGTERM), interrupt.due(1)])
+        with SignalHandler() as handler:
+            seen.extend([signal.getsignal(signal.SIGTERM), handler.actions_after(1)])
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    assert seen == [before, module.Due(save=False, stopped_by=None)]
+    assert seen == [before, module.StepActions(save=False, stopped_by=None)]

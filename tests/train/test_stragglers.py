@@ -1,4 +1,4 @@
-"""Which process is named as the one that the others wait for."""
+"""Which process is reported as the one that the others wait for."""
 
 import json
 from collections import deque
@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import progress
 from jaxllm.train import stragglers
-from jaxllm.train.stragglers import Stragglers, Times, usual_times, verdicts
+from jaxllm.train.stragglers import Stragglers, Times, straggler_sentences, usual_times
 
 
 def times(rank: int, own_s: float = 0.1, data_s: float = 0.0, probe_s: float | None = None) -> Times:
@@ -17,14 +17,14 @@ def times(rank: int, own_s: float = 0.1, data_s: float = 0.0, probe_s: float | N
 
 
 def test_nobody_is_named_within_a_tenth_of_a_step():
-    assert verdicts({}) == verdicts({0: times(0, 5.0)}) == {}
-    assert verdicts({rank: times(rank, own_s) for rank, own_s in enumerate((0.1, 0.11, 0.12, 0.199))}) == {}
-    assert verdicts({rank: times(rank, probe_s=s) for rank, s in enumerate((0.002, 0.002, 0.00219))}) == {}
+    assert straggler_sentences({}) == straggler_sentences({0: times(0, 5.0)}) == {}
+    assert straggler_sentences({rank: times(rank, own_s) for rank, own_s in enumerate((0.1, 0.11, 0.12, 0.199))}) == {}
+    assert straggler_sentences({rank: times(rank, probe_s=s) for rank, s in enumerate((0.002, 0.002, 0.00219))}) == {}
 
 
 def test_the_busiest_is_named_with_what_it_does():
     found = {rank: times(rank, own_s, data_s) for rank, own_s, data_s in ((0, 0.02, 0.0), (1, 0.6, 0.55), (2, 0.04, 0.01))}
-    assert verdicts(found) == {
+    assert straggler_sentences(found) == {
         1: "slowest host: h1 (process 1) is busy by itself for 0.60 s of each step (0.55 s of it waiting for data), the others "
         "for 30.0 ms; steps take 1.00 s"
     }
@@ -32,11 +32,11 @@ def test_the_busiest_is_named_with_what_it_does():
 
 def test_a_slow_device_is_named_though_all_take_the_same_time():
     found = {rank: times(rank, probe_s=probe_s) for rank, probe_s in enumerate((0.002, 0.0026, 0.002, None))}
-    assert verdicts(found) == {
+    assert straggler_sentences(found) == {
         1: "slowest host: h1 (process 1) computes 30% slower than the others (hot, throttled, or shared?); steps take 1.00 s"
     }
     found[1] = times(1, 0.5, 0.4, 0.0026)
-    assert verdicts(found) == {
+    assert straggler_sentences(found) == {
         1: "slowest host: h1 (process 1) is busy by itself for 0.50 s of each step (0.40 s of it waiting for data), the others "
         "for 0.10 s and computes 30% slower than the others (hot, throttled, or shared?); steps take 1.00 s"
     }
@@ -52,7 +52,7 @@ def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """As process 0 of two: what Stragglers says, minute by minute, while process 1 puts up what `peer` gives."""
+    """As process 0 of two: the lines of Stragglers, minute by minute, while process 1 publishes `peer`."""
     monkeypatch.setattr(stragglers.jax, "process_count", lambda: 2)
     monkeypatch.setattr(progress, "_steps", deque([progress.StepTime(1.0, 0.0, 0.9)] * 5))
     clock = [0.0]
@@ -91,7 +91,7 @@ def test_the_same_process_is_named_every_ten_minutes(said):
 
 
 def test_a_run_of_one_process_has_no_stragglers(monkeypatch):
-    monkeypatch.setattr(stragglers, "verdicts", lambda found: pytest.fail("looked"))
+    monkeypatch.setattr(stragglers, "straggler_sentences", lambda found: pytest.fail("looked"))
     alone = Stragglers(pytest.fail, every_s=0)
     alone.look()
     alone.measure()
