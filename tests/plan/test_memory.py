@@ -16,8 +16,10 @@ from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.activations import is_blockwise, takes_cudnn
 from jaxllm.plan.hardware import GPUS, find_gpu
 from jaxllm.plan.layer_backward import attention, layer_backward, layers_of_weights
-from jaxllm.plan.memory import FLOAT32, Elements, Step, estimate_memory, parameters, slots_of
+from jaxllm.plan.memory import Step, estimate_memory
+from jaxllm.plan.parameters import Elements, parameters
 from jaxllm.plan.schedule import make_schedule
+from jaxllm.plan.step_sizes import FLOAT32, slots_of
 from jaxllm.sharding import layout, weight_rules
 
 MODEL = {
