@@ -338,8 +338,8 @@ def collectives(mesh: Mesh, axis: str, size_bytes: int, before: Callable[[str], 
       size_bytes: of the full array; each device takes about this much and twice that.
       before: called with the name of each before it begins.
     """
-    ranks, place = mesh.shape[axis], mesh.devices.shape
-    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(place), place_of(axis), -1)
+    ranks, shape = mesh.shape[axis], mesh.devices.shape
+    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(shape), place_of(axis), -1)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
 
     def expected(values: np.ndarray) -> np.ndarray:

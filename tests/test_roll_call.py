@@ -352,11 +352,11 @@ def test_shares_that_work(calls, expected):
         (with_gpus(["a", "b"], ["b", "c"], hosts="uu"), "Processes 0 and 1 on u both see b, but their other GPUs differ"),
         (
             with_gpus(["a"], ["b"], asked=8),
-            "u was given 8 GPUs for this run, but only 1 can be seen there: look at CUDA",
+            "u was given 8 GPUs for this run, but its processes see only 1: check CUDA",
         ),
         (
             with_gpus([], [], asked=2),
-            "u was given 2 GPUs for this run, but no NVIDIA driver answers there: see what",
+            "u was given 2 GPUs for this run, but no NVIDIA driver answers there: check nvidia-smi",
         ),
     ],
 )
@@ -369,14 +369,16 @@ def test_each_of_eight_processes_sees_its_own_of_eight_gpus():
 
 
 def test_one_process_alone_may_see_too_few():
-    assert too_few_gpus("h1", ["a"], 8).startswith("h1 was given 8 GPUs for this run, but only 1 can be seen there")
+    assert too_few_gpus("h1", ["a"], 8).startswith("h1 was given 8 GPUs for this run, but its processes see only 1")
     assert too_few_gpus("h1", ["a"], 1) == too_few_gpus("h1", [], None) == ""
 
 
 def test_a_host_whose_own_name_is_a_loopback_address():
     """Collectives between CPUs would use that address."""
     calls = [call(0, 2, host_address="10.0.0.1"), call(1, 2, host_address="127.0.1.1")]
-    assert "On h1 its own name means 127.0.1.1, where no other host can reach process 1 on h1" in why_incompatible(calls)
+    assert "On h1 the host's own name resolves to 127.0.1.1, where no other host can reach process 1 on h1" in why_incompatible(
+        calls
+    )
     # GPUs use their own network, and on one host the address does not matter.
     assert why_incompatible([replace(one, cpu=False, gpus=FOUR) for one in calls]) == ""
     assert why_incompatible([replace(one, machine="same") for one in calls]) == ""
