@@ -1,10 +1,10 @@
 """Measurements of a process's machine, storage and network, without a verdict: diagnosis.py judges them.
 
-    driver, cards = gpu_cards()             before JAX starts and takes their memory
+    driver, cards = gpu_cards()                 before JAX starts and takes their memory
     processes = gather(facts(driver, cards))    of all processes, by rank
-    clock_ahead()                           by how much process 0's clock is ahead of this one
-    folder(path, measures)                  shared, writable, how fast
-    collectives(mesh, axis, ...)            measured on all devices of a mesh
+    clock_ahead()                               by how much process 0's clock is ahead of this one
+    folder(path, measures)                      shared, writable, how fast
+    collectives(mesh, axis, ...)                measured on all devices of a mesh
 
 Every process calls all but the first, in the same order; they do not raise where another process would wait.
 """

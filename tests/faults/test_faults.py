@@ -79,7 +79,7 @@ def test_a_killed_coordinator_is_named(run):
 def test_a_late_process_is_waited_for_and_missed_when_it_is_killed(run):
     with run.launch() as launch:
         launch.start(0)
-        launch.wait_until(lambda: is_open(launch.port), "the roll call")
+        launch.wait_until(lambda: is_open(launch.port), "the rendezvous")
         launch.start(1)
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGKILL)
