@@ -88,7 +88,7 @@ def test_all_know_the_same_once_all_are_there(meet, order):
     answers = dict(zip(order, meet(*(calls[rank] for rank in order), pause_s=0.05), strict=True))
     for rank, answer in answers.items():
         assert answer.members == [("h0", 100), ("h1", 101), ("h2", 102)]
-        assert (answer.line_port, answer.devices) == (4321, None)
+        assert (answer.monitor_port, answer.devices) == (4321, None)
         assert answer.address == ("127.0.0.1" if rank else "")
 
 

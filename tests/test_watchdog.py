@@ -57,7 +57,10 @@ def test_phases_nest_and_restart_their_clock(clock):
     with pytest.raises(RuntimeError), progress.phase("data"):
         raise RuntimeError
     assert progress.now().phase == "step"
-    with pytest.raises(ValueError, match="'lunch' is none of the phases start, meet, compile, data"), progress.phase("lunch"):
+    with (
+        pytest.raises(ValueError, match="'lunch' is not one of the phases start, meet, compile, data"),
+        progress.phase("lunch"),
+    ):
         pass
 
 
