@@ -332,7 +332,7 @@ def _leave_after_main(code: int) -> None:
 def _check_single_process(on_cpu: bool) -> None:
     """Checks a run of one process against the launcher's environment: idle hosts, missing GPUs."""
     if idle := launchers.idle_hosts(os.environ):
-        log.warning("This run is one process; %d more hosts of this SLURM job do nothing for it: start it by srun.", idle)
+        log.warning("This run is one process; %d more hosts of this SLURM job are idle: start it with srun.", idle)
     asked = None if on_cpu else launchers.gpus_asked(os.environ)
     # Asks the driver only where a launcher promised GPUs.
     seen = visible_gpus() if asked else None

@@ -193,8 +193,8 @@ def _measured(mesh: jax.sharding.Mesh, axis: str) -> Iterator[Collective]:
 
 def _give_up(what: str, axis: str) -> None:
     print_sentence(
-        f"Process {jax.process_index()} is in {what} over {axis} for {STUCK_S:.0f} s: see that all hosts reach each "
-        f"other on every port, and with NCCL_DEBUG=INFO which network it takes (NCCL_SOCKET_IFNAME names another)."
+        f"Process {jax.process_index()} has been in {what} over {axis} for {STUCK_S:.0f} s: check that all hosts reach each "
+        f"other on every port, and with NCCL_DEBUG=INFO which network NCCL uses (NCCL_SOCKET_IFNAME selects another)."
     )
     os._exit(1)
 

@@ -1,10 +1,10 @@
 """Measurements of a process's machine, storage and network, without a verdict: diagnosis.py judges them.
 
-    driver, cards = gpu_cards()             before JAX starts and takes their memory
+    driver, cards = gpu_cards()                 before JAX starts and takes their memory
     processes = gather(facts(driver, cards))    of all processes, by rank
-    clock_ahead()                           by how much process 0's clock is ahead of this one
-    folder(path, measures)                  shared, writable, how fast
-    collectives(mesh, axis, ...)            measured on all devices of a mesh
+    clock_ahead()                               by how much process 0's clock is ahead of this one
+    folder(path, measures)                      shared, writable, how fast
+    collectives(mesh, axis, ...)                measured on all devices of a mesh
 
 Every process calls all but the first, in the same order; they do not raise where another process would wait.
 """
@@ -338,8 +338,8 @@ def collectives(mesh: Mesh, axis: str, size_bytes: int, before: Callable[[str], 
       size_bytes: of the full array; each device takes about this much and twice that.
       before: called with the name of each before it begins.
     """
-    ranks, place = mesh.shape[axis], mesh.devices.shape
-    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(place), axis_index(axis), -1)
+    ranks, shape = mesh.shape[axis], mesh.devices.shape
+    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(shape), axis_index(axis), -1)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
 
     def expected(values: np.ndarray) -> np.ndarray:

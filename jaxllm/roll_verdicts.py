@@ -179,12 +179,12 @@ def too_few_gpus(host: str, seen: Collection[str], asked: int | None) -> str:
         return ""
     if not seen:
         return (
-            f"{host} was given {_gpus(asked)} for this run, but no NVIDIA driver answers there: see what nvidia-smi says, or "
+            f"{host} was given {_gpus(asked)} for this run, but no NVIDIA driver answers there: check nvidia-smi, or "
             f"set run.cpu_devices to run on the CPU."
         )
     return (
-        f"{host} was given {_gpus(asked)} for this run, but only {len(seen)} can be seen there: look at CUDA_VISIBLE_DEVICES "
-        f"and at options that bind GPUs to tasks, or ask for fewer."
+        f"{host} was given {_gpus(asked)} for this run, but its processes see only {len(seen)}: check CUDA_VISIBLE_DEVICES "
+        f"and options that bind GPUs to tasks, or ask for fewer."
     )
 
 
@@ -227,8 +227,8 @@ def _unreachable(infos: Sequence[ProcessInfo]) -> str:
     if lost is None:
         return ""
     return (
-        f"On {lost.host} its own name means {lost.host_address}, where no other host can reach {lost}: give it its address in "
-        f"/etc/hosts there."
+        f"On {lost.host} the host's own name resolves to {lost.host_address}, where no other host can reach {lost}: give it "
+        f"its address in /etc/hosts there."
     )
 
 

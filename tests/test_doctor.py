@@ -73,7 +73,7 @@ def judged(processes: list[Facts], forced: bool = False) -> dict[str, Row]:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_launch_of_equals_is_sound(count):
+def test_a_launch_of_equal_processes_passes(count):
     rows = judged(alike(count))
     assert {row.status for row in rows.values()} == {OK}
     assert {row.todo for row in rows.values()} == {""}
@@ -106,7 +106,7 @@ def test_a_launch_of_equals_is_sound(count):
         (launch({"shared_memory_bytes": 64 * 2**20}), "host memory", WARN, "/dev/shm has 64.0 MiB on process 1 on h1"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_process(processes, check, status, words):
+def test_each_problem_is_named_with_its_process(processes, check, status, words):
     if check == "launcher":
         processes[1] = dataclasses.replace(processes[1], host="h0")
     rows = judged(processes)
@@ -269,7 +269,7 @@ def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, tex
     assert "but there are 8" in rows_of(out)["mesh"].found
 
 
-def test_a_folder_that_cannot_be(monkeypatch, capsys, tmp_path):
+def test_a_folder_that_cannot_be_created(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
     code, out, _ = run(monkeypatch, capsys, "run.cpu_devices=8", f"run.dir={tmp_path / 'file' / 'run'}", "--json")
     row = rows_of(out)["run directory"]
@@ -305,7 +305,7 @@ def test_a_start_that_is_refused_is_a_row(monkeypatch, capsys):
         (("--gpu", "h100"), "There is no GPU h100: did you mean h100-80gb?"),
     ],
 )
-def test_what_a_user_can_get_wrong(arguments, sentence, monkeypatch, capsys):
+def test_invalid_arguments(arguments, sentence, monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, *arguments)
     assert code == 2
     (line,) = err.splitlines()

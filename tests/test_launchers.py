@@ -46,7 +46,7 @@ def without(environ: dict, *names: str) -> dict:
     ],
     ids=str,
 )
-def test_the_place_among_several(environ, launcher, address, rank, count):
+def test_rank_and_world_size(environ, launcher, address, rank, count):
     found = find(environ)
     assert (found.launcher, found.address, found.process_id, found.num_processes) == (launcher, address, rank, count)
     assert launch_info(environ).launcher == launcher
@@ -97,7 +97,7 @@ def test_lists_of_nodes(node_list, hosts):
 
 
 @pytest.mark.parametrize("node_list", ["", "h[1-", "h]1", "h[]", "h[a-b]", "a,,b", "h[1-2]]"])
-def test_lists_of_nodes_that_are_none(node_list):
+def test_invalid_lists_of_nodes(node_list):
     with pytest.raises(ConfigError, match="cannot be read: set JAXLLM_COORDINATOR=host:port instead"):
         expand_node_list(node_list)
 
@@ -155,7 +155,7 @@ def test_loopback(host, loopback):
         (POD | COORDINATOR, "JAXLLM_NUM_PROCESSES is not set: give it in the manifest"),
     ],
 )
-def test_what_makes_no_sense(environ, sentence):
+def test_invalid_variables(environ, sentence):
     with pytest.raises(ConfigError) as error:
         find(environ)
     assert sentence in str(error.value)
@@ -164,12 +164,12 @@ def test_what_makes_no_sense(environ, sentence):
 # ----------------------------------------------------------------------------------------------------------- launch and place
 
 
-def test_place_by_default():
+def test_launch_info_by_default():
     alone = launch_info({})
     assert (alone.launcher, alone.attempt, alone.launch_id, alone.restarts, alone.beat_fd) == ("alone", 0, None, False, None)
 
 
-def test_place_as_said():
+def test_launch_info_as_set():
     environ = {"JAXLLM_ATTEMPT": "3", "JAXLLM_LAUNCH_ID": "a7", "JAXLLM_RESTARTS": "yes", "JAXLLM_BEAT_FD": "5"}
     said = launch_info(OURS | environ)
     assert (said.attempt, said.launch_id, said.restarts, said.beat_fd) == (3, "a7", True, 5)
@@ -187,7 +187,7 @@ def test_attempts_grow_where_a_supervisor_runs_in_a_slurm_job():
 
 
 @pytest.mark.parametrize("wrong", [{"JAXLLM_ATTEMPT": "x"}, {"JAXLLM_BEAT_FD": "-1"}, {"JAXLLM_RESTARTS": "perhaps"}], ids=str)
-def test_a_place_that_cannot_be(wrong):
+def test_invalid_launch_info(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ConfigError, match=f"{name}={value} is not valid"):
         launch_info(wrong)

@@ -208,7 +208,7 @@ def test_processes_take_up_the_checkpoint_of_one(recipe, tmp_path):
         (("host:29500", "2", "1"), "JAXLLM_COORDINATOR is set, but JAX already runs alone in this process"),
     ],
 )
-def test_variables_that_make_no_sense(values, sentence, recipe, tmp_path, monkeypatch, capsys):
+def test_invalid_variables_are_refused(values, sentence, recipe, tmp_path, monkeypatch, capsys):
     jax.devices()
     for name, value in zip(VARIABLES, values, strict=True):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)

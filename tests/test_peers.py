@@ -105,7 +105,7 @@ def test_a_lost_process_is_named_by_all_others(run):
     assert ends[1].ended() == ends[0].ended() == (sentence, exits.LOST)
 
 
-def test_a_host_that_takes_several_along_is_one_sentence(run, monkeypatch):
+def test_several_losses_of_one_host_are_one_sentence(run, monkeypatch):
     # The second connection may close a moment later on a busy machine.
     monkeypatch.setattr(peers, "TOGETHER_S", 1.0)
     ends = run(4, missing=(1, 2))
@@ -118,7 +118,7 @@ def test_a_host_that_takes_several_along_is_one_sentence(run, monkeypatch):
     assert code == exits.LOST
 
 
-def test_each_misses_process_0_by_itself(run, at_step_12):
+def test_each_detects_the_loss_of_process_0_itself(run, at_step_12):
     ends = run(3)
     ends[0].monitor.close()
     for rank in (1, 2):
@@ -128,7 +128,7 @@ def test_each_misses_process_0_by_itself(run, at_step_12):
     assert not ends[0].codes
 
 
-def test_silence_is_loss_and_what_process_0_tells_is_not_silence(run):
+def test_silence_is_a_loss_and_status_from_process_0_is_not_silence(run):
     ends = run(3, missing=(2,), silence_s=6)
     run.play(2)
     sentence, code = ends[1].ended()
@@ -138,7 +138,7 @@ def test_silence_is_loss_and_what_process_0_tells_is_not_silence(run):
     assert (code, ends[0].ended()[0]) == (exits.LOST, sentence)
 
 
-def test_a_process_that_never_calls_is_named(run, monkeypatch):
+def test_a_process_that_never_connects_is_named(run, monkeypatch):
     monkeypatch.setattr(peers, "CONNECT_S", 0.1)
     ends = run(3, missing=(1,), silence_s=6)
     sentence, code = ends[2].ended()
@@ -146,7 +146,7 @@ def test_a_process_that_never_calls_is_named(run, monkeypatch):
     assert code == exits.LOST
 
 
-def test_a_farewell_makes_closing_no_loss(run):
+def test_a_graceful_close_is_not_a_loss(run):
     ends = run(3)
     ends[1].monitor.close_gracefully()
     until(lambda: any(link.excused for link in ends[0].monitor._links), "process 0 hears it")
@@ -160,7 +160,7 @@ def test_a_farewell_makes_closing_no_loss(run):
     assert not any(end.said or end.codes for end in ends.values())
 
 
-def test_strangers_are_not_listened_to(run):
+def test_other_programs_are_ignored(run):
     ends = run(2)
     words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'{"hello": 1, "host": "h1", "pid": 7}\n', b'{"hello": 9}\n', b"x" * 70_000)
     for word in words:
@@ -187,7 +187,7 @@ def test_process_0_out_of_reach_is_refused(monkeypatch):
     assert error.value.exit_code == exits.LOST
 
 
-def test_last_words_that_nobody_reads_do_not_keep_a_process(monkeypatch):
+def test_a_last_message_without_a_reader_does_not_keep_a_process(monkeypatch):
     tried = []
 
     def refuse(_, words):
@@ -204,7 +204,7 @@ def test_last_words_that_nobody_reads_do_not_keep_a_process(monkeypatch):
 
 @pytest.mark.parametrize(("code", "others"), [(exits.BAD_INPUT, exits.BAD_INPUT), (1, exits.LOST)])
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_error_of_one_is_said_by_the_others(run, who, code, others):
+def test_an_error_of_one_is_printed_by_the_others(run, who, code, others):
     ends = run(3)
     ends[who].monitor.announce_failure("ValueError: no", code)
     for rank in {0, 1, 2} - {who}:
@@ -212,7 +212,7 @@ def test_an_error_of_one_is_said_by_the_others(run, who, code, others):
     assert not ends[who].said + ends[who].codes
 
 
-def test_who_finds_the_same_error_says_it_alone(run):
+def test_a_process_with_the_same_error_prints_only_its_own(run):
     ends = run(3)
     for rank in (1, 2, 0):
         ends[rank].monitor.announce_failure("The config is wrong.", exits.BAD_INPUT)
@@ -220,7 +220,7 @@ def test_who_finds_the_same_error_says_it_alone(run):
     assert not any(end.said or end.codes for end in ends.values())
 
 
-def test_a_loss_is_told_rather_than_the_error_that_came_of_it(run, monkeypatch):
+def test_a_loss_is_reported_rather_than_the_error_that_it_caused(run, monkeypatch):
     monkeypatch.setattr(peers, "GRACE_S", LIMIT_S)
     ends = run(3, missing=(2,))
     run.play(2).close()
@@ -252,7 +252,7 @@ def test_process_0_leaves_last(run, monkeypatch):
 # --------------------------------------------------------------------------------------------------------------- progress
 
 
-def test_all_know_who_is_behind_and_process_0_where_everybody_is(run, at_step_12):
+def test_all_know_the_slowest_process_and_process_0_the_status_of_all(run, at_step_12):
     ends = run(4, missing=(2, 3))
     for rank, seconds in ((2, 5.0), (3, 40.0)):
         run.play(rank, phase="save", step=11, seconds=seconds)
@@ -296,7 +296,7 @@ time.sleep(60)
 
 
 @pytest.mark.launcher
-def test_a_stopped_process_is_given_up_and_knows_it_when_it_goes_on():
+def test_a_stopped_process_counts_as_lost_and_exits_when_it_resumes():
     started = []
 
     def start(*arguments) -> subprocess.Popen:

@@ -88,7 +88,7 @@ def test_all_know_the_same_once_all_are_there(meet, order):
     answers = dict(zip(order, meet(*(calls[rank] for rank in order), pause_s=0.05), strict=True))
     for rank, answer in answers.items():
         assert answer.members == [("h0", 100), ("h1", 101), ("h2", 102)]
-        assert (answer.line_port, answer.devices) == (4321, None)
+        assert (answer.monitor_port, answer.devices) == (4321, None)
         assert answer.address == ("127.0.0.1" if rank else "")
 
 
@@ -107,7 +107,7 @@ def test_processes_of_one_host_share_its_gpus_in_the_order_of_their_ranks(meet):
     assert [answer.devices for answer in answers] == [[0, 1], [2, 3]]
 
 
-def test_one_that_was_started_again_takes_its_place(launch):
+def test_a_restarted_process_replaces_its_first_try(launch):
     """Process 0 sees that the first try is gone, in whatever order it reads its connections."""
     place = launch(0)
     with ThreadPoolExecutor(3) as pool:
@@ -120,7 +120,7 @@ def test_one_that_was_started_again_takes_its_place(launch):
         assert [other.result(timeout=30).members[1] for other in others] == [("h1", 101)] * 2
 
 
-def test_strangers_at_the_port_disturb_nothing(launch):
+def test_other_programs_at_the_port_disturb_nothing(launch):
     place = launch(0)
     with ThreadPoolExecutor(3) as pool, socket.socket() as silent, socket.socket() as browser:
         zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
@@ -149,7 +149,7 @@ def test_strangers_at_the_port_disturb_nothing(launch):
         (call(1, flags=["--xla_a=1"]), "Process 1 on h1 has other XLA_FLAGS than process 0 on h0 (--xla_a=1 only for 1)"),
     ],
 )
-def test_all_that_came_hear_why_one_does_not_belong(meet, other, sentence):
+def test_all_that_came_learn_why_one_is_rejected(meet, other, sentence):
     """At once: process 2 never comes, and none waits for it."""
     started = time.monotonic()
     words = sentences(meet(call(0), other))
@@ -204,7 +204,7 @@ def test_a_port_that_something_else_holds(launch):
     assert error.type is ConfigError
 
 
-def test_after_a_restart_a_taken_port_is_waited_for(launch):
+def test_after_a_restart_it_waits_for_a_taken_port(launch):
     """A holder that keeps it longer may be gone at the next restart."""
     place = launch(0)
     holder = socket.create_server(("0.0.0.0", place.port))
@@ -286,7 +286,7 @@ def test_process_0_is_not_there(launch, answers):
         listener.close()
 
 
-def test_whoever_takes_a_connection_and_says_nothing_is_asked_again(launch, monkeypatch):
+def test_a_listener_that_sends_nothing_is_tried_again(launch, monkeypatch):
     """Until the limit: another process 0 may listen there by then."""
     monkeypatch.setattr(roll_call, "FIRST_REPLY_S", 0.2)
     place = launch(1, start_timeout_s=1)
@@ -352,11 +352,11 @@ def test_shares_that_work(calls, expected):
         (with_gpus(["a", "b"], ["b", "c"], hosts="uu"), "Processes 0 and 1 on u both see b, but their other GPUs differ"),
         (
             with_gpus(["a"], ["b"], asked=8),
-            "u was given 8 GPUs for this run, but only 1 can be seen there: look at CUDA",
+            "u was given 8 GPUs for this run, but its processes see only 1: check CUDA",
         ),
         (
             with_gpus([], [], asked=2),
-            "u was given 2 GPUs for this run, but no NVIDIA driver answers there: see what",
+            "u was given 2 GPUs for this run, but no NVIDIA driver answers there: check nvidia-smi",
         ),
     ],
 )
@@ -369,20 +369,22 @@ def test_each_of_eight_processes_sees_its_own_of_eight_gpus():
 
 
 def test_one_process_alone_may_see_too_few():
-    assert too_few_gpus("h1", ["a"], 8).startswith("h1 was given 8 GPUs for this run, but only 1 can be seen there")
+    assert too_few_gpus("h1", ["a"], 8).startswith("h1 was given 8 GPUs for this run, but its processes see only 1")
     assert too_few_gpus("h1", ["a"], 1) == too_few_gpus("h1", [], None) == ""
 
 
-def test_a_host_whose_own_name_means_itself_alone():
+def test_a_host_whose_own_name_is_a_loopback_address():
     """Collectives between CPUs would use that address."""
     calls = [call(0, 2, host_address="10.0.0.1"), call(1, 2, host_address="127.0.1.1")]
-    assert "On h1 its own name means 127.0.1.1, where no other host can reach process 1 on h1" in why_incompatible(calls)
+    assert "On h1 the host's own name resolves to 127.0.1.1, where no other host can reach process 1 on h1" in why_incompatible(
+        calls
+    )
     # GPUs use their own network, and on one host the address does not matter.
     assert why_incompatible([replace(one, cpu=False, gpus=FOUR) for one in calls]) == ""
     assert why_incompatible([replace(one, machine="same") for one in calls]) == ""
 
 
-def test_another_version_may_say_more_and_less():
+def test_another_version_may_send_other_fields():
     """Fields come and go; the versions are always compared first."""
     message = {name: value for name, value in vars(call(1)).items() if name != "host_address"} | {"news": 1}
     understood = roll_call._parse_process_info(message | {"versions": {"jaxllm": "9"}})

@@ -67,7 +67,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize("code", [0, exits.BAD_INPUT])
-def test_what_another_try_cannot_change_is_not_started_again(start, code):
+def test_no_restart_where_another_try_cannot_help(start, code):
     assert ended(start(f"echo once; exit {code}")) == (code, ["once"], [])
 
 
@@ -81,7 +81,7 @@ def test_what_another_try_cannot_change_is_not_started_again(start, code):
         ("kill -ABRT $$", 134, "ended by SIGABRT"),
     ],
 )
-def test_everything_else_is_started_again_within_the_limit(start, script, code, why):
+def test_everything_else_restarts_within_the_limit(start, script, code, why):
     said = ended(start(f"echo $JAXLLM_ATTEMPT $JAXLLM_RESTARTS; {script}", "--restarts", "2"))
     assert said == (
         code,
@@ -99,7 +99,7 @@ def test_a_success_ends_it_and_all_attempts_are_one_launch(start):
     assert (code, len(out), len(set(out))) == (0, 2, 1)
 
 
-def test_without_restarts_nobody_is_promised_one(start):
+def test_without_restarts_the_environment_promises_none(start):
     assert ended(start('echo "${JAXLLM_ATTEMPT-none} ${JAXLLM_RESTARTS-none}"; exit 7', "--restarts", "0")) == (
         7,
         ["none none"],
@@ -107,7 +107,7 @@ def test_without_restarts_nobody_is_promised_one(start):
     )
 
 
-def test_an_attempt_that_lasted_begins_the_count_anew(start):
+def test_an_attempt_that_lasted_resets_the_count(start):
     """Attempts 0, 1, 3 and 4 fail at once and 2 does not: two in a row each time, never three."""
     script = "echo $JAXLLM_ATTEMPT; ((JAXLLM_ATTEMPT != 2)) || sleep 5; exit 7"
     code, out, err = ended(start(script, "--restarts", "2", "--anew-after", "5"))
@@ -137,7 +137,7 @@ def test_a_supervisor_of_one_of_several_makes_no_name_for_the_launch(name):
     assert environment({}, Limits())["JAXLLM_LAUNCH_ID"]
 
 
-def test_codes_in_words():
+def test_exit_codes_are_described():
     assert (describe_exit(128 + 15), describe_exit(255), describe_exit(1)) == ("ended by SIGTERM", "an error", "an error")
 
 
@@ -186,7 +186,7 @@ def test_a_frozen_process_is_killed_and_started_again(start):
 
 
 @pytest.mark.launcher
-def test_whoever_beats_or_never_did_is_not_frozen(start):
+def test_a_process_that_sends_heartbeats_or_never_did_is_not_frozen(start):
     steady = start(BEATS + "sleep 4; echo done; kill $beats", "--silent-after", "2")
     silent = start("sleep 2; echo done", "--silent-after", "0.5")
     assert [ended(process) for process in (steady, silent)] == [(0, ["done"], [])] * 2
@@ -208,7 +208,7 @@ def test_signals_are_passed_on_and_end_it(start, sent, received):
 
 
 @pytest.mark.launcher
-def test_told_to_stop_between_two_attempts_it_says_that_the_run_can_go_on(start):
+def test_a_signal_between_two_attempts_asks_for_a_restart(start):
     process = start("echo failing; exit 7", "--backoff-s", "60")
     assert "in 60 s" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
@@ -217,7 +217,7 @@ def test_told_to_stop_between_two_attempts_it_says_that_the_run_can_go_on(start)
 
 @pytest.mark.launcher
 @pytest.mark.parametrize(("restarts", "code"), [("1", exits.RESTART), ("0", 128 + signal.SIGTERM)])
-def test_told_to_stop_before_it_listens_it_can_go_on_if_somebody_restarts_it(start, restarts, code):
+def test_a_signal_before_handlers_are_set_asks_for_a_restart_under_a_supervisor(start, restarts, code):
     process = start("echo ready; exec sleep 60", "--restarts", restarts)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -225,7 +225,7 @@ def test_told_to_stop_before_it_listens_it_can_go_on_if_somebody_restarts_it(sta
 
 
 @pytest.mark.launcher
-def test_told_to_stop_as_it_ends_it_speaks_of_no_restart(start):
+def test_a_signal_while_it_ends_announces_no_restart(start):
     assert ended(start('trap "" TERM; kill -TERM $PPID; kill -KILL $$')) == (137, [], [])
 
 
@@ -327,7 +327,7 @@ def test_what_a_launcher_gives_is_no_terminal_to_the_command(start, follow):
 
 
 @pytest.mark.launcher
-def test_a_flood_nobody_takes_does_not_stop_it(start, tmp_path):
+def test_output_without_a_reader_does_not_block_it(start, tmp_path):
     start("head -c 9000000 /dev/zero; echo >written", "--follow", "stdin", stdin=subprocess.PIPE)
     until_s = time.monotonic() + LIMIT_S
     while not (tmp_path / "written").exists():

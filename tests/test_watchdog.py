@@ -46,7 +46,7 @@ def clock(monkeypatch):
 # --------------------------------------------------------------------------------------------------------------- progress
 
 
-def test_phases_nest_and_begin_anew(clock):
+def test_phases_nest_and_restart_their_clock(clock):
     progress.at_step(7)
     clock(2)
     assert progress.now() == progress.Snapshot("step", 7, 2)
@@ -125,7 +125,7 @@ def test_all_else_has_a_limit_of_its_own(clock, phase):
     assert dog.verdict() is None
 
 
-def test_waiting_for_the_others_to_start_is_not_its_business(clock):
+def test_waiting_for_the_others_to_start_has_no_limit_here(clock):
     with progress.phase("meet"):
         clock(10_000, Watchdog(RUN))
 
@@ -142,7 +142,7 @@ def monitor(slowest: PeerStatus | None):
     )
 
 
-def test_who_waits_for_a_peer_has_as_much_time_as_that(clock):
+def test_a_step_that_waits_for_a_peer_may_take_as_long_as_its_phase(clock):
     saves = monitor(PeerStatus(2, "h2", progress.Snapshot("save", 4, 90)))
     dog = Watchdog(RUN, lambda: saves)
     progress.at_step(5)
@@ -185,7 +185,7 @@ def test_a_usual_step_is_not_stuck(tiny_config):
 # ------------------------------------------------------------------------------------------------------------------- end
 
 
-def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd, monkeypatch):
+def test_a_stuck_process_notifies_the_others_prints_its_stacks_and_ends(capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "STACKS_S", 0.0)
     codes, peers = deque(), monitor(None)
     run = RunConfig(stuck_min_s=0.05, phase_timeout_s=0.05)
@@ -199,11 +199,11 @@ def test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends(capfd, monke
     assert sentence.startswith("process 1 on h1 is stuck: step 5 has taken 0 s")
     error = capfd.readouterr().err
     assert f"jaxllm: {sentence}\n" in error
-    assert "in test_a_stuck_process_tells_the_others_shows_its_stacks_and_ends" in error
+    assert "in test_a_stuck_process_notifies_the_others_prints_its_stacks_and_ends" in error
     assert list(codes) == [exits.LOST]
 
 
-def test_a_process_that_gets_on_is_left_alone():
+def test_a_process_that_makes_progress_continues():
     codes = []
     with Watchdog(RunConfig(stuck_min_s=0.5, phase_timeout_s=0.5), end=codes.append, look_s=0.01), progress.phase("step"):
         for step in range(20):
@@ -241,7 +241,7 @@ def test_a_process_stuck_in_c_ends(work, code, words):
 
 
 @pytest.mark.parametrize("what", ["file", "read end", "nothing"])
-def test_a_number_that_is_no_supervisor_s_pipe_is_left_alone(what, tmp_path):
+def test_a_number_that_is_not_a_supervisor_s_pipe_is_ignored(what, tmp_path):
     """Variables may reach a process that its supervisor's open files do not."""
     ours, theirs = os.pipe()
     path = tmp_path / "tokens"
@@ -253,7 +253,7 @@ def test_a_number_that_is_no_supervisor_s_pipe_is_left_alone(what, tmp_path):
     os.close(theirs)
 
 
-def test_the_supervisor_hears_a_beat_as_long_as_the_process_lives(monkeypatch):
+def test_heartbeats_continue_as_long_as_the_process_lives(monkeypatch):
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
     ours, theirs = os.pipe()
     watchdog.beat(None)

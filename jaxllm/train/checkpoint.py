@@ -61,7 +61,7 @@ class Checkpoints:
     """The checkpoints of one run directory, by step. With several processes all make it, and call it in the same order.
 
     Args:
-      require: called before anything here changes; Fence.require where the run holds the directory.
+      require: called before anything here changes; RunDirLock.require where the run holds the directory.
 
     Attributes:
       latest: the newest whole checkpoint, as a step; None if there is none.

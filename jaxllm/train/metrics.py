@@ -31,7 +31,7 @@ class JsonLines:
     Lines of later steps, which will run again, move to a file beside it: metrics-1.jsonl and so on.
 
     Args:
-      require: called before anything is written; Fence.require if the run holds the directory.
+      require: called before anything is written; RunDirLock.require where the run holds the directory.
     """
 
     def __init__(self, path: Path, last_step: int, require: Callable[[], None] = unfenced):

@@ -79,7 +79,7 @@ def test_a_killed_coordinator_is_named(run):
 def test_a_late_process_is_waited_for_and_missed_when_it_is_killed(run):
     with run.launch() as launch:
         launch.start(0)
-        launch.wait_until(lambda: is_open(launch.port), "the roll call")
+        launch.wait_until(lambda: is_open(launch.port), "the rendezvous")
         launch.start(1)
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_a_stopped_process_is_given_up_by_the_other_and_killed_by_its_supervisor
 # ------------------------------------------------------------------------------------------------------- data and disk
 
 
-def test_what_fails_in_one_process_is_told_by_the_other(run):
+def test_a_failure_in_one_process_is_reported_by_the_other(run):
     """Data is read in a thread: its failure ends that process."""
     # Process 1 would wait for the end of a save, and JAX abort it once process 0 has exited.
     with run.launch(NO_SAVES) as launch:
@@ -114,7 +114,7 @@ def test_what_fails_in_one_process_is_told_by_the_other(run):
         assert "Traceback" not in launch[0].err.text
 
 
-def test_a_process_stuck_in_its_data_is_named_by_whoever_sees_it_first(run):
+def test_a_process_stuck_in_its_data_is_named_by_the_first_to_notice(run):
     """And both print their stacks."""
     with run.launch("run.phase_timeout_s=25") as launch:
         launch.start(0)
@@ -144,7 +144,7 @@ def test_a_process_whose_disk_is_full_ends_the_run_and_loses_nothing(run):
         assert run.saved[-1:] == ([launch.first] if launch.first else [])
 
 
-def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again(tmp_path):
+def test_a_killed_worker_that_prepares_data_ends_its_command_which_resumes(tmp_path):
     lines = (f'{{"text": "{i} law mesh ring axis shard gather tick"}}\n' for i in range(240_000))
     (tmp_path / "a.jsonl").write_text("".join(lines))
     command = [sys.executable, "-m", "jaxllm.cli", "data", "prepare", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes"]

@@ -52,7 +52,7 @@ def test_hosts_and_names_agree():
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {volume["name"] for volume in POD["volumes"]}
 
 
-def test_each_pod_finds_its_place():
+def test_each_pod_finds_its_rank():
     for index in range(JOB["completions"]):
         found = launchers.find(environment_of(index))
         assert (found.launcher, found.process_id, found.num_processes) == ("kubernetes", index, JOB["completions"])
@@ -62,7 +62,7 @@ def test_each_pod_finds_its_place():
     assert launchers.launch_info(environment_of(0, labels={})).launch_id is None
 
 
-def test_what_no_schema_says():
+def test_rules_outside_the_schema():
     """A server rejects other values, or accepts them and loses the run."""
     assert (JOBSET["apiVersion"], JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert set(JOBSET["spec"]) <= {"replicatedJobs", "network", "failurePolicy"}

@@ -184,7 +184,7 @@ def test_signals_are_passed_on(ssh, hosts, tmp_path, sent, received):
     assert sorted(out.splitlines()) == [f"[0] {received}", f"[1] {received}"]
 
 
-def test_nobody_reads_a_secret_in_the_list_of_processes(ssh, hosts, tmp_path):
+def test_the_list_of_processes_shows_no_secret(ssh, hosts, tmp_path):
     with launched("ssh.sh", hosts("h1"), "bash", "-c", STOPS, cwd=tmp_path, SSH=ssh, WANDB_API_KEY="hunter2") as process:
         ready(process, 1)
         found = list(processes_of_launch())

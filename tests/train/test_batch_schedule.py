@@ -273,5 +273,5 @@ def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config)
     # A run from before there were schedules.
     del meta["config"]["train"]["batch_schedule"]
     go_on("[[384, 16]]")
-    with pytest.raises(ConfigError, match=r"began with train.global_batch_sequences=8 and train.batch_schedule=\[\], and"):
+    with pytest.raises(ConfigError, match=r"began with train.global_batch_sequences=8 and train.batch_schedule=\[\], but"):
         go_on("[[256, 16]]")

@@ -121,7 +121,7 @@ HERE = this_process("job 7", 2)
         (replace(HERE, machine=""), "unsure"),
     ],
 )
-def test_what_can_be_said_of_a_holder_at_once(found, verdict):
+def test_the_status_of_a_holder_at_once(found, verdict):
     assert holder_status(found, HERE) == verdict
     assert holder_status(found, replace(HERE, launch_id=None)) != "replaced"
 
@@ -160,7 +160,7 @@ def test_a_lock_file_of_an_earlier_version_is_understood(tmp_path):
     assert holder(tmp_path) == ELSEWHERE
 
 
-def test_a_file_that_says_nothing_is_replaced_after_a_while(launch, quick, tmp_path):
+def test_an_unreadable_file_is_replaced_after_a_while(launch, quick, tmp_path):
     (tmp_path / ".holder.json").write_text("")
     with closing_lock(RunDirLock.take(tmp_path)):
         assert holder(tmp_path).pid == os.getpid()
@@ -236,7 +236,7 @@ def test_where_there_are_no_links_the_name_is_given_all_the_same(launch, tmp_pat
             module.rename_if_free(tmp_path / "aside", tmp_path / ".holder.json")
 
 
-def test_who_took_over_may_have_ended_by_now(launch, left, tmp_path):
+def test_the_run_that_took_over_may_have_ended_by_now(launch, left, tmp_path):
     with hold_run_dir(tmp_path) as require:
         require()
         assert left == []
@@ -247,7 +247,7 @@ def test_who_took_over_may_have_ended_by_now(launch, left, tmp_path):
         assert left == [f"run.dir={tmp_path} {how}: {name} writes nothing more there."]
 
 
-def test_a_save_under_way_when_the_run_fails_is_finished_in_a_directory_that_nobody_took(launch, left, tmp_path):
+def test_a_save_in_progress_when_the_run_fails_finishes_in_a_directory_that_no_run_took(launch, left, tmp_path):
     with hold_run_dir(tmp_path) as require:
         pass
     require()

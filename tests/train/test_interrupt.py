@@ -95,7 +95,7 @@ def stopped_step(out: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_stops_saved_and_the_run_goes_on_alike(number, recipe, tmp_path):
+def test_a_signal_stops_saved_and_the_run_resumes_alike(number, recipe, tmp_path):
     folder = tmp_path / "run"
     process = start(recipe, folder)
     wait_for(process, r"^step 3/")
@@ -144,7 +144,7 @@ def test_a_signal_during_the_first_compilation_asks_for_a_restart_at_once(recipe
     assert not (folder / "checkpoints").exists()
 
 
-def test_where_somebody_types_a_second_ctrl_c_raises_and_the_process_stays(monkeypatch):
+def test_at_a_prompt_a_second_ctrl_c_raises_and_the_process_stays(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr(module, "SAME_SIGNAL_S", 0.0)
     with SignalHandler() as handler:
@@ -159,7 +159,7 @@ def test_where_somebody_types_a_second_ctrl_c_raises_and_the_process_stays(monke
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_must_be_whole_is_done_before_ctrl_c_raises():
+def test_a_block_that_must_not_stop_halfway_ends_before_ctrl_c_raises():
     done = []
 
     def whole():
@@ -336,7 +336,7 @@ def wait_for_signal(handler) -> None:
         time.sleep(0.01)
 
 
-def test_before_the_first_step_it_leaves_early_if_somebody_restarts_the_run():
+def test_before_the_first_step_it_leaves_early_under_a_supervisor():
     left = []
     with SignalHandler(leave_early=left.append) as handler:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -345,7 +345,7 @@ def test_before_the_first_step_it_leaves_early_if_somebody_restarts_the_run():
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_who_is_ready_for_the_first_step_leaves_early_no_more(restarts):
+def test_a_process_ready_for_the_first_step_leaves_early_no_more(restarts):
     left = []
     with SignalHandler(leave_early=left.append if restarts else None) as handler:
         if restarts:
