@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm.plan.hardware import GPUS
+from jaxllm.cost_model.hardware import GPUS
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "recipes.md"

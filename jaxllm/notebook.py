@@ -11,7 +11,7 @@ import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.html_tables import preformatted, table
+from jaxllm.display import preformatted, table
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -28,8 +28,8 @@ def register() -> None:
         formatter = shell.display_formatter.formatters["text/html"]
         # By name, because few notebooks import the planner or the compiler's part of jaxllm.
         formatter.for_type_by_name("jaxllm.plan.search", "Plan", plan_html)
-        formatter.for_type_by_name("jaxllm.report", "Report", inspect_html)
-        formatter.for_type_by_name("jaxllm.compile_report", "CompileReport", compile_html)
+        formatter.for_type_by_name("jaxllm.compile.inspect", "Report", inspect_html)
+        formatter.for_type_by_name("jaxllm.compile.report", "CompileReport", compile_html)
         if "jax" in sys.modules:
             from jax.sharding import Mesh
 
@@ -65,14 +65,14 @@ def plan_html(plan: Any) -> str:
 
 def inspect_html(report: Any) -> str:
     """What `jaxllm inspect` prints."""
-    from jaxllm.inspect_text import in_columns, render
+    from jaxllm.compile.inspect_text import in_columns, render
 
     return preformatted(in_columns(render(report)))
 
 
 def compile_html(report: Any) -> str:
     """The output of `jaxllm compile`."""
-    from jaxllm.compile_text import render
-    from jaxllm.inspect_text import in_columns
+    from jaxllm.compile.inspect_text import in_columns
+    from jaxllm.compile.text import render
 
     return preformatted(in_columns(render(report)))

@@ -14,8 +14,8 @@ import pytest
 import real_material
 from tiny import TINY
 
-from jaxllm import xla_flags
 from jaxllm.config import Config, RunConfig, load_config
+from jaxllm.runtime import xla_flags
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 

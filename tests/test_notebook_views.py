@@ -19,16 +19,16 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm import notebook
-from jaxllm.compile_report import CompileReport
+from jaxllm.commands.plan import plan
+from jaxllm.compile.inspect import Report, inspect_config
+from jaxllm.compile.inspect_text import in_columns
+from jaxllm.compile.report import CompileReport
 from jaxllm.config import load_config
-from jaxllm.html_tables import table
-from jaxllm.inspect_text import in_columns
+from jaxllm.display import table
 from jaxllm.model.llama import Llama
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.search import Plan
 from jaxllm.plan.search_text import WIDTH, render
-from jaxllm.planner import plan
-from jaxllm.report import Report, inspect_config
 from jaxllm.train.console import Console
 
 LARGE = {

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.fence import unfenced
 from jaxllm.train.instability import spike_line
 
 Record = dict[str, float | int]

@@ -144,7 +144,7 @@ def test_a_command_that_does_not_go_on_where_it_left_off_has_one_turn(slurm):
 
 def test_each_host_runs_the_command_under_a_supervisor(slurm):
     found = slurm(0, shown(), "jaxllm", "train", "a b.yaml", "run.dir=c d")
-    supervised = [sys.executable, "-m", "jaxllm.supervise", "--restarts", "10", "--"]
+    supervised = [sys.executable, "-m", "jaxllm.runtime.supervisor", "--restarts", "10", "--"]
     assert found.srun[-10:] == [*supervised, sys.executable, "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"][-10:]
     assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
     # It would end a process that is saving when another is done.

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import progress
+from jaxllm.runtime import progress
 from jaxllm.train import stragglers
 from jaxllm.train.stragglers import Stragglers, Times, straggler_sentences, usual_times
 

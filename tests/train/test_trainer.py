@@ -14,11 +14,11 @@ from run_files import records
 from tiny import TINY
 
 import jaxllm
+from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
-from jaxllm.train.fence import hold_run_dir
-from jaxllm.train.interrupt import SignalHandler
 from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines, open_sinks
+from jaxllm.train.signals import SignalHandler
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
 
