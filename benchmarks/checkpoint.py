@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.cost_model.hardware import available_cpus
+from jaxllm.runtime.cpus import available_cpus
 
 MODEL = {
     **{"num_layers": 4, "hidden_size": 448, "intermediate_size": 1536, "num_heads": 7, "num_kv_heads": 7, "vocab_size": 256},

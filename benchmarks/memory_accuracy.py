@@ -677,8 +677,9 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Estimate against XLA's figure, and the error by how full the GPU is. Raises ConfigError as jaxllm.plots.schedule.save()."""
-    from jaxllm.plots.schedule import schedule
+    """Estimate against XLA's figure, and the error by how full the GPU is. Raises ConfigError as
+    jaxllm.plots.schedule.save()."""
+    from jaxllm.plots import schedule
 
     compiled = [row for row in rows if not row["error"]]
     figure = schedule.new_figure(12, 5.4)

@@ -3,10 +3,10 @@
 python benchmarks/published_rule.py [--remat full] [--json]        (needs no GPU and compiles nothing)
 
 The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, nothing computed twice, by
-Megatron-LM; a row without a speed did not run. The rule: what jaxllm.cost_model.megatron gives is at most 80% of the GPU's memory.
-jaxllm's: its own estimate for its own program is at most 95% of gpu.capacity_bytes. On each mesh of the rows, the largest
-microbatch that each admits, and at microbatch 1 the most layers. Last, of the configurations that memory_accuracy.py compiled,
-how many each line admits by the same estimate, and how many of those do not fit.
+Megatron-LM; a row without a speed did not run. The rule: what jaxllm.cost_model.megatron gives is at most 80% of the GPU's
+memory. jaxllm's: its own estimate for its own program is at most 95% of gpu.capacity_bytes. On each mesh of the rows, the
+largest microbatch that each admits, and at microbatch 1 the most layers. Last, of the configurations that memory_accuracy.py
+compiled, how many each line admits by the same estimate, and how many of those do not fit.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError, ModelConfig, load_config
 from jaxllm.cost_model.flops import mfu, parameter_count
-from jaxllm.cost_model.hardware import available_cpus
+from jaxllm.runtime.cpus import available_cpus
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 # transformers' side sees one text in a row, so ours does.

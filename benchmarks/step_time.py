@@ -1,7 +1,7 @@
 """The step-time model beside published measurements: Megatron-LM, Llama 3.1 8B, S 8192, 1024 sequences a step, A100s and H100s.
 
     python benchmarks/step_time.py            measured and predicted TFLOP/s a GPU, row by row, and how well they agree
-    python benchmarks/step_time.py --fit      fits the four constants (cost_model/step_time.py), to all rows and to parts of them
+    python benchmarks/step_time.py --fit      fits the four constants of cost_model/step_time.py, to all rows and to parts
 
 Rows: benchmarks/published/llama-3.1-8b.csv, those with a number (lab table of 22 Oct 2024 by arXiv:2411.06465's first author;
 plain 1F1B, distributed optimizer, no recomputation). Agreement for each kind of GPU: Spearman's rank correlation, median error,

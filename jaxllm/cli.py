@@ -21,8 +21,8 @@ from typer.core import TyperCommand
 
 from jaxllm import __version__
 from jaxllm.config import Config, ConfigError, json_schema, load_config
+from jaxllm.display import print_sentence
 from jaxllm.runtime import exit_codes
-from jaxllm.runtime.peer_monitor import print_sentence
 
 
 class Command(TyperCommand):
@@ -144,7 +144,7 @@ def inspect(
 
     report = inspect_config(loaded, gpus, gpus_per_host)
     if picture is not None:
-        from jaxllm.parallel.zigzag import picture as draw
+        from jaxllm.plots.zigzag import picture as draw
 
         draw(loaded.parallel.context, picture)
     if as_json:
@@ -188,7 +188,7 @@ def estimate(
     if over is not None and picture is None:
         raise ConfigError(f"--over={over} draws a picture: say where to with --picture FILE.png.")
     if over == "step" and picture is not None:
-        from jaxllm.compile.memory_timeline import draw_step
+        from jaxllm.plots.memory_timeline import draw_step
 
         draw_step(report, picture)
     elif picture is not None:

@@ -1,8 +1,8 @@
 """The work of launch/ssh.sh: python over_ssh.py HOSTS "VARIABLE ..." [SUPERVISOR OPTION...] -- COMMAND...
 
 For each line of HOSTS one ssh sends a script to a bash there, on standard input so that values of variables do not show in a
-list of processes. The script becomes the supervisor (jaxllm/runtime/supervisor.py), which reads the rest of standard input as orders:
-TERM, INT or KILL, one per line. ssh forwards no signals, and when it is killed it leaves the other end running; but the
+list of processes. The script becomes the supervisor (jaxllm/runtime/supervisor.py), which reads the rest of standard input as
+orders: TERM, INT or KILL, one per line. ssh forwards no signals, and when it is killed it leaves the other end running; but the
 supervisor reacts to a closed standard input.
 """
 

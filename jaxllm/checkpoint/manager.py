@@ -526,8 +526,8 @@ def lies_on_host(arrays: Any) -> bool:
 
 
 def restacked(arrays: Any, like: Any) -> Any:
-    """Stacks of layers as `like` has them (parallel/layer_stacking.py): cut into other chunks, identity layers of zeros added at the
-    end or taken away. One array after the other; those given are deleted.
+    """Stacks of layers as `like` has them (parallel/layer_stacking.py): cut into other chunks, identity layers of zeros added
+    at the end or taken away. One array after the other; those given are deleted.
     """
     return jax.tree.map(_restack, arrays, like)
 

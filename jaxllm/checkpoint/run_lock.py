@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxllm.config import ConfigError
+from jaxllm.display import print_sentence
 from jaxllm.runtime import distributed, exit_codes
-from jaxllm.runtime.peer_monitor import print_sentence
 
 HOLDER = ".holder.json"
 BEAT_S = 5.0
@@ -117,8 +117,8 @@ class RunDirLock:
         return lock
 
     def require(self) -> None:
-        """Ends the process with exit_codes.LOST if another run has taken the directory. Call it right before each write that the
-        next run will read.
+        """Ends the process with exit_codes.LOST if another run has taken the directory. Call it right before each write that
+        the next run will read.
 
         After `release` the directory still belongs to this process until another run takes it: a save that was in progress when
         the run failed may finish after that.

@@ -24,9 +24,10 @@ from jaxllm.compile.inspect_warnings import Warned, matmul_warnings, network_war
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.cost_model.activations import Held, bytes_per_token_and_layer, is_blockwise, policy_of
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
-from jaxllm.cost_model.hardware import GPUS, readable
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import hosts_of, named_devices
 from jaxllm.cost_model.precision import Row, precision_table
+from jaxllm.display import readable
 from jaxllm.mesh import TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block

@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm.compile.inspect import REACHED, REFERENCE_GPU, Report, axes_line
-from jaxllm.cost_model.hardware import GPUS, readable
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import readable
 from jaxllm.mesh import CONTEXT, TENSOR
 from jaxllm.parallel.zigzag import table_text
 

@@ -4,9 +4,9 @@
     for row in by_kind(transfers): row.kind, row.axes, row.exposed_share
 
 XLA's optimised HLO lists instructions in issue order. The simulated device goes through that list. A matmul or fused attention
-takes the time of its FLOPs, at the share of the peak that cost_model/step_time.py uses for large matmuls. A collective's start hands
-the transfer to the link of its axes, which runs one transfer after another. Its done waits until that transfer ends. A loop's
-body is simulated once and counts once per iteration. The schedule is XLA's own; the times come from a model. Nothing is
+takes the time of its FLOPs, at the share of the peak that cost_model/step_time.py uses for large matmuls. A collective's start
+hands the transfer to the link of its axes, which runs one transfer after another. Its done waits until that transfer ends. A
+loop's body is simulated once and counts once per iteration. The schedule is XLA's own; the times come from a model. Nothing is
 measured.
 
 The simulation is pessimistic: only matmuls and attention count as compute. Norms, casts, the optimizer and kernel launches take

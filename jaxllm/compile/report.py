@@ -32,8 +32,9 @@ from jaxllm.compile.jaxpr_flops import matmul_flops, walk
 from jaxllm.compile.overlap import Overlap, by_kind, play, sent_bytes
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import train_flops_per_token
-from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import hosts_of, require_devices
+from jaxllm.display import readable
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.runtime import distributed, xla_flags

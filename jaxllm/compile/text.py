@@ -15,8 +15,9 @@ from rich.text import Text
 from jaxllm.compile.inspect import axes_line
 from jaxllm.compile.overlap import total
 from jaxllm.compile.report import CompileReport
-from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, readable
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import readable
 
 """Collectives in the table; the JSON has all."""
 ROWS = 14

@@ -16,7 +16,7 @@ from jaxllm.config.sections import RunConfig
 
 def config_folder() -> Path:
     """configs/ of the checkout, or of the installed wheel."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     return here / "configs" if (here / "configs").is_dir() else here.parent / "configs"
 
 

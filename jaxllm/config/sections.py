@@ -384,8 +384,9 @@ class RunConfig(Section):
     """Bit-equal reruns on GPU: XLA takes no kernel whose sums depend on which thread is first, and chooses none by timing.
     Costs speed: matmuls run with untimed tiles, and attention's backward in cuDNN's slower way."""
     xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
-    """Sets of XLA's options to try on GPUs, such as [double_buffering]; jaxllm/runtime/xla_flags.py says what each does. None is on by
-    itself: they change the order of the step and with it its memory, which `jaxllm compile` then tells, not the estimate."""
+    """Sets of XLA's options to try on GPUs, such as [double_buffering]; jaxllm/runtime/xla_flags.py says what each does. None
+    is on by itself: they change the order of the step and with it its memory, which `jaxllm compile` then tells, not the
+    estimate."""
     allow_overcommit: Switch = False
     """Start even where the estimate says that a step does not fit into the GPU's memory."""
     peer_timeout_s: PositiveFloat = 60

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +72,6 @@ A100 = Chip((8, 0), 108, 64, 164 * 1024, 40 * MIB, 1.41)
 H100 = Chip((9, 0), 132, 128, 228 * 1024, 50 * MIB, 1.98)
 H100_NVL = dataclasses.replace(H100, clock_ghz=1.785)
 B200 = Chip((10, 0), 148, 128, 228 * 1024, 132_644_864, 1.965)
-
-
-def available_cpus() -> int:
-    """Cores of this machine that this process may run on: a job often has fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -326,11 +320,3 @@ def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
         right, should = is_number(value), "a number above zero; with an exponent, write 1.0e+12"
     if not right:
         raise ConfigError(f"{key}={value} in {path} is not valid: it should be {should}.")
-
-
-def readable(size_bytes: float) -> str:
-    """'1.5 MiB': powers of 1024."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.1f} {unit}"
-    return f"{size_bytes:.0f} B"

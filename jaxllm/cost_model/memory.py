@@ -10,8 +10,8 @@ shardings, to the byte. What XLA holds beside them while it runs one layer backw
 Nothing is fitted. No JAX here.
 
 Buffers of transfers are where their data are: gathered weights under `weights`, `waiting_layer` and `working_set`, messages of
-a pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (cost_model/hardware.py); nor is what cuDNN asks
-for when it runs, which XLA learns from the GPU alone.
+a pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (cost_model/hardware.py); nor is what cuDNN
+asks for when it runs, which XLA learns from the GPU alone.
 
 All stages of a pipeline run one program in step, so XLA gives each the same room, used or not: their terms are equal.
 

@@ -184,8 +184,8 @@ class StepSizes:
         return held
 
     def noise_scale(self, at_loss: bool = False) -> float:
-        """Of a pipeline's step that measures it (parallel/grad_square_norms.py), float32: while a loss is taken the head's gradient of
-        that microbatch; always, if the embedding is the head, rows of it for the tokens of one microbatch a stage.
+        """Of a pipeline's step that measures it (parallel/grad_square_norms.py), float32: while a loss is taken the head's
+        gradient of that microbatch; always, if the embedding is the head, rows of it for the tokens of one microbatch a stage.
         """
         if self.config.log.noise_scale_every is None:
             return 0

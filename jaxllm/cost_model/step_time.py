@@ -8,9 +8,9 @@ Each part is FLOPs over the speed that its shape allows, bytes over a bandwidth,
 transfer that lies behind compute costs what is left of it when the compute is done. terms_s has what the step waits for, and
 sums to it; hidden_s what does not show.
 
-A stage's work comes in ticks, one chunk of layers forward and one backward (pipeline_schedule.py). M microbatches over V virtual
-stages are M V ticks and P - 1 more in which a stage waits or works for nothing: the bubble, (P - 1) / V times a microbatch's
-layers. Two conventions:
+A stage's work comes in ticks, one chunk of layers forward and one backward (pipeline_schedule.py). M microbatches over V
+virtual stages are M V ticks and P - 1 more in which a stage waits or works for nothing: the bubble, (P - 1) / V times a
+microbatch's layers. Two conventions:
 
   jaxllm    what parallel/ sends: all stages in lockstep, embedding and head split over pipe, gradients reduced once a step
             (ZeRO 0, 1) or behind the layer loop (2, 3)
@@ -19,9 +19,9 @@ layers. Two conventions:
 
 Constants. Four are fitted, FITTED, and serve all kinds of GPU and both conventions: to 88 published TFLOP/s of Megatron-LM
 (Llama 3.1 8B, S 8192, A100s and H100s; benchmarks/published), by `python benchmarks/step_time.py --fit`, which also fits to
-some rows and predicts the others. The rest are data sheets' (cost_model/hardware.py), follow from shapes, or are rules of thumb that
-say so where they stand; which parts there are was decided with the published rows at hand. jaxllm itself has not been timed on
-GPUs: its predictions are what these constants make of what it computes and sends.
+some rows and predicts the others. The rest are data sheets' (cost_model/hardware.py), follow from shapes, or are rules of thumb
+that say so where they stand; which parts there are was decided with the published rows at hand. jaxllm itself has not been
+timed on GPUs: its predictions are what these constants make of what it computes and sends.
 """
 
 from __future__ import annotations

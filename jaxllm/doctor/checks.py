@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind, readable
+from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import Group, Links, all_gather_s, all_reduce_s, permute_s
+from jaxllm.display import readable
 from jaxllm.doctor.probes import Collective, Facts, Folder
 from jaxllm.mesh import AXES, REPLICA
 from jaxllm.placement import crossings

@@ -34,9 +34,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.cost_model.hardware import available_cpus
 from jaxllm.mesh import axis_index
 from jaxllm.runtime import distributed, xla_flags
+from jaxllm.runtime.cpus import available_cpus
 
 PACKAGES = (
     *("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),

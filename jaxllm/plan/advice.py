@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.hardware import Gpu, readable
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.display import readable
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, Memory, SearchOptions, search
 
 CHUNK_TOKENS = 1024

@@ -15,13 +15,13 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.activations import remat_words
-from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu
 from jaxllm.cost_model.hosts import HOST_GPUS, hosts_of, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
-from jaxllm.display import preformatted
+from jaxllm.display import preformatted, readable
 from jaxllm.plan.advice import Change, changes_that_fit
 from jaxllm.plan.search import FIT_SHARE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.config import AUTO, Config, ConfigError
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise, policy_of
-from jaxllm.cost_model.hardware import readable
+from jaxllm.display import readable
 from jaxllm.pipeline_schedule import Schedule, idle_share, make_schedule, microbatches_for
 
 USUAL_IDLE = 0.1

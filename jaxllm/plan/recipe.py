@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.cost_model.hardware import readable
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import readable
 from jaxllm.plan.search import FIT_SHARE, Plan
 
 

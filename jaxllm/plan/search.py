@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.hardware import Gpu, readable
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.display import readable
 from jaxllm.plan.space import (
     BEYOND_HOST,
     Choice,

@@ -11,9 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxllm.cost_model.hardware import readable
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import preformatted, table
+from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.cost import TrainingCost
 from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
 from jaxllm.plan.space import remat_text, schedule_text

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, StepMemory
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.hardware import Gpu, readable
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
+from jaxllm.display import readable
 from jaxllm.plan.advice import changed
 from jaxllm.plan.estimate import Estimate, fold
 from jaxllm.plots.schedule import new_figure, save
@@ -27,13 +27,12 @@ OVER = ("sequence", "microbatch")
 OPTIMIZER, PARAMETERS, GRADIENTS, ACTIVATIONS = GROUPS = ("optimizer", "parameters", "gradients", "activations")
 _GROUP_OF = {GRADIENTS: "gradient", OPTIMIZER: "master|moment|optimizer", PARAMETERS: "weight|parameter|copy"}
 """What the name of a term in a group has in it; the first that matches. Any other lives within a step: activations."""
-_HUES = {
+HUES = {
     PARAMETERS: (0.12, 0.37, 0.65),
     GRADIENTS: (0.16, 0.50, 0.28),
     OPTIMIZER: (0.52, 0.25, 0.60),
     ACTIVATIONS: (0.83, 0.42, 0.05),
 }
-_PHASES = {FORWARD: (0.93, 0.95, 0.99), BACKWARD: (1.0, 0.95, 0.90), UPDATE: (0.95, 0.92, 0.97)}
 _CAPACITY = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
 SMALL = 0.004
 """Of the tallest bar: a term below that in every bar is too thin to see, and goes under `other`."""
@@ -43,8 +42,6 @@ MORE_BARS = 3
 """Drawn on each side of the config's own, at most."""
 FARTHEST = 3.0
 """Times the capacity, or the config's own bytes: a taller bar would leave the others no height."""
-SHORT_SPAN = 0.01
-"""Of all instructions: a shorter run of one phase is painted as its neighbours are."""
 
 
 def group_of(term: str) -> str:
@@ -77,7 +74,7 @@ def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = 
     """
     columns = fold(stages) if len(stages) > MOST_STAGES else [(f"stage {stage.stage}", stage) for stage in stages]
     labels = [label if len(stages) > 1 else "each device" for label, _ in columns]
-    return _stacked(labels, _without_slivers([stage.terms_bytes for _, stage in columns]), "", capacity_bytes, title)
+    return _stacked(labels, fold_slivers([stage.terms_bytes for _, stage in columns]), "", capacity_bytes, title)
 
 
 def over_picture(points: Sequence[tuple[int | str, Mapping[str, int]]], path: str | Path, **options: Any) -> None:
@@ -124,17 +121,17 @@ def _stacked(
     terms = list(dict.fromkeys(term for column in columns for term in column))
     # What stays from step to step at the bottom.
     terms.sort(key=lambda term: GROUPS.index(group_of(term)))
-    colors = _colors(terms)
-    highest = _highest(max(sum(column.values()) for column in columns), capacity_bytes)
-    unit, unit_name = _unit(highest)
+    colors = colors_of(terms)
+    highest = y_limit(max(sum(column.values()) for column in columns), capacity_bytes)
+    unit, unit_name = display_unit(highest)
     bottom, x = np.zeros(len(columns)), np.arange(len(columns))
     for term in terms:
         heights = np.array([column.get(term, 0) for column in columns]) / unit
         axes.bar(x, heights, 0.62, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
         bottom += heights
-    _draw_capacity(axes, capacity_bytes, highest, unit)
+    draw_capacity(axes, capacity_bytes, highest, unit)
     for i, top in enumerate(bottom):
-        label = axes.text(i, top + 0.008 * highest / unit, _number(top), ha="center", va="bottom", fontsize=8, zorder=5)
+        label = axes.text(i, top + 0.008 * highest / unit, short_number(top), ha="center", va="bottom", fontsize=8, zorder=5)
         # Where the capacity's line passes behind it.
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
     axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(0, 1.12 * highest / unit))
@@ -142,14 +139,14 @@ def _stacked(
     if own is not None:
         axes.get_xticklabels()[own].set_fontweight("bold")
     axes.set_xlabel(x_label, fontsize=9)
-    _dress(axes, f"{unit_name} on one device")
+    style_axes(axes, f"{unit_name} on one device")
     handles, names = axes.get_legend_handles_labels()
     # From top to bottom as in the bars.
     axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
     return figure
 
 
-def _without_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+def fold_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
     tallest = max(sum(column.values()) for column in columns)
     seen = {term for column in columns for term, size in column.items() if size > SMALL * tallest}
     told = []
@@ -160,28 +157,28 @@ def _without_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int
     return told
 
 
-def _colors(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
+def colors_of(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """A hue for each group, lighter from term to term."""
     colors = {}
     for group in GROUPS:
         members = [term for term in terms if group_of(term) == group]
         for i, term in enumerate(members):
-            hue = np.array(_HUES[group])
+            hue = np.array(HUES[group])
             colors[term] = tuple(hue + (1 - hue) * 0.8 * i / max(len(members), 2))
     return colors
 
 
-def _unit(most_bytes: float) -> tuple[int, str]:
+def display_unit(most_bytes: float) -> tuple[int, str]:
     """GiB, or MiB for what is less than half of one."""
     return (GIB, "GiB") if most_bytes >= GIB / 2 else (MIB, "MiB")
 
 
-def _highest(most_bytes: int, capacity_bytes: int | None) -> int:
+def y_limit(most_bytes: int, capacity_bytes: int | None) -> int:
     """What a picture reaches up to: the capacity, unless what is drawn would be small beside it."""
     return max(most_bytes, capacity_bytes if capacity_bytes and capacity_bytes <= FARTHEST * most_bytes else 0)
 
 
-def _draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: int) -> None:
+def draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: int) -> None:
     if capacity_bytes is not None:
         label = f"capacity {readable(capacity_bytes)}"
         if capacity_bytes <= highest:
@@ -190,11 +187,11 @@ def _draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: in
             axes.plot([], [], label=f"{label}, above this", **_CAPACITY)
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _dress(axes: Any, y_label: str) -> None:
+def style_axes(axes: Any, y_label: str) -> None:
     axes.set_ylabel(y_label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -248,82 +245,6 @@ def title_of(report: Estimate) -> str:
 # ------------------------------------------------------------------------------------------------------------ one step
 
 
-def step_picture(curve: StepMemory, held_bytes: int, stage: StageMemory, path: str | Path, **options: Any) -> None:
-    """Writes step_figure(curve, held_bytes, stage, **options)."""
-    save(step_figure(curve, held_bytes, stage, **options), path)
-
-
-def step_figure(
-    curve: StepMemory, held_bytes: int, stage: StageMemory, *, capacity_bytes: int | None = None, title: str = ""
-) -> Any:
-    """What a device has in use from instruction to instruction, by XLA's buffer assignment; the estimate's terms beside it.
-
-    Args:
-      held_bytes: arguments and outputs, which lie there all the time.
-      stage: the fullest of the estimate.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
-    """
-    figure = new_figure(10, 4.8, dpi=150)
-    grid = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
-    axes, n = figure.add_subplot(grid[0, 0]), len(curve.phases)
-    if title:
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    set_aside = held_bytes + curve.allocated_bytes
-    highest = _highest(max(set_aside, stage.total_bytes), capacity_bytes)
-    unit, unit_name = _unit(highest)
-    for phase, start, end in _long_spans(curve):
-        axes.axvspan(start, end, color=_PHASES[phase], linewidth=0)
-        if end - start > 0.06 * n:
-            axes.text((start + end) / 2, 1.12 * highest / unit, phase, ha="center", va="top", fontsize=9)
-    edges, held = np.arange(n + 1), held_bytes / unit
-    used = {"baseline": held, "fill": True, "color": _HUES[ACTIVATIONS]}
-    axes.stairs(held + curve.used_bytes / unit, edges, label="temporaries in use, by XLA", **used)
-    axes.stairs(np.full(n, held), edges, fill=True, color=_HUES[OPTIMIZER], label="state and batch, all the time")
-    lines = {"set aside by XLA": (set_aside, "-"), "estimate": (stage.total_bytes, ":")}
-    for name, (size, style) in lines.items():
-        label = f"{name}, {_number(size / unit)} {unit_name}"
-        axes.axhline(size / unit, color="black", linewidth=1, linestyle=style, label=label)
-    axes.set(xlim=(0, n), ylim=(0, 1.14 * highest / unit))
-    axes.set_xlabel("instruction of the compiled step, in order; a loop's body once", fontsize=9)
-    _dress(axes, f"{unit_name} on one device")
-    beside = figure.add_subplot(grid[0, 1], sharey=axes)
-    _draw_terms(beside, stage, unit)
-    for each in (axes, beside):
-        _draw_capacity(each, capacity_bytes, highest, unit)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=8, frameon=False)
-    return figure
-
-
-def _draw_terms(axes: Any, stage: StageMemory, unit: int) -> None:
-    """One stacked bar, its legend beside it."""
-    (terms,) = _without_slivers([stage.terms_bytes])
-    order = sorted(terms, key=lambda term: GROUPS.index(group_of(term)))
-    colors, bottom = _colors(order), 0.0
-    for term in order:
-        height = terms[term] / unit
-        axes.bar(0, height, 0.7, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
-        bottom += height
-    axes.set_xticks([0], ["estimate"], fontsize=8)
-    axes.set_xlim(-0.6, 0.6)
-    axes.tick_params(labelleft=False, left=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1), fontsize=8, frameon=False)
-
-
-def _long_spans(curve: StepMemory) -> list[tuple[str, int, int]]:
-    """The curve's phases, with runs too short to see painted over by what is before them."""
-    spans: list[tuple[str, int, int]] = []
-    for phase, start, end in curve.spans():
-        if spans and (spans[-1][0] == phase or end - start < SHORT_SPAN * len(curve.phases)):
-            spans[-1] = (spans[-1][0], spans[-1][1], end)
-        else:
-            spans.append((phase, start, end))
-    return spans
-
-
 # -------------------------------------------------------------------------------------------------------- many configs
 
 
@@ -351,10 +272,10 @@ def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes
     compiled = np.array([bool(c.get("compiled_bytes")) for c in candidates], bool)
     axes.scatter(memory[~compiled], speed[~compiled], 12, color=(0.6, 0.65, 0.72), linewidth=0, label="candidate, estimated")
     if compiled.any():
-        axes.scatter(memory[compiled], speed[compiled], 34, color=_HUES[PARAMETERS], label="candidate, compiled", zorder=3)
+        axes.scatter(memory[compiled], speed[compiled], 34, color=HUES[PARAMETERS], label="candidate, compiled", zorder=3)
     best = frontier(list(zip(memory.tolist(), speed.tolist(), strict=True)))
-    axes.step(memory[best], speed[best], where="post", color=_HUES[ACTIVATIONS], linewidth=1.4, label="frontier")
-    axes.scatter(memory[best], speed[best], 16, color=_HUES[ACTIVATIONS], zorder=4)
+    axes.step(memory[best], speed[best], where="post", color=HUES[ACTIVATIONS], linewidth=1.4, label="frontier")
+    axes.scatter(memory[best], speed[best], 16, color=HUES[ACTIVATIONS], zorder=4)
     if capacity_bytes is not None:
         axes.axvline(capacity_bytes / GIB, label=f"capacity {capacity_bytes / GIB:.1f} GiB", **_CAPACITY)
     axes.set_xlim(0, 1.06 * max(memory.max(), (capacity_bytes or 0) / GIB))
@@ -370,7 +291,7 @@ def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes
         fontsize=8,
     )
     axes.set_xlabel("GiB on one device", fontsize=9)
-    _dress(axes, "tokens/s/GPU, predicted")
+    style_axes(axes, "tokens/s/GPU, predicted")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
     return figure
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.hardware import readable
+from jaxllm.display import readable
 from jaxllm.pipeline_schedule import Schedule, idle_share
 
 ENDINGS = (".png", ".svg")

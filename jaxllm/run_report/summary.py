@@ -4,8 +4,8 @@ report = report_on("runs/quickstart", gpu="h100-80gb", gpus_per_host=8)
 print("\\n".join(report.lines()))
 write_page(report, "report.html")          (run_report/page.py)
 
-All of it comes from metrics.jsonl and config.yaml (run_report/history.py) and closed forms (plan/); what a run did not measure is said
-to be missing. `jaxllm inspect` is another thing (compile/inspect.py): it looks at a config, this at a run. No JAX here.
+All of it comes from metrics.jsonl and config.yaml (run_report/history.py) and closed forms (plan/); what a run did not measure
+is said to be missing. `jaxllm inspect` is another thing (compile/inspect.py): it looks at a config, this at a run. No JAX here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import numpy as np
 
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import mfu, parameter_count
-from jaxllm.cost_model.hardware import Gpu, find_gpu, readable
+from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import hosts_of
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.display import readable
 from jaxllm.plan.cost import DAY_S, HOUR_S
 from jaxllm.plan.data_ranks import Needed, OverRanks, needed_for, over_data_ranks, ranks_of, wasted_share, with_ranks
 from jaxllm.plan.noise_scale_text import Estimate, reading

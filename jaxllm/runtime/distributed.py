@@ -25,10 +25,12 @@ from typing import Any, NoReturn
 import jax
 
 from jaxllm.config import Config, ConfigError, RunConfig
-from jaxllm.runtime import exit_codes, launchers, peer_monitor, xla_flags
+from jaxllm.display import flush, print_sentence
+from jaxllm.runtime import exit_codes, launchers, xla_flags
 from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.initialize import JoinedRun, initialize
 from jaxllm.runtime.launchers import LaunchInfo
+from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.runtime.rendezvous_checks import too_few_gpus
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ EXCHANGE_LIMIT_MS = 3_600_000
 
 _exchanges, _boards = itertools.count(), itertools.count()
 _joined: JoinedRun | None = None
-_monitor: peer_monitor.PeerMonitor | None = None
+_monitor: PeerMonitor | None = None
 
 
 def start(run: RunConfig) -> None:
@@ -131,7 +133,7 @@ def members() -> list[Member]:
     return [Member(0, socket.gethostname(), os.getpid())]
 
 
-def peer_monitor() -> peer_monitor.PeerMonitor | None:
+def peer_monitor() -> PeerMonitor | None:
     """The connection that watches the other processes; None in a run of one process."""
     return _monitor
 
@@ -251,10 +253,10 @@ def leave_at_once(reason: str, code: int) -> NoReturn:
     """
     if _monitor is not None:
         _monitor.announce_stop(reason, code)
-    peer_monitor.print_sentence(reason)
+    print_sentence(reason)
     if _monitor is not None:
         _monitor.leave(code)
-    peer_monitor.flush()
+    flush()
     os._exit(code)
 
 
@@ -293,9 +295,7 @@ def _start_monitor(joined: JoinedRun, rank: int, silence_s: float) -> None:
     global _monitor
     # `rank` is an argument: JAX would start its devices to find it, which waits for all others, and these must be watched by
     # then.
-    _monitor = peer_monitor.PeerMonitor(
-        rank, members(), joined.listener or (joined.answer.address, joined.answer.monitor_port), silence_s
-    )
+    _monitor = PeerMonitor(rank, members(), joined.listener or (joined.answer.address, joined.answer.monitor_port), silence_s)
     atexit.register(_close_monitor)
 
 
@@ -317,7 +317,7 @@ def _leave(code: int) -> None:
         _client().wait_at_barrier("jaxllm/failed", ERROR_BARRIER_MS)
     except Exception:
         pass
-    peer_monitor.flush()
+    flush()
     if is_main_process():
         time.sleep(LAST_TO_LEAVE_S)
     os._exit(code)

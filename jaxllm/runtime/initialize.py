@@ -18,10 +18,10 @@ import jax
 import jaxlib
 
 import jaxllm
+from jaxllm.display import print_sentence
 from jaxllm.runtime import exit_codes, rendezvous
 from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
-from jaxllm.runtime.peer_monitor import print_sentence
 from jaxllm.runtime.rendezvous import Answer, RendezvousError
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
 

@@ -17,7 +17,6 @@ import json
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm.config import ConfigError
+from jaxllm.display import flush, print_sentence
 from jaxllm.runtime import exit_codes, progress
 from jaxllm.runtime.socket_messages import Reader
 
@@ -166,8 +166,8 @@ class PeerMonitor:
     def announce_failure(self, sentence: str, code: int, *, perhaps_a_peer: bool = False) -> None:
         """Call it with the error that is about to end this process with `code`, before the error is printed. If the error may
         come from a peer's loss, it waits for the notice of that loss; if the notice comes, this call does not return: the
-        monitor's thread prints it and ends the process. The others exit with exit_codes.BAD_INPUT if `code` is that, otherwise with
-        exit_codes.LOST.
+        monitor's thread prints it and ends the process. The others exit with exit_codes.BAD_INPUT if `code` is that, otherwise
+        with exit_codes.LOST.
         """
         if perhaps_a_peer and self._has_notice.wait(GRACE_S):
             self._thread.join()
@@ -470,30 +470,3 @@ def _connect(rank: int, address: tuple[str, int]) -> socket.socket:
 def _list(words: Iterable[str]) -> str:
     words = list(words)
     return ", ".join(words[:MOST_NAMED]) + (f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else "")
-
-
-def print_sentence(sentence: str) -> None:
-    """Prints one sentence to standard error, as the command line does."""
-    # Bypasses sys.stderr, whose lock a stuck main thread may hold. The reader may be gone: the process is mostly about to exit,
-    # and must not fail because of it.
-    with suppress(OSError):
-        os.write(2, f"jaxllm: {sentence}\n".encode())
-
-
-def flush() -> None:
-    """Flushes the main thread's output; gives up after a second, as that thread may be stuck while printing."""
-
-    def flush() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            # The reader may be gone, or the stream closed.
-            with suppress(OSError, ValueError):
-                stream.flush()
-
-    thread = threading.Thread(target=flush, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # From Python 3.12 on, no thread starts at the end of the interpreter; the main thread is here then.
-        flush()
-    else:
-        thread.join(1)

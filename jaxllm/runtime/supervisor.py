@@ -1,7 +1,7 @@
 """Supervisor: runs one process of a run and restarts it: python -m jaxllm.runtime.supervisor [OPTION ...] -- COMMAND...
 
-It starts COMMAND, restarts it when another try may succeed (exit_codes.py), and kills it when it is frozen. The process cannot do
-this itself: JAX ends it from C++ without a Python exception, and a stopped process runs no watchdog. With several hosts each
+It starts COMMAND, restarts it when another try may succeed (exit_codes.py), and kills it when it is frozen. The process cannot
+do this itself: JAX ends it from C++ without a Python exception, and a stopped process runs no watchdog. With several hosts each
 process has its own supervisor, and supervisors do not communicate: a lost process ends all others with exit_codes.LOST, all are
 restarted, and wait for each other as at the first start.
 
@@ -122,8 +122,8 @@ class Supervisor:
         self._relays: list[_Relay] = []
 
     def run(self) -> int:
-        """Returns COMMAND's exit code, 128 + n if signal n ended it. Returns exit_codes.RESTART if a signal stops it between two
-        attempts or, where a supervisor restarts the run, if a SIGTERM ends COMMAND before it handles signals.
+        """Returns COMMAND's exit code, 128 + n if signal n ended it. Returns exit_codes.RESTART if a signal stops it between
+        two attempts or, where a supervisor restarts the run, if a SIGTERM ends COMMAND before it handles signals.
         """
         limits, in_a_row = self._limits, 0
         with self._listening():

@@ -23,8 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.config import RunConfig
+from jaxllm.display import flush, print_sentence
 from jaxllm.runtime import exit_codes, progress
-from jaxllm.runtime.peer_monitor import PeerMonitor, flush, print_sentence
+from jaxllm.runtime.peer_monitor import PeerMonitor
 
 LOOK_S = 1.0
 BEAT_S = 1.0

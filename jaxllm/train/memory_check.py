@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.hardware import RESERVE_BYTES, Gpu, gpu_from_device_kind, readable
+from jaxllm.cost_model.hardware import RESERVE_BYTES, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import hosts_of
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
+from jaxllm.display import readable
 from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
 from jaxllm.plan.search import FIT_SHARE
 

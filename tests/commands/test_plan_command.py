@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import jaxllm
 from jaxllm.cli import app
-from jaxllm.commands import plan
+from jaxllm.commands import plan as plan_command
 from jaxllm.commands.plan import Compiler, Request, outcome, plan, processes
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.config import ConfigError, config_folder, load_config
@@ -234,7 +234,7 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
 def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeypatch):
     """Also where the fewest GPUs that do are fewer than there are, and compiling has turned down the fastest."""
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: True)
-    monkeypatch.setattr(plan, "processes", lambda _: contextlib.nullcontext(Here))
+    monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(Here))
     compiled = []
 
     class Report:
@@ -404,7 +404,7 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
 def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
     """By compile figures made up: everything that the estimate takes for the fastest is too large."""
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: True)
-    monkeypatch.setattr(plan, "processes", lambda _: contextlib.nullcontext(Here))
+    monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(Here))
 
     class Report:
         total_bytes = 10**15

@@ -456,7 +456,8 @@ def test_float32_weights_are_read_where_they_lie():
 
 
 def test_fp8_takes_another_layout_of_weights_and_a_layer_in_a_byte():
-    """By the rule in cost_model/memory.py: queries', keys', values', gate's and up's stacks once more, unless gathered by layer."""
+    """By the rule in cost_model/memory.py: queries', keys', values', gate's and up's stacks once more, unless gathered by
+    layer."""
     fp8 = MODEL | {"matmul_dtype": "fp8"}
     D, F, H, t = 256, 768, 32, 2
     for zero, layouts in ((1, 8 * 2 * D * ((8 + 2 * 4) * H + 2 * F) / t), (3, 0)):

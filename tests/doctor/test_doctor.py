@@ -18,7 +18,7 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
-from jaxllm.doctor.doctor import checks, doctor, probes
+from jaxllm.doctor import checks, doctor, probes
 from jaxllm.doctor.probes import Card, Collective, Facts, Folder
 from jaxllm.runtime import distributed
 from jaxllm.runtime.launchers import LaunchInfo
@@ -332,8 +332,8 @@ def test_the_table_fits_a_terminal():
 PROGRAM = """
 import json, os, sys, time
 from types import SimpleNamespace
-from jaxllm.doctor.doctor import doctor
-from jaxllm.doctor.doctor import probes
+from jaxllm.doctor import doctor
+from jaxllm.doctor import probes
 from jaxllm.config import ParallelConfig, RunConfig
 
 folder, rank = sys.argv[1], int(os.environ["JAXLLM_PROCESS_ID"])

@@ -9,7 +9,6 @@ from tiny import SMALL_MODEL
 
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, dump_options, read_dump, step_memory
-from jaxllm.compile.memory_timeline import compile_with_buffers, draw_step
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
@@ -27,10 +26,10 @@ from jaxllm.plots.memory import (
     grouped,
     over_figure,
     stage_figure,
-    step_figure,
     variations,
 )
-from jaxllm.plots.schedule import memory
+from jaxllm.plots.memory_timeline import compile_with_buffers, draw_step, step_figure
+from jaxllm.plots import memory
 
 H100 = GPUS["h100-80gb"]
 RECIPE = {

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm.config import ConfigError
+from jaxllm.display import flush, print_sentence
 from jaxllm.runtime import exit_codes, peer_monitor, progress
 from jaxllm.runtime.peer_monitor import PeerMonitor
 
@@ -194,8 +195,8 @@ def test_a_last_message_without_a_reader_does_not_keep_a_process(monkeypatch):
         tried.append(words)
         raise BrokenPipeError
 
-    monkeypatch.setattr(peer_monitor.os, "write", refuse)
-    peer_monitor.print_sentence("told to nobody")
+    monkeypatch.setattr(os, "write", refuse)
+    print_sentence("told to nobody")
     assert tried == [b"jaxllm: told to nobody\n"]
 
 
@@ -334,12 +335,12 @@ def test_flushing_fails_of_nothing(monkeypatch):
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(flush=lambda: told.append("stderr")))
-    peer_monitor.flush()
+    flush()
     assert told == ["stderr"]
 
 
 def test_flushing_at_the_interpreters_end():
     """At this point Python 3.12 starts no threads any more."""
-    code = "import atexit; from jaxllm import peers; atexit.register(peer_monitor.flush); print('said')"
+    code = "import atexit; from jaxllm.display import flush; atexit.register(flush); print('said')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (found.stdout, found.stderr) == ("said\n", "")

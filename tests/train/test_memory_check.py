@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from jaxllm.config import ConfigError, load_config
-from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, readable
+from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.display import readable
 from jaxllm.plan.advice import changed
 from jaxllm.plan.search import FIT_SHARE
 from jaxllm.train import loop, memory_check
