@@ -38,9 +38,9 @@ SLOW_COMPILATION_S = 5.0
 TRAINS = "told process 0 of a step"
 FIRST_BAD_BATCH = 4
 """Of a launch, counted from 0: some steps and a save come before it."""
-PEER_S = 15
-"""Silence after which a process is given up. Less than the supervisors' 20 s: were a frozen process killed first, the others
-would say that it was."""
+PEER_S, SILENT_S = 10, 15
+"""Silence after which the others give a process up, and after which its supervisor kills it. The others must be first: else
+they would say that it was killed."""
 START_S, END_S = 150.0, 90.0
 """Limits: for what a launch does by itself, on a machine that has other work; from a fault to the end of all processes."""
 
@@ -307,7 +307,7 @@ def environment() -> dict[str, str]:
 
 
 def supervised(restarts: int) -> tuple[str, ...]:
-    options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", "20")
+    options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", str(SILENT_S))
     return (sys.executable, "-m", "jaxllm.supervise", *options, "--")
 
 
