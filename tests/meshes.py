@@ -1,6 +1,5 @@
 """Runs one configuration on a mesh, for comparison with one device."""
 
-import itertools
 import math
 
 import jax
@@ -99,20 +98,3 @@ def assert_close(found, expected, tolerance):
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
     jax.tree_util.tree_map_with_path(close, found, expected)
-
-
-def pairwise(combinations):
-    """A small subset of the tuples that contains every pair of values that occurs in any of them. It is chosen greedily: next
-    comes the tuple with most missing pairs.
-    """
-
-    def pairs(combination):
-        flat = [v for value in combination for v in (value if isinstance(value, tuple) else (value,))]
-        return set(itertools.combinations(enumerate(flat), 2))
-
-    pairs_of = {combination: pairs(combination) for combination in combinations}
-    chosen, missing = [], set().union(*pairs_of.values())
-    while missing:
-        chosen.append(max(combinations, key=lambda c: len(pairs_of[c] & missing)))
-        missing -= pairs_of[chosen[-1]]
-    return chosen

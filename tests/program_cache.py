@@ -4,8 +4,7 @@ Most of the suite's time is XLA's: with the programs of an earlier run it takes 
 runs without it, JAX_COMPILATION_CACHE_DIR puts it elsewhere.
 
 JAX does not write an entry atomically: a killed process leaves half of one, a second process may read it too early. Then JAX
-warns and compiles. The same warning comes for each program compiled for GPUs without one, which JAX writes and cannot read
-back.
+warns and compiles. The same warning comes for each program compiled for GPUs without one, which JAX can write and not read.
 """
 
 import hashlib

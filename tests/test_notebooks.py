@@ -13,6 +13,8 @@ from jaxllm.compile.aot import can_compile_for_gpus
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works")
 COMPILES = "02_plan_a_cluster"
+NIGHTLY = (COMPILES, "03_bring_a_model")
+"""What these show is held by the tests of plans and of conversion."""
 LARGEST_BYTES = 400_000
 
 
@@ -71,7 +73,9 @@ def test_stale_outputs_are_seen_by_their_kind(runner):
 
 @libraries_warn
 @pytest.mark.notebook
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in NOTEBOOKS]
+)
 def test_it_runs_from_a_clean_kernel_and_puts_out_what_it_keeps(name, runner, monkeypatch):
     require("nbclient", "ipykernel", "matplotlib")
     if name == COMPILES and not can_compile_for_gpus():

@@ -51,21 +51,6 @@ def test_each_sweep_ends_round_its_best_and_three_seeds_repeat_it(batch_study, t
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(study.results)
 
 
-def test_a_rate_that_needs_far_more_than_the_best_is_given_up(batch_study, tmp_path):
-    study = batch_study.Study(tmp_path / "results.jsonl", batch_study.FULL)
-    run = batch_study.Run(8, 1, 0)
-    assert study.limit(run) == batch_study.FULL.most_tokens
-    study.add(line(batch_study, run))
-    assert study.limit(batch_study.Run(8, 2, 0)) == 1.5 * 8000
-    assert study.limit(batch_study.Run(16, 1, 0)) == study.limit(batch_study.Run(8, 1, 1)) == batch_study.FULL.most_tokens
-
-
-def test_the_table_has_what_the_seeds_say(batch_study, tmp_path):
-    rows = batch_study.table(carried_out(batch_study, tmp_path / "results.jsonl")).splitlines()
-    assert rows[2].startswith("| 512 | 0.002 | 16 | 8,001 | 0% | 2,000 (1,000 to inf)")
-    assert rows[-1] == "| ramp | 0.004 | 15.625 | 2.000, 2.000, 2.000 | 2.000 |"
-
-
 def test_every_run_has_a_config_with_all_parts_and_the_tokens_it_should_have(batch_study):
     size = batch_study.FULL
     for batch, kind in batch_study.Study(Path("nowhere"), size).groups():

@@ -42,21 +42,6 @@ def test_dry_run_reports_figures_that_agree():
         assert "not installed" in report["no_reference"]
 
 
-def test_without_the_reference_it_prints_our_side_alone():
-    finished = run("--dry-run", "--no-reference", "--steps=1", "train.microbatch_sequences=2", "model.compute_dtype=bfloat16")
-    assert finished.returncode == 0, finished.stderr
-    assert "in 2 microbatch(es)" in finished.stdout
-    assert "MiB temporary memory" in finished.stdout
-    assert "no comparison with transformers: not asked for" in finished.stdout
-
-
-def test_a_wrong_override_is_one_sentence():
-    finished = run("--dry-run", "model.num_head=4")
-    assert finished.returncode == 2
-    assert "num_heads" in finished.stderr
-    assert "Traceback" not in finished.stderr
-
-
 def test_the_cost_of_a_save_is_measured_both_ways():
     finished = run("--quick", "--json", script=CHECKPOINT)
     assert finished.returncode == 0, finished.stderr

@@ -1,4 +1,4 @@
-"""SIGKILL at twelve random moments, some inside a save: the run ends as if nothing had happened."""
+"""SIGKILL at six or more random moments, two of them inside a save: the run ends as if nothing had happened."""
 
 import os
 import random
@@ -20,7 +20,9 @@ from tiny import TINY
 from jaxllm.checkpoint.manager import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
-STEPS, KILLS, SEED, LIMIT_S = 600, 12, 0, 200
+STEPS, SEED, LIMIT_S = 600, 0, 200
+INSIDE, MORE = 2, 6
+"""Kills inside a save, and how many more may be needed for them: some saves are over before the signal arrives."""
 
 
 def start(recipe, folder, *overrides) -> subprocess.Popen:
@@ -57,7 +59,7 @@ def metrics(folder):
 
 
 @pytest.mark.slow
-def test_killed_twelve_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
+def test_killed_again_and_again_a_run_ends_as_if_undisturbed(text_file, tmp_path):
     recipe = tmp_path / "tiny.yaml"
     train = TINY["train"] | {"steps": STEPS}
     data = {"source": "files", "paths": [str(text_file)], "held_out_fraction": 0.0}
@@ -72,13 +74,20 @@ def test_killed_twelve_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
 
     inside_a_save = 0
     # Anywhere in the start, at any time while it trains, and when a folder is seen that is being written.
-    moments = ["start"] * 2 + ["time"] * 3 + ["save"] * 7
+    moments = ["start", "time", "save"] * 2
     rng.shuffle(moments)
-    for number in range(KILLS + 1):
+
+    def all_moments():
+        yield from moments
+        for _ in range(MORE):
+            if inside_a_save < INSIDE:
+                yield "save"
+        yield "never"
+
+    for number, moment in enumerate(all_moments()):
         before = saved_steps(folder / "checkpoints")
         process = start(recipe, folder, f"checkpoint.every_steps={rng.choice([1, 2])}")
         reader = Reader(process.stdout)
-        moment = moments[number] if number < KILLS else "never"
         if moment == "start":
             time.sleep(rng.uniform(0.5, 5))
         elif moment != "never":
@@ -102,8 +111,8 @@ def test_killed_twelve_times_a_run_ends_as_if_undisturbed(text_file, tmp_path):
         if moment == "never":
             assert process.returncode == 0, said + error
 
-    print(f"{inside_a_save} of {KILLS} kills fell inside a save")
-    assert inside_a_save >= 2
+    print(f"{inside_a_save} of {number} kills fell inside a save")
+    assert inside_a_save >= INSIDE
     assert metrics(folder) == metrics(whole)
     assert [step for step, *_ in metrics(folder)] == list(range(1, STEPS + 1))
     jax.tree.map(np.testing.assert_array_equal, saved_state(folder, STEPS), saved_state(whole, STEPS))

@@ -38,9 +38,9 @@ SLOW_COMPILATION_S = 5.0
 TRAINS = "told process 0 of a step"
 FIRST_BAD_BATCH = 4
 """Index in a launch, from 0: some steps and a save come before it."""
-PEER_S = 15
-"""Silence after which a peer counts as lost. Less than the supervisors' 20 s: if a frozen process were killed first, the others
-would report a killed one."""
+PEER_S, SILENT_S = 10, 15
+"""Silence after which the others give a process up, and after which its supervisor kills it. The others must be first: if a
+frozen process were killed first, they would report a killed one."""
 START_S, END_S = 150.0, 90.0
 """Limits: for what a launch does by itself, on a machine that has other work; from a fault to the end of all processes."""
 
@@ -308,7 +308,7 @@ def environment() -> dict[str, str]:
 
 
 def supervised(restarts: int) -> tuple[str, ...]:
-    options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", "20")
+    options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", str(SILENT_S))
     return (sys.executable, "-m", "jaxllm.runtime.supervisor", *options, "--")
 
 

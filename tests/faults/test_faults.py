@@ -16,7 +16,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from faulty_runs import CHECKOUT, HOST, START_S, STEPS, Run, environment, is_open, supervised
+from faulty_runs import CHECKOUT, HOST, SILENT_S, START_S, STEPS, Run, environment, is_open, supervised
 
 from jaxllm.runtime import exit_codes
 
@@ -94,7 +94,7 @@ def test_a_stopped_process_is_given_up_by_the_other_and_killed_by_its_supervisor
         launch.strike(1, signal.SIGSTOP)
         launch.assert_ends(exit_codes.LOST, 128 + signal.SIGKILL)
         launch.assert_says(0, lost(1, FROZEN))
-        launch.assert_says(1, f"process {launch[1].pid} is frozen, no sign of life for 20 s: killing it")
+        launch.assert_says(1, f"process {launch[1].pid} is frozen, no sign of life for {SILENT_S} s: killing it")
 
 
 # ------------------------------------------------------------------------------------------------------- data and disk

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import drawn, pairwise, with_triples
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -257,14 +258,15 @@ def over_context(method, c, packed, kernel=TILED, tensor=1):
 
 
 CASES = [(method, c, heads, packed) for method in METHODS for c in (1, 2, 3, 4, 8) for heads in (MHA, GQA) for packed in (0, 1)]
-DEFAULT = {
+DEFAULT = [
     ("ring", 1, GQA, 1),
     ("ring", 2, MHA, 0),
     ("ring", 8, MHA, 1),
     ("all_gather", 2, GQA, 1),
     ("all_gather", 4, MHA, 0),
     ("all_gather", 8, GQA, 1),
-}
+]
+ALWAYS = with_triples(CASES, pairwise(CASES, start=DEFAULT))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +277,7 @@ DEFAULT = {
             id=f"{method}-{c}-{'mha' if heads == MHA else 'gqa'}-{'packed' if packed else 'whole'}",
             marks=() if (method, c, heads, packed) in DEFAULT else pytest.mark.slow,
         )
-        for method, c, heads, packed in CASES
+        for method, c, heads, packed in ALWAYS + drawn(CASES, ALWAYS)
     ],
 )
 def test_output_and_gradients_are_those_of_the_whole_sequence(method, c, heads, packed):
