@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, load_config
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.plan.data_ranks import needed_for
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plots import new_figure, save
+from jaxllm.plots.schedule import new_figure, save
 
 SEQUENCE = 64
 PARTS = 4

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.plan.hardware import available_cpus
+from jaxllm.cost_model.hardware import available_cpus
 
 MODEL = {
     **{"num_layers": 4, "hidden_size": 448, "intermediate_size": 1536, "num_heads": 7, "num_kv_heads": 7, "vocab_size": 256},
@@ -75,8 +75,8 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     import jax
 
     import jaxllm
+    from jaxllm.checkpoint.manager import Checkpoints, describe_run, saved_steps
     from jaxllm.pretrained.folder import versions
-    from jaxllm.train.checkpoint import Checkpoints, describe_run, saved_steps
 
     trainer = jaxllm.Trainer(config)
     for _ in trainer.steps(3):

@@ -10,7 +10,7 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxllm.aot import compile_step, gpu_devices
+from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.config import load_config
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 8192}

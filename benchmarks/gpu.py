@@ -41,8 +41,8 @@ import gpu_table
 from gpu_cases import config_of, largest_microbatch
 
 from jaxllm.config import ConfigError
-from jaxllm.plan.hardware import gpu_from_device_kind
-from jaxllm.plan.memory import estimate_memory
+from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan.search import FIT_SHARE
 
 CHECKOUT = Path(__file__).resolve().parents[1]

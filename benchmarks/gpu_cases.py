@@ -33,9 +33,9 @@ import step
 
 import jaxllm
 from jaxllm.config import Config, ModelConfig, load_config
-from jaxllm.plan.flops import attention_flops_per_token, parameter_count, train_flops_per_token
-from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
-from jaxllm.plan.memory import estimate_memory
+from jaxllm.cost_model.flops import attention_flops_per_token, parameter_count, train_flops_per_token
+from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan.search import FIT_SHARE
 
 Figures = dict[str, Any]
@@ -77,7 +77,7 @@ def token_rows(config: Config, number: int) -> dict[str, np.ndarray]:
 
 
 def speed(config: Config, times_s: Sequence[float], device_kind: str) -> Figures:
-    """tokens_per_s, and what follows from it. MFU: None for a device that plan/hardware.py does not know."""
+    """tokens_per_s, and what follows from it. MFU: None for a device that cost_model/hardware.py does not know."""
     lower, median, upper = np.percentile(times_s, [25, 50, 75]).tolist()
     model, S = config.model, config.train.sequence_length
     rate = config.step_tokens / median
@@ -121,7 +121,7 @@ def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False
       traced: look into two more steps with the profiler.
       at_most: sequences of a microbatch.
     """
-    from jaxllm.train.fits import total_bytes
+    from jaxllm.train.memory_check import total_bytes
 
     device = start_jax()
     gpu = gpu_from_device_kind(device.device_kind)
@@ -152,15 +152,15 @@ def start_jax() -> Any:
     """JAX as a run starts it; the device."""
     import jax
 
-    from jaxllm import distributed
     from jaxllm.config import RunConfig
+    from jaxllm.runtime import distributed
 
     distributed.start(RunConfig())
     return jax.local_devices()[0]
 
 
 def capacity_of(device: Any) -> int | None:
-    from jaxllm.train.fits import capacity_of
+    from jaxllm.train.memory_check import capacity_of
 
     return capacity_of(device)
 
@@ -450,7 +450,7 @@ def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
     import jax
 
     from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
-    from jaxllm.model.attention_blocks import xla_kernel
+    from jaxllm.model.blockwise_attention import xla_kernel
     from jaxllm.model.cudnn_attention import cudnn_kernel
     from jaxllm.parallel.ring_attention import ring_attention
 

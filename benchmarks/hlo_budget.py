@@ -23,9 +23,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jaxlib
 
-from jaxllm import aot
+from jaxllm.compile import aot
+from jaxllm.compile.hlo import COLLECTIVES, Module
 from jaxllm.config import Config, load_config
-from jaxllm.hlo import COLLECTIVES, Module
 from jaxllm.mesh import axis_sizes
 
 BUDGET = Path(__file__).with_name("hlo_budget.json")

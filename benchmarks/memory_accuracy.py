@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
-from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.hardware import Gpu, find_gpu
-from jaxllm.plan.megatron import megatron_memory_by_stage
-from jaxllm.plan.memory import MemoryEstimate, estimate_memory
+from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.cost_model.megatron import megatron_memory_by_stage
+from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.plan.search import HOST_BYTES_PER_GPU
 from jaxllm.plan.space import REMATS, Choice, choice_in, groups, meshes, why_not
 
@@ -372,8 +372,8 @@ def compile_case(case: Case) -> dict[str, Any]:
     """The columns that the compiler fills, or `error`. Imports JAX."""
     import jax
 
-    from jaxllm import aot
-    from jaxllm.compile_report import compile_report
+    from jaxllm.compile import aot
+    from jaxllm.compile.report import compile_report
 
     versions = f"jax {jax.__version__}, {', '.join(aot.versions())}"
     try:
@@ -677,11 +677,11 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Estimate against XLA's figure, and the error by how full the GPU is. Raises ConfigError as jaxllm.plots.save()."""
-    from jaxllm import plots
+    """Estimate against XLA's figure, and the error by how full the GPU is. Raises ConfigError as jaxllm.plots.schedule.save()."""
+    from jaxllm.plots.schedule import schedule
 
     compiled = [row for row in rows if not row["error"]]
-    figure = plots.new_figure(12, 5.4)
+    figure = schedule.new_figure(12, 5.4)
     both, errors = figure.subplots(1, 2)
     totals = [row[key] / 2**30 for row in compiled for key in ("total_bytes", "estimate_bytes")] or [1.0, 10.0]
     ends = [min(totals) / 1.2, max(totals) * 1.2]
@@ -702,7 +702,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     both.legend(loc="upper left", frameon=False)
     errors.set(xscale="log", xlabel="XLA's figure, share of capacity", ylabel="estimate's error, %")
     errors.set_title("Error; grey: within 10%, amber: within 15% of capacity")
-    plots.save(figure, path)
+    schedule.save(figure, path)
 
 
 def main() -> None:

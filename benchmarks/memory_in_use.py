@@ -60,9 +60,9 @@ def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     import jax
 
     from jaxllm import Trainer, load_config
-    from jaxllm.plan.hardware import gpu_from_device_kind
-    from jaxllm.plan.memory import estimate_memory
-    from jaxllm.train.fits import total_bytes
+    from jaxllm.cost_model.hardware import gpu_from_device_kind
+    from jaxllm.cost_model.memory import estimate_memory
+    from jaxllm.train.memory_check import total_bytes
 
     with tempfile.TemporaryDirectory() as folder:
         base = {"train": {"steps": max(steps, 1)}, "run": {"dir": folder}, "parallel": {"data": 1}, "model": {}}

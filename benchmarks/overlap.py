@@ -1,11 +1,11 @@
 """What of a step's transfers no compute hides: the real step compiled for 8 and 64 H100s without one, and its schedule played
-against a clock (jaxllm/overlap.py). Nothing is run: the schedule is XLA's own, the times are a model's.
+against a clock (jaxllm/compile/overlap.py). Nothing is run: the schedule is XLA's own, the times are a model's.
 
 python benchmarks/overlap.py [NAME ...] [--write] [--options] [--json FILE]      (needs the extra aot; a few minutes)
 
     NAME         steps to take, of those in STEPS; default: all
     --write      puts the table into benchmarks/RESULTS.md, between its marks
-    --options    instead: what each of run.xla_options (jaxllm/xla_flags.py) changes in a step
+    --options    instead: what each of run.xla_options (jaxllm/runtime/xla_flags.py) changes in a step
 
 Columns: bytes that a GPU sends in a step; of these the share of collectives with no matmul and no attention between start and
 done (bare); the share of bytes whose time shows (shows); FLOPs of matmuls and attention between starts and dones.
@@ -27,13 +27,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from marks import write_between
 
-from jaxllm.aot import compile_step, gpu_devices
+from jaxllm.compile.aot import compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.overlap import Overlap, by_kind, play, total
 from jaxllm.config import Config, load_config
-from jaxllm.hlo import Module
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.mesh import axis_sizes
-from jaxllm.overlap import Overlap, by_kind, play, total
-from jaxllm.plan.hardware import GPUS
-from jaxllm.xla_flags import OPTIONAL_GPU_OPTIONS
+from jaxllm.runtime.xla_flags import OPTIONAL_GPU_OPTIONS
 
 GPU = GPUS["h100-80gb"]
 GPUS_PER_HOST = 8

@@ -13,10 +13,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from jaxllm.aot import compile_step, gpu_devices
+from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.config import Config, load_config
-from jaxllm.plan.activations import bytes_per_token_and_layer, policy_of
-from jaxllm.plan.schedule import make_schedule
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, policy_of
+from jaxllm.pipeline_schedule import make_schedule
 
 GIB = 2**30
 P, TENSOR = 4, 2

@@ -3,7 +3,7 @@
 python benchmarks/published_rule.py [--remat full] [--json]        (needs no GPU and compiles nothing)
 
 The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, nothing computed twice, by
-Megatron-LM; a row without a speed did not run. The rule: what jaxllm.plan.megatron gives is at most 80% of the GPU's memory.
+Megatron-LM; a row without a speed did not run. The rule: what jaxllm.cost_model.megatron gives is at most 80% of the GPU's memory.
 jaxllm's: its own estimate for its own program is at most 95% of gpu.capacity_bytes. On each mesh of the rows, the largest
 microbatch that each admits, and at microbatch 1 the most layers. Last, of the configurations that memory_accuracy.py compiled,
 how many each line admits by the same estimate, and how many of those do not fit.
@@ -24,9 +24,9 @@ from typing import Any
 from memory_accuracy import TABLE, read_table
 
 from jaxllm.config import Config, load_config
-from jaxllm.plan.hardware import find_gpu
-from jaxllm.plan.megatron import SAFE_SHARE, megatron_fits, megatron_memory, nominal_bytes
-from jaxllm.plan.memory import estimate_memory
+from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_fits, megatron_memory, nominal_bytes
+from jaxllm.cost_model.memory import estimate_memory
 
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
 MODEL, SEQUENCE_LENGTH, BATCH_SEQUENCES = "llama-3.1-8b", 8192, 1024
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def percent(self) -> float:
-        """The same by jaxllm.plan.megatron."""
+        """The same by jaxllm.cost_model.megatron."""
         estimate = megatron_memory(config_of(self.mesh, self.microbatch_sequences))
         return 100 * estimate.peak_bytes / nominal_bytes(find_gpu(self.mesh.gpu))
 

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, ModelConfig, load_config
-from jaxllm.plan.flops import mfu, parameter_count
-from jaxllm.plan.hardware import available_cpus
+from jaxllm.cost_model.flops import mfu, parameter_count
+from jaxllm.cost_model.hardware import available_cpus
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 # transformers' side sees one text in a row, so ours does.

@@ -1,7 +1,7 @@
 """The step-time model beside published measurements: Megatron-LM, Llama 3.1 8B, S 8192, 1024 sequences a step, A100s and H100s.
 
     python benchmarks/step_time.py            measured and predicted TFLOP/s a GPU, row by row, and how well they agree
-    python benchmarks/step_time.py --fit      fits the four constants (plan/step_time.py), to all rows and to parts of them
+    python benchmarks/step_time.py --fit      fits the four constants (cost_model/step_time.py), to all rows and to parts of them
 
 Rows: benchmarks/published/llama-3.1-8b.csv, those with a number (lab table of 22 Oct 2024 by arXiv:2411.06465's first author;
 plain 1F1B, distributed optimizer, no recomputation). Agreement for each kind of GPU: Spearman's rank correlation, median error,
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.config import Config, load_config
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.step_parts import FITTED, Fitted
-from jaxllm.plan.step_time import estimate_step_time
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.step_parts import FITTED, Fitted
+from jaxllm.cost_model.step_time import estimate_step_time
 
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
 ROUNDING = 0.01

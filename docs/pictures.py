@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, load_config
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.data.packing import PACKINGS
-from jaxllm.memory_plots import candidates_picture, estimate_picture, over_picture
 from jaxllm.parallel.zigzag import picture as zigzag_picture
 from jaxllm.plan.data_ranks import Needed
 from jaxllm.plan.estimate import estimate
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.memory import estimate_memory
 from jaxllm.plan.pipeline_report import pipeline_report
 from jaxllm.plan.search import search
-from jaxllm.plots import new_figure, save, schedule_picture
+from jaxllm.plots.memory import candidates_picture, estimate_picture, over_picture
+from jaxllm.plots.schedule import new_figure, save, schedule_picture
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU = GPUS["h100-80gb"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm.plan.hardware import GPUS
+from jaxllm.cost_model.hardware import GPUS
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "recipes.md"
@@ -38,10 +38,10 @@ COMPILED = (
 
 HEAD = f"""# Recipe cards
 
-These are the planner's answers for common jobs on {GPU}. Each was confirmed by compiling the real step without a GPU. The
-first file of a card is the question (model, text, batch). The second is the planner's answer. Put your own text, batch or
-GPUs into the first file and run the same two commands. [plan](plan.md) explains the planner, [compile](compile.md) the
-compiler's report.
+These are the planner's answers for common jobs on {GPU}. Each was confirmed by compiling the real step without a GPU. The first
+file of a card is the question (model, text, batch). The second is the planner's answer. Put your own text, batch or GPUs into
+the first file and run the same two commands. [plan](plan.md) explains the planner, [compile](compile.md) the compiler's
+report.
 
 Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs.
 `python docs/recipes.py` writes this page.

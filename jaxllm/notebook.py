@@ -1,8 +1,8 @@
-"""Notebook views of objects that cannot define `_repr_html_`: JAX's mesh, and a plan and a compile report, whose texts are made
-in a higher layer.
+"""Notebook views of objects that cannot define `_repr_html_`: JAX's mesh, a plan and the reports of `inspect` and `compile`,
+whose texts are made in a higher layer.
 
-Config, model, estimate and the report of `inspect_config` define their own. `import jaxllm` in a notebook registers the plan and
-the compile report; jaxllm.api, which imports JAX, registers the mesh.
+Config, model and estimate define their own. `import jaxllm` in a notebook registers the plan and the reports; jaxllm.api, which
+imports JAX, registers the mesh.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.html_tables import preformatted, table
+from jaxllm.display import preformatted, table
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -28,7 +28,8 @@ def register() -> None:
         formatter = shell.display_formatter.formatters["text/html"]
         # By name, because few notebooks import the planner or the compiler's part of jaxllm.
         formatter.for_type_by_name("jaxllm.plan.search", "Plan", plan_html)
-        formatter.for_type_by_name("jaxllm.compile_report", "CompileReport", compile_html)
+        formatter.for_type_by_name("jaxllm.compile.inspect", "Report", inspect_html)
+        formatter.for_type_by_name("jaxllm.compile.report", "CompileReport", compile_html)
         if "jax" in sys.modules:
             from jax.sharding import Mesh
 
@@ -62,9 +63,16 @@ def plan_html(plan: Any) -> str:
     return as_html(plan)
 
 
+def inspect_html(report: Any) -> str:
+    """What `jaxllm inspect` prints."""
+    from jaxllm.compile.inspect_text import in_columns, render
+
+    return preformatted(in_columns(render(report)))
+
+
 def compile_html(report: Any) -> str:
     """The output of `jaxllm compile`."""
-    from jaxllm.compile_text import render
-    from jaxllm.report import in_columns
+    from jaxllm.compile.inspect_text import in_columns
+    from jaxllm.compile.text import render
 
     return preformatted(in_columns(render(report)))

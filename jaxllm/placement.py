@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm import distributed
 from jaxllm.config import ParallelConfig
+from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
+from jaxllm.cost_model.network import Group, links_of, slowest_link
 from jaxllm.mesh import LOCAL, TENSOR, axis_index, groups_along, make_mesh
-from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
-from jaxllm.plan.network import Group, links_of, slowest_link
+from jaxllm.runtime import distributed
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@
 #                                   in the versions of the file that $constraints names, if it is set
 #   run_check NAME COMMAND...       runs a command and records its result
 #   closing_summary                 prints the recorded results; returns the exit code of the first failure
-#   supervisor_option WORD          whether it is an option of jaxllm/supervise.py that launch scripts accept
+#   supervisor_option WORD          whether it is an option of jaxllm/runtime/supervisor.py that launch scripts accept
 #   can_resume COMMAND...           whether this command resumes its work when it is restarted
 #   launch_id                       prints a name for this launch of a job, the given one if there is one
 #   forwarded_variables             prints the names of variables set here that processes on other hosts need too

@@ -7,12 +7,12 @@
 # HOSTS: one line per process, in rank order: a host, or user@host; # begins a comment. The first is process 0, which the
 # others must reach by that host's name or address. Each host must accept a login without a password, and have the checkout, its
 # environment and the folder of the caller at the same place as here.
-# OPTION: an option of each process's supervisor (jaxllm/supervise.py) on its host, such as --restarts 3 (default: 10, or 0 for
+# OPTION: an option of each process's supervisor (jaxllm/runtime/supervisor.py) on its host, such as --restarts 3 (default: 10, or 0 for
 # commands that do not resume, such as jaxllm doctor).
 #
 # On SIGTERM and Ctrl-C the run saves and stops; the exit code is then 75, and the same command resumes the run. A broken
 # connection, or the end of this script, has the same effect. The loss of a host ends all processes:
-# `python -m jaxllm.supervise -- bash launch/ssh.sh ...` restarts them.
+# `python -m jaxllm.runtime.supervisor -- bash launch/ssh.sh ...` restarts them.
 #
 # JAXLLM_COORDINATOR      host:port of process 0, the same for all; default: ssh's address of the first line, and a free port
 # SSH                     the program and its options; default: ssh

@@ -3,15 +3,19 @@
 import gc
 import os
 
+import program_cache
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    program_cache.switch_on(os.environ)
 
 import jax
 import pytest
 import real_material
 from tiny import TINY
 
-from jaxllm import xla_flags
 from jaxllm.config import Config, RunConfig, load_config
+from jaxllm.runtime import xla_flags
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 
@@ -31,6 +35,12 @@ LONGEST = [
     *("test_overlap", "test_fp8_meshes", "test_remat", "test_interrupt", "test_trainer", "test_mpi"),
 ]
 """Files that take minutes, longest first."""
+
+
+def pytest_sessionstart(session):
+    """A folder that the caller chose is the caller's. Processes of xdist leave this to the one that started them."""
+    if not hasattr(session.config, "workerinput"):
+        program_cache.prune(program_cache.default_folder())
 
 
 def pytest_collection_modifyitems(items):

@@ -1,8 +1,8 @@
 """Closed form of the matmul FLOPs of a complete step, for comparison with traced programs and compile reports."""
 
 from jaxllm.config import ATTENTION_RESULTS, Config
-from jaxllm.plan.activations import policy_of
-from jaxllm.plan.flops import layer_matmul_parameters
+from jaxllm.cost_model.activations import policy_of
+from jaxllm.cost_model.flops import layer_matmul_parameters
 
 
 def step_matmul_flops(config: Config, attention: str = "xla") -> int:

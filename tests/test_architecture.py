@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "runtime/xla_flags.py": "XLA_FLAGS must be set before JAX starts",
 }
 PRIVATE_JAX: dict[str, str] = {}
+AXIS_CALLS = r"(^P|PartitionSpec|psum\w*|pmax|pmean|all_gather|all_to_all|ppermute|axis_index|axis_size|shard_map)$"
 AXES = {"pipe", "data", "context", "tensor", "replica"}
 
 
@@ -124,11 +125,7 @@ def test_who_opens_the_train_step_reads_little():
 def test_no_module_imports_itself_around_a_corner():
     """Imports inside functions and for type checking count here."""
     graph = imports()
-    circles = []
-    for module in sorted(graph.modules):
-        if module in graph.find_downstream_modules(module):
-            circles.append(module)
-    assert circles == []
+    assert [module for module in sorted(graph.modules) if module in graph.find_downstream_modules(module)] == []
 
 
 def test_mesh_axes_are_spelled_in_one_place():
@@ -140,7 +137,9 @@ def test_mesh_axes_are_spelled_in_one_place():
         for node in ast.walk(tree(file)):
             if isinstance(node, ast.Call):
                 function = ast.unparse(node.func)
-                axis_calls = r"(^P|PartitionSpec|psum\w*|pmax|pmean|all_gather|all_to_all|ppermute|axis_index|axis_size|shard_map)$"
+                axis_calls = (
+                    r"(^P|PartitionSpec|psum\w*|pmax|pmean|all_gather|all_to_all|ppermute|axis_index|axis_size|shard_map)$"
+                )
                 if re.search(axis_calls, function):
                     literals = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
                     found += [f"{name(file)}:{node.lineno} {axis}" for axis in literals & AXES]

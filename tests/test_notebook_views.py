@@ -19,15 +19,16 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm import notebook
-from jaxllm.compile_report import CompileReport
+from jaxllm.commands.plan import plan
+from jaxllm.compile.inspect import Report, inspect_config
+from jaxllm.compile.inspect_text import in_columns
+from jaxllm.compile.report import CompileReport
 from jaxllm.config import load_config
-from jaxllm.html_tables import table
+from jaxllm.display import table
 from jaxllm.model.llama import Llama
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.search import Plan
 from jaxllm.plan.search_text import WIDTH, render
-from jaxllm.planner import plan
-from jaxllm.report import in_columns, inspect_config
 from jaxllm.train.console import Console
 
 LARGE = {
@@ -83,6 +84,7 @@ def test_a_kernel_learns_how_to_show_a_mesh(monkeypatch):
     assert known == {
         Mesh: notebook.mesh_html,
         (Plan.__module__, Plan.__qualname__): notebook.plan_html,
+        (Report.__module__, Report.__qualname__): notebook.inspect_html,
         (CompileReport.__module__, CompileReport.__qualname__): notebook.compile_html,
     }
 
@@ -111,7 +113,7 @@ def test_an_estimate_and_a_report_show_what_the_commands_print(found):
     assert "Bytes on one device" in small._repr_html_()
     report = inspect_config(load_config(TINY, ["data.source=python_stdlib"]), gpus=8)
     assert repr(report) == "<Report of 34,976 parameters on pipe 1 x data 8 x context 1 x tensor 1>"
-    assert "On each device with ZeRO 1" in report._repr_html_()
+    assert "On each device with ZeRO 1" in notebook.inspect_html(report)
 
 
 def test_what_a_notebook_shows_of_a_report_is_one_output(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import scripts
 from tiny import TINY
 
-from jaxllm.aot import can_compile_for_gpus
+from jaxllm.compile.aot import can_compile_for_gpus
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works")

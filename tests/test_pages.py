@@ -15,8 +15,8 @@ import typer
 import yaml
 
 import jaxllm
-from jaxllm import planner
 from jaxllm.cli import app
+from jaxllm.commands import plan
 from jaxllm.config import Config, ConfigError, load_config, published_models
 
 CHECKOUT = Path(__file__).parents[1]
@@ -256,7 +256,7 @@ def test_python_calls_what_is_there(page):
                 assert node.attr in jaxllm.__all__
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("jaxllm."):
                 name = ast.unparse(node.func).removeprefix("jaxllm.")
-                function = planner.plan if name == "plan" else getattr(jaxllm, name)
+                function = plan.plan if name == "plan" else getattr(jaxllm, name)
                 keywords = {keyword.arg: None for keyword in node.keywords}
                 inspect.signature(function).bind(*[None] * len(node.args), **keywords)
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm import distributed, placement
+from jaxllm import placement
 from jaxllm.config import ParallelConfig
+from jaxllm.cost_model.network import Group
 from jaxllm.mesh import device_grid, order_by_groups
 from jaxllm.placement import crossings, hosts_of, mesh_on_hosts, widest_group
-from jaxllm.plan.network import Group
+from jaxllm.runtime import distributed
 
 
 @dataclass(frozen=True)

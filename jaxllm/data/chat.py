@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError, line_of
+from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.data.tokenizer import read_json
 
 ASSISTANT = "assistant"

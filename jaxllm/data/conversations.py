@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.records import is_lines, read_objects

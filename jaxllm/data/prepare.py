@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.hardware import available_cpus
 from jaxllm.data.prepared import FORMAT, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION
 from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
 from jaxllm.data.shards import (
@@ -43,7 +44,6 @@ from jaxllm.data.shards import (
     write_shard,
 )
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
-from jaxllm.plan.hardware import available_cpus
 
 MIN_SHARD_MIB, MAX_SHARD_MIB, USUAL_SHARDS = 4, 256, 64
 """The input is cut into 64 shards, unless they would be outside these sizes. 64 is enough for as many processes."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.documents import Documents
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from jaxllm.config_errors import ConfigError, line_of
+from jaxllm.config.errors import ConfigError, line_of
 
 _LINES = (".jsonl", ".json", ".ndjson")
 _CHUNK = 1 << 20

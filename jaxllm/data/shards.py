@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.prepared import MANIFEST, SHARD_KEYS, TOKENIZER, check_sizes, damaged, missing_key, shard_name
 from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
 from jaxllm.data.tokenizer import Tokenizer, token_dtype

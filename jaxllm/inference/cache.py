@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.model.attention_blocks import Mask, xla_kernel
+from jaxllm.model.blockwise_attention import Mask, xla_kernel
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import Llama
 

@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
-from jaxllm.parallel.batches import place
+from jaxllm.parallel.device_batches import place
 from jaxllm.parallel.types import Parallelized
 
 ROWS_TOKENS = 8192

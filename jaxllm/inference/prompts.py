@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError
 from jaxllm.data.tokenizer import Tokenizer
 

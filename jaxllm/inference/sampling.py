@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 
 GREEDY, ALL, CUT = "greedy", "all", "cut"
 SMALLEST_TEMPERATURE = 1e-5

@@ -1,6 +1,6 @@
 """Blocks of attention by cuDNN's fused kernel: the one file that reaches into JAX's private binding.
 
-    kernel = cudnn_kernel()      # or a ConfigError that says why not; attention_blocks.py says what a kernel does
+    kernel = cudnn_kernel()      # or a ConfigError that says why not; blockwise_attention.py says what a kernel does
 
 The public `jax.nn.dot_product_attention(..., return_residual=True)` will not do: it rounds the log-sum-exp to the output's
 dtype (JAX 0.10 to 0.12), and a bfloat16 near 10 is off by up to 0.03, as is then the weight of every merged block. Nor does a
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
-from jaxllm.model.attention_blocks import (
+from jaxllm.model.blockwise_attention import (
     NOTHING,
     Gradients,
     Kernel,

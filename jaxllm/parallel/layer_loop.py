@@ -7,7 +7,7 @@
 
 Autodiff of a scan would stack a chunk's residuals and leave it to the caller to copy them in and out of a buffer, and would
 make a chunk's gradients before they are added. Here each layer writes its residuals into the ring and adds its gradients into
-`sums` in place. Weights are never among the residuals: they are at hand, and are hung into the VJP again (residuals.py).
+`sums` in place. Weights are never among the residuals: they are at hand, and are hung into the VJP again (vjp_residuals.py).
 
 What a policy offloads lies in a part of the ring that is in the host's pinned memory. It is moved explicitly: written as a
 layer makes it, read one layer before it is used. The library's offload policies would have the ring read by the host.
@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
+from jaxllm.cost_model.activations import Policy
 from jaxllm.model.llama import BlockFunction, Side
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.residuals import keep, kept_names, rebuild, waits_on_host
 from jaxllm.parallel.types import Tree, WeightAccess
-from jaxllm.plan.activations import Policy
+from jaxllm.parallel.vjp_residuals import keep, kept_names, rebuild, waits_on_host
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["on_host"])

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config
+from jaxllm.cost_model.activations import policy_of
 from jaxllm.mesh import (
     CONTEXT,
     DATA,
@@ -38,18 +39,17 @@ from jaxllm.mesh import (
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import scan_layers
 from jaxllm.model.loss import cross_entropy
+from jaxllm.parallel.activation_norms import layer_norms_region
 from jaxllm.parallel.embedding import look_up_over_ranks
+from jaxllm.parallel.grad_square_norms import SQUARES, SquaredNorms, parts_of
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
-from jaxllm.parallel.layer_norms import layer_norms_region
+from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.parallel.llama_pipeline import pipeline_regions
 from jaxllm.parallel.parameters import initial_params, parameter_table
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.squares import SQUARES, SquaredNorms, parts_of
-from jaxllm.parallel.stacking import stacking_of
-from jaxllm.parallel.stages import pipeline_regions
 from jaxllm.parallel.types import Batch, Parallelized, Params, WeightAccess
 from jaxllm.parallel.zero import Zero, sink
-from jaxllm.plan.activations import policy_of
 from jaxllm.sharding import (
     constrainer,
     is_shared_out,

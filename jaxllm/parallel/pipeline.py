@@ -1,4 +1,4 @@
-"""Runs any pipeline schedule: a table (plan/schedule.py) turned into scans over ticks, in one SPMD program.
+"""Runs any pipeline schedule: a table (pipeline_schedule.py) turned into scans over ticks, in one SPMD program.
 
 All stages run the same tick, each on the microbatch and chunk that its column of the table names; what a stage has nothing to
 do for is computed on whatever lies there and not used. The forward's residuals wait in a ring of slots that the table assigns,
@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.mesh import PIPE, TENSOR
 from jaxllm.parallel.types import Rows, Tree
-from jaxllm.plan.schedule import Run, Schedule, Units
+from jaxllm.pipeline_schedule import Run, Schedule, Units
 from jaxllm.sharding import over_tensor
 
 

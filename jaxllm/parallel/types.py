@@ -17,7 +17,7 @@ Batch = dict[str, jax.Array]
 Rows = dict[str, jax.Array]
 """One microbatch of a Batch: arrays [sequence, position]."""
 Square = Callable[[Tree], jax.Array]
-"""Gradients as a rank stores them -> their squares, float32 (squares.py)."""
+"""Gradients as a rank stores them -> their squares, float32 (grad_square_norms.py)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Parallelized:
     """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
     train.diloco_steps all three have a leading replica dim, and each replica's loss is the mean over its own targets."""
     value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts]]
-    """value_and_grad, and the sums from which the gradient noise scale is measured. Costs a little more (squares.py)."""
+    """value_and_grad, and the sums from which the gradient noise scale is measured. Costs a little more (grad_square_norms.py)."""
     loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     """(master params, batch) -> (sum of -log p over valid targets, number of targets), without gradients."""
     layer_norms: Callable[[Params, Batch], jax.Array]

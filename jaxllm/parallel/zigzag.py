@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.plots import new_figure, save
+from jaxllm.plots.schedule import new_figure, save
 
 Product = tuple[int, int]
 """(query chunk, key chunk): the whole square of two chunks, or of one with itself its causal half."""

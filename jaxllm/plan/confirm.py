@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.hardware import readable
+from jaxllm.cost_model.hardware import readable
 from jaxllm.plan.search import CONFIGURATION, Plan, Progress, Rejected
 
 TRIES = 3

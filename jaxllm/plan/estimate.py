@@ -13,17 +13,17 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.html_tables import preformatted
-from jaxllm.plan import flops
-from jaxllm.plan.activations import remat_words
+from jaxllm.cost_model import flops
+from jaxllm.cost_model.activations import remat_words
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
+from jaxllm.cost_model.hosts import HOST_GPUS, hosts_of, hosts_text, require_devices
+from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
+from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.cost_model.step_parts import StepTime
+from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
+from jaxllm.display import preformatted
 from jaxllm.plan.advice import Change, changes_that_fit
-from jaxllm.plan.cluster import HOST_GPUS, hosts_of, require_devices
-from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
-from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
-from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.plan.search import FIT_SHARE
-from jaxllm.plan.step_parts import StepTime
-from jaxllm.plan.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""
@@ -182,12 +182,10 @@ class Estimate:
             yield from self._speed_lines(self.speed)
 
     def _heading(self) -> Iterator[str]:
-        config, hosts = self.config, self.devices // self.gpus_per_host
-        parallel, train = config.parallel, config.train
+        config, parallel, train = self.config, self.config.parallel, self.config.train
         on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPU{'s' if self.devices > 1 else ''}"
         yield (
-            f"{config.model.name or 'The model'} on {on}, {hosts} {'host' if hosts == 1 else 'hosts'} of "
-            f"{self.gpus_per_host} ({self.hosts_because})"
+            f"{config.model.name or 'The model'} on {on}, {hosts_text(self.devices, self.gpus_per_host)} ({self.hosts_because})"
         )
         pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""
@@ -250,7 +248,7 @@ def estimate(
       gpu: a kind, by name, by a YAML file that describes it, or as a Gpu. None: bytes alone, without verdict and speed.
       gpus: default: as many as the config's mesh.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      convention: megatron: memory and verdict by the published formula and its 80% rule (plan/megatron.py), FLOPs as
+      convention: megatron: memory and verdict by the published formula and its 80% rule (cost_model/megatron.py), FLOPs as
         Megatron-LM counts them, and the time of its schedule; jaxllm's own memory stays beside it.
 
     Raises:

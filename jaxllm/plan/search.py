@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.hardware import Gpu, readable
+from jaxllm.cost_model.hardware import Gpu, readable
+from jaxllm.cost_model.hosts import hosts_of
 from jaxllm.plan.space import (
     BEYOND_HOST,
     Choice,
@@ -419,13 +419,13 @@ def _by_microbatch(candidate: Candidate) -> tuple[float, ...]:
 
 
 def _real_memory(gpu: Gpu) -> EstimateMemory:
-    from jaxllm.plan.memory import estimate_memory
+    from jaxllm.cost_model.memory import estimate_memory
 
     return partial(estimate_memory, gpu=gpu)
 
 
 def _real_time() -> EstimateTime:
-    from jaxllm.plan.step_time import estimate_step_time
+    from jaxllm.cost_model.step_time import estimate_step_time
 
     return estimate_step_time
 

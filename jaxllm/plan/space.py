@@ -27,9 +27,9 @@ from jaxllm.config import (
     divisors,
     sequence_unit,
 )
-from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.memory import parameters
-from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.cost_model.parameters import parameters
+from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
 """Those that take less memory first."""

@@ -10,7 +10,7 @@ jaxllm's own format 2:
     weights*.safetensors   parameters by dotted path, with a leading layers dim and exactly vocab_size rows
     tokenizer/             tokenizer files, generation_config.json and the original config.json
 
-Format 1 consists of Orbax files; train/weights.py reads it.
+Format 1 consists of Orbax files; checkpoint/weights.py reads it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
-from jaxllm.hf_config import CONFIG, MODEL, model_section, read_json
+from jaxllm.config.errors import ConfigError
+from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_json
 from jaxllm.pretrained.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
 from jaxllm.pretrained.safetensors import DTYPES, Tensor, TensorFile
 

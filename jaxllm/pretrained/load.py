@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.pretrained.folder import Folder
 
 AT_ONCE_BYTES = 8 * 2**30

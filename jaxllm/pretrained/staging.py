@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 
 
 def require_new(destination: str, force: bool = False) -> Path:

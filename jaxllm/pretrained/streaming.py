@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.pretrained.folder import FORMAT, Slab, versions
 from jaxllm.pretrained.safetensors import DTYPES, TensorFile, TensorWriter
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxllm import distributed, xla_flags
 from jaxllm.config import Config
+from jaxllm.runtime import distributed, xla_flags
 from jaxllm.train.build import State, Training
 
 

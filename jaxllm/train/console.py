@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from jaxllm.html_tables import escaped
+from jaxllm.display import escaped
 from jaxllm.plan.cost import short
 from jaxllm.train.metrics import Record
 

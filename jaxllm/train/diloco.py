@@ -29,9 +29,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm import progress
 from jaxllm.config import Config, ConfigError
 from jaxllm.mesh import REPLICA, replicated
+from jaxllm.runtime import progress
 from jaxllm.sharding import of_islands
 from jaxllm.train.state import TrainState
 

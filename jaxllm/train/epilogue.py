@@ -9,10 +9,10 @@ from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable
 from jaxllm.train.console import Console
-from jaxllm.train.interrupt import SignalHandler
+from jaxllm.train.messages import by_source
 from jaxllm.train.metrics import Record, Sink
-from jaxllm.train.notes import by_source
 from jaxllm.train.run_dir import has_evaluation
+from jaxllm.train.signals import SignalHandler
 from jaxllm.train.trainer import Evaluation, Trainer
 
 FINAL_EVAL_TOKENS = 2**24

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import jax
 
-from jaxllm import distributed, exits, progress, watchdog
+from jaxllm.checkpoint.manager import Checkpoints, describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import Config
-from jaxllm.plan.flops import mfu
-from jaxllm.plan.hardware import gpu_from_device_kind
-from jaxllm.train.checkpoint import Checkpoints, describe_run, require_shared, saved_steps
+from jaxllm.cost_model.flops import mfu
+from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.runtime import distributed, exit_codes, progress, watchdog
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
-from jaxllm.train.fence import hold_run_dir
-from jaxllm.train.fits import explain_out_of_memory
-from jaxllm.train.interrupt import SignalHandler
+from jaxllm.train.memory_check import explain_out_of_memory
+from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong
 from jaxllm.train.metrics import Record, Sink, open_sinks
-from jaxllm.train.notes import by_source, describe_phase, noise_note, print_header, what_went_wrong
-from jaxllm.train.run_clock import RunTimer
 from jaxllm.train.run_dir import keep_companions, make_run_dir, require_same_run, write_config
+from jaxllm.train.run_timer import RunTimer
+from jaxllm.train.signals import SignalHandler
 from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Trainer
 
@@ -29,7 +29,7 @@ from jaxllm.train.trainer import Trainer
 def fit(config: Config) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it before:
     then Trainer.stopped_by names it. Where somebody restarts the run and the signal comes before the first step, the process
-    ends instead, with exits.RESTART.
+    ends instead, with exit_codes.RESTART.
     """
     timer = RunTimer()
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
@@ -88,7 +88,9 @@ def fit(config: Config) -> Trainer:
 
 def leave_early(name: str) -> None:
     """For SignalHandler: the signal `name` came when nothing was trained yet, and somebody restarts this run."""
-    distributed.leave_at_once(f"stopped by {name} before the first step of this start: there is nothing to save", exits.RESTART)
+    distributed.leave_at_once(
+        f"stopped by {name} before the first step of this start: there is nothing to save", exit_codes.RESTART
+    )
 
 
 def train(

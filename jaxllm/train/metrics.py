@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.fence import unfenced
 from jaxllm.train.instability import spike_line
 
 Record = dict[str, float | int]
@@ -31,7 +31,7 @@ class JsonLines:
     Lines of later steps, which will run again, move to a file beside it: metrics-1.jsonl and so on.
 
     Args:
-      require: called before anything is written; Fence.require if the run holds the directory.
+      require: called before anything is written; RunDirLock.require where the run holds the directory.
     """
 
     def __init__(self, path: Path, last_step: int, require: Callable[[], None] = unfenced):

@@ -1,7 +1,7 @@
 """The gradient noise scale (McCandlish et al., 2018, arXiv 1812.06162): what a larger batch would give, measured in training.
 
 Let g be the true gradient and S the covariance of one token's share in it. The gradient G of B tokens has E|G|^2 = |g|^2 +
-tr(S) / B, so batches of two sizes tell both. Every step has them: its K parts (parallel/squares.py) and the whole. Before
+tr(S) / B, so batches of two sizes tell both. Every step has them: its K parts (parallel/grad_square_norms.py) and the whole. Before
 clipping, and with the parts' squares averaged by their numbers of targets,
 
     tr(S) / B = (mean |G_i|^2 - |G|^2) / (K - 1)          |g|^2 = |G|^2 - tr(S) / B
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.plan.noise_reading import Estimate
+from jaxllm.plan.noise_scale_text import Estimate
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0

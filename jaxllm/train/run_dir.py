@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from jaxllm.batch_schedule import done_by, phases_of
+from jaxllm.checkpoint.manager import Meta
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
-from jaxllm.train.checkpoint import Meta
 from jaxllm.train.trainer import Trainer
 
 

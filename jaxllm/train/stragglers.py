@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm import distributed, progress
+from jaxllm.runtime import distributed, progress
 
 LOOK_EVERY_S = 60.0
 AGAIN_S = 600.0

@@ -22,28 +22,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm import distributed, progress
+from jaxllm.checkpoint.manager import Checkpoints, Meta
+from jaxllm.checkpoint.weights import WeightsSource, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.batches import place
+from jaxllm.parallel.device_batches import place
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.placement import mesh_on_hosts
+from jaxllm.runtime import distributed, progress
 from jaxllm.train import diloco
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
-from jaxllm.train.checkpoint import Checkpoints, Meta
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
-from jaxllm.train.fits import check_memory
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
-from jaxllm.train.interrupt import defer_sigint
+from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
+from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import on_device
-from jaxllm.train.weights import WeightsSource, initial_weights, read_weights
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from outside import free_port
 from run_files import records, saved_state
 from tiny import TINY
 
-from jaxllm.train.checkpoint import saved_steps
+from jaxllm.checkpoint.manager import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
 HOST = re.escape(socket.gethostname())
@@ -61,13 +61,14 @@ COMMON = (
 # jaxllm train, at a fixed pace, with one fault. It bypasses Python's buffers to print its progress: several threads print.
 PROGRAM = f"""
 import errno, os, sys, time
-from jaxllm import cli, peers
-from jaxllm.train.checkpoint import Checkpoints
+from jaxllm import cli
+from jaxllm.runtime import peer_monitor
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.train.trainer import Trainer
 
 pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
 advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
-list_files, beat, first_batch, trains = Checkpoints._list_files, peers.PeerMonitor._beat, None, False
+list_files, beat, first_batch, trains = Checkpoints._list_files, peer_monitor.PeerMonitor._beat, None, False
 
 def say(words):
     os.write(1, f"{{words}}\\n".encode())
@@ -105,7 +106,7 @@ def beat_and_say(self):
         trains = True
         say("{TRAINS}")
 
-Trainer.advance, Trainer.compile_step, peers.PeerMonitor._beat = at_its_pace, said, beat_and_say
+Trainer.advance, Trainer.compile_step, peer_monitor.PeerMonitor._beat = at_its_pace, said, beat_and_say
 if fault == "slow save":
     Checkpoints._list_files = slowly
 elif fault.endswith("data"):
@@ -308,7 +309,7 @@ def environment() -> dict[str, str]:
 
 def supervised(restarts: int) -> tuple[str, ...]:
     options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", "20")
-    return (sys.executable, "-m", "jaxllm.supervise", *options, "--")
+    return (sys.executable, "-m", "jaxllm.runtime.supervisor", *options, "--")
 
 
 def is_open(port: int) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from faulty_runs import CHECKOUT, HOST, START_S, STEPS, Run, environment, is_open, supervised
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 
@@ -71,19 +71,19 @@ def test_a_killed_coordinator_is_named(run):
         launch.wait_until_it_trains()
         launch.strike(0, signal.SIGKILL)
         # JAX aborts a process that is still exiting 0.1 s later, on a busy machine before its sentence.
-        launch.assert_ends(-signal.SIGKILL, (exits.LOST, -signal.SIGABRT))
-        if launch[1].popen.returncode == exits.LOST:
+        launch.assert_ends(-signal.SIGKILL, (exit_codes.LOST, -signal.SIGABRT))
+        if launch[1].popen.returncode == exit_codes.LOST:
             launch.assert_says(1, lost(0, KILLED))
 
 
 def test_a_late_process_is_waited_for_and_missed_when_it_is_killed(run):
     with run.launch() as launch:
         launch.start(0)
-        launch.wait_until(lambda: is_open(launch.port), "the roll call")
+        launch.wait_until(lambda: is_open(launch.port), "the rendezvous")
         launch.start(1)
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGKILL)
-        launch.assert_ends(exits.LOST, -signal.SIGKILL)
+        launch.assert_ends(exit_codes.LOST, -signal.SIGKILL)
         launch.assert_says(0, lost(1, KILLED))
 
 
@@ -92,7 +92,7 @@ def test_a_stopped_process_is_given_up_by_the_other_and_killed_by_its_supervisor
         launch.start_all(under=supervised(restarts=0))
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGSTOP)
-        launch.assert_ends(exits.LOST, 128 + signal.SIGKILL)
+        launch.assert_ends(exit_codes.LOST, 128 + signal.SIGKILL)
         launch.assert_says(0, lost(1, FROZEN))
         launch.assert_says(1, f"process {launch[1].pid} is frozen, no sign of life for 20 s: killing it")
 
@@ -100,27 +100,27 @@ def test_a_stopped_process_is_given_up_by_the_other_and_killed_by_its_supervisor
 # ------------------------------------------------------------------------------------------------------- data and disk
 
 
-def test_what_fails_in_one_process_is_told_by_the_other(run):
+def test_a_failure_in_one_process_is_reported_by_the_other(run):
     """Data is read in a thread: its failure ends that process."""
     # Process 1 would wait for the end of a save, and JAX abort it once process 0 has exited.
     with run.launch(NO_SAVES) as launch:
         launch.start(0)
         launch.start(1, fault="unreadable data")
         launch.wait_for(1, "reading fails")
-        launch.assert_ends(exits.LOST, 1)
+        launch.assert_ends(exit_codes.LOST, 1)
         launch.assert_resumed()
         launch.assert_says(0, rf"process 1 on {HOST} failed: OSError: .*Input/output error.*")
         assert "Traceback" in launch[1].err.text
         assert "Traceback" not in launch[0].err.text
 
 
-def test_a_process_stuck_in_its_data_is_named_by_whoever_sees_it_first(run):
+def test_a_process_stuck_in_its_data_is_named_by_the_first_to_notice(run):
     """And both print their stacks."""
     with run.launch("run.phase_timeout_s=25") as launch:
         launch.start(0)
         launch.start(1, fault="stuck data")
         launch.wait_for(1, "reading fails")
-        launch.assert_ends(exits.LOST, exits.LOST)
+        launch.assert_ends(exit_codes.LOST, exit_codes.LOST)
         launch.assert_resumed()
         itself = rf"process 1 on {HOST} is stuck: data after step \d+ has taken \d+ s \(run\.phase_timeout_s=25\); {AGAIN}"
         waits = rf"waiting for process 1 on {HOST}, \d+ s in data after step \d+; run\.phase_timeout_s=25"
@@ -128,7 +128,7 @@ def test_a_process_stuck_in_its_data_is_named_by_whoever_sees_it_first(run):
         for rank in (0, 1):
             launch.assert_says(rank, f"(?:{itself}|{other})")
         assert re.search(r'File "\S+trainer\.py", line \d+ in (?:advance|finish)\n', launch[0].err.text), launch
-        assert re.search(r'File "\S+trainer\.py", line \d+ in _next_batch\n', launch[1].err.text), launch
+        assert re.search(r'File "\S+batch_queue\.py", line \d+ in take\n', launch[1].err.text), launch
 
 
 def test_a_process_whose_disk_is_full_ends_the_run_and_loses_nothing(run):
@@ -137,14 +137,14 @@ def test_a_process_whose_disk_is_full_ends_the_run_and_loses_nothing(run):
         launch.start(0)
         launch.start(1, under=("bash", "-c", 'ulimit -f 16; exec "$@"', "bash"))
         launch.wait_for_steps(1)
-        launch.assert_ends(exits.BAD_INPUT, exits.BAD_INPUT)
+        launch.assert_ends(exit_codes.BAD_INPUT, exit_codes.BAD_INPUT)
         sentence = rf"Checkpoint \d+ could not be written to {re.escape(str(run.dir))}/checkpoints \(.*File too large.*\): .*"
         launch.assert_says(1, sentence)
         launch.assert_says(0, rf"process 1 on {HOST} failed: {sentence}")
         assert run.saved[-1:] == ([launch.first] if launch.first else [])
 
 
-def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again(tmp_path):
+def test_a_killed_worker_that_prepares_data_ends_its_command_which_resumes(tmp_path):
     lines = (f'{{"text": "{i} law mesh ring axis shard gather tick"}}\n' for i in range(240_000))
     (tmp_path / "a.jsonl").write_text("".join(lines))
     command = [sys.executable, "-m", "jaxllm.cli", "data", "prepare", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes"]
@@ -166,7 +166,7 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == exits.BAD_INPUT, error
+    assert process.returncode == exit_codes.BAD_INPUT, error
     (line,) = error.splitlines()
     assert line.startswith("jaxllm: A worker was killed (exit code -9), perhaps because memory ran out: run the command again")
     assert list((tmp_path / "out").glob(".*")) == []
@@ -189,7 +189,7 @@ def test_sigterm_in_a_step_saves_the_same_step_of_all(run):
         launch.start_all(**RESTARTS)
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGTERM)
-        launch.assert_ends(exits.RESTART, exits.RESTART)
+        launch.assert_ends(exit_codes.RESTART, exit_codes.RESTART)
         assert run.saved[-1] == run.records()[-1][0] == stopped_step(launch)
 
 
@@ -199,7 +199,7 @@ def test_sigterm_in_a_save_finishes_it_and_saves_once_more(run):
         launch.start(1, **RESTARTS)
         launch.wait_for(0, "saving")
         launch.strike(0, signal.SIGTERM)
-        launch.assert_ends(exits.RESTART, exits.RESTART)
+        launch.assert_ends(exit_codes.RESTART, exit_codes.RESTART)
         launch.assert_resumed()
         under_way = launch.first - launch.first % 2 + 2
         assert under_way in run.saved
@@ -214,7 +214,7 @@ def test_sigterm_in_the_compilation_ends_all_at_once(run):
         launch.start_all(fault="slow compilation", **RESTARTS)
         launch.wait_for(1, "compiling")
         launch.strike(1, signal.SIGTERM)
-        launch.assert_ends(exits.RESTART, exits.RESTART)
+        launch.assert_ends(exit_codes.RESTART, exit_codes.RESTART)
         launch.assert_says(1, NOT_BEGUN)
         launch.assert_says(0, f"process 1 on {HOST} was {NOT_BEGUN}")
         assert run.saved == before
@@ -232,7 +232,7 @@ def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp
         launch.start_all()
         launch.wait_until_it_trains()
         launch.strike(2, signal.SIGKILL)
-        launch.assert_ends(exits.LOST, exits.LOST, -signal.SIGKILL, exits.LOST)
+        launch.assert_ends(exit_codes.LOST, exit_codes.LOST, -signal.SIGKILL, exit_codes.LOST)
         for rank in (0, 1, 3):
             launch.assert_says(rank, lost(2, KILLED))
     with run.launch(f"train.steps={steps}", NO_SAVES, pace_s=0) as launch:

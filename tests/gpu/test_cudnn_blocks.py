@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm.model.attention import xla_attention
-from jaxllm.model.attention_blocks import NOTHING, Mask, Partial, merge, xla_kernel
+from jaxllm.model.blockwise_attention import NOTHING, Mask, Partial, merge, xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.parallel.zigzag import blocks
 

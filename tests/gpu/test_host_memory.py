@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from meshes import Run, assert_close
 
+from jaxllm.checkpoint.manager import Checkpoints, describe_run
 from jaxllm.config import CheckpointConfig
 from jaxllm.mesh import HOST
-from jaxllm.train.checkpoint import Checkpoints, describe_run
 
 pytestmark = pytest.mark.gpu
 

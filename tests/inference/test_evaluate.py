@@ -12,13 +12,13 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, evaluate, read_text, tokenize
 from jaxllm.mesh import make_mesh
+from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import build_model
-from jaxllm.parallel.stacking import over_layers, stacking_of
 
 LENGTH, TOKENS = 15, 100
 SHARP = ("model.initializer_std=0.3", "data.mask_documents=false")

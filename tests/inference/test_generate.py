@@ -11,7 +11,7 @@ from flax import nnx
 from tiny import TINY
 
 from jaxllm.config import ModelConfig
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.generate import Generator, bucket, complete, sample
 from jaxllm.inference.prompts import encode_prompt

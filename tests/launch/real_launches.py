@@ -103,7 +103,7 @@ def pid_of(word: str, rank: int) -> int:
         pid
         for pid, command, variables in processes_of_launch()
         if any(word in part for part in command)
-        and "jaxllm.supervise" not in command
+        and "jaxllm.runtime.supervisor" not in command
         and variables.get("JAXLLM_PROCESS_ID", variables.get("OMPI_COMM_WORLD_RANK")) == str(rank)
     )
     return found

@@ -16,8 +16,8 @@ import yaml
 from outside import free_port
 from run_files import steps_of
 
-from jaxllm import exits, launchers
 from jaxllm.config import load_config
+from jaxllm.runtime import exit_codes, launchers
 
 CHECKOUT = Path(__file__).parents[2]
 DOCKERFILE = CHECKOUT / "launch" / "Dockerfile"
@@ -52,7 +52,7 @@ def test_hosts_and_names_agree():
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {volume["name"] for volume in POD["volumes"]}
 
 
-def test_each_pod_finds_its_place():
+def test_each_pod_finds_its_rank():
     for index in range(JOB["completions"]):
         found = launchers.find(environment_of(index))
         assert (found.launcher, found.process_id, found.num_processes) == ("kubernetes", index, JOB["completions"])
@@ -62,7 +62,7 @@ def test_each_pod_finds_its_place():
     assert launchers.launch_info(environment_of(0, labels={})).launch_id is None
 
 
-def test_what_no_schema_says():
+def test_rules_outside_the_schema():
     """A server rejects other values, or accepts them and loses the run."""
     assert (JOBSET["apiVersion"], JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert set(JOBSET["spec"]) <= {"replicatedJobs", "network", "failurePolicy"}
@@ -74,7 +74,7 @@ def test_what_no_schema_says():
 def test_bad_input_alone_ends_the_jobset():
     (rule,) = JOB["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
-    codes = {"containerName": CONTAINER["name"], "operator": "In", "values": [exits.BAD_INPUT]}
+    codes = {"containerName": CONTAINER["name"], "operator": "In", "values": [exit_codes.BAD_INPUT]}
     assert rule["onExitCodes"] == codes
     policy = JOBSET["spec"]["failurePolicy"]
     (rule,) = policy["rules"]
@@ -84,7 +84,7 @@ def test_bad_input_alone_ends_the_jobset():
 
 
 def test_the_command_is_a_supervised_run_of_a_recipe_in_the_image():
-    assert COMMAND[:3] == ["python", "-m", "jaxllm.supervise"]
+    assert COMMAND[:3] == ["python", "-m", "jaxllm.runtime.supervisor"]
     program, command, recipe, *overrides = COMMAND[COMMAND.index("--") + 1 :]
     assert (program, command) == ("jaxllm", "train")
     config = load_config(CHECKOUT / recipe, overrides)

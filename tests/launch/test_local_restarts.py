@@ -8,7 +8,7 @@ import pytest
 import scripts
 from real_launches import LIMIT_S, launch, launched, processes_of_launch, wait_until
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 BEATS = """
 beaten="beaten-$JAXLLM_ATTEMPT-$JAXLLM_PROCESS_ID"
@@ -22,7 +22,7 @@ def test_options_need_values(tmp_path):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "--restarts needs a value: local_cluster.sh [OPTION...] N COMMAND..." in err
     code, _, err = launch("local_cluster.sh", "--restarts", "few", "1", "true", cwd=tmp_path)
-    assert code == exits.BAD_INPUT
+    assert code == exit_codes.BAD_INPUT
     assert "argument --restarts: few is not valid: give a whole number of at least 0" in err
 
 
@@ -58,7 +58,7 @@ def test_supervised_processes_end_with_the_launcher(tmp_path, name, send):
     with launched("local_cluster.sh", "--restarts", "1", "2", "bash", "-c", words, cwd=tmp_path) as process:
         assert {process.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
         send(process.pid, signal.Signals[name])
-        assert process.wait(LIMIT_S) == (exits.RESTART if name == "SIGTERM" else -signal.SIGKILL)
+        assert process.wait(LIMIT_S) == (exit_codes.RESTART if name == "SIGTERM" else -signal.SIGKILL)
         wait_until(lambda: not list(processes_of_launch()), "the end of all processes")
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 

@@ -10,7 +10,7 @@ import pytest
 import real_launches
 from real_launches import LIMIT_S, launch, launched, pid_of
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 pytestmark = pytest.mark.launcher
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -83,7 +83,7 @@ def test_a_run_goes_through_a_kill_and_a_signal_to_the_losses_of_one_process(tex
         run.wait_for(7, process)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == exits.RESTART, out + err
+    assert process.returncode == exit_codes.RESTART, out + err
     assert "[1] jaxllm: exit code 137 (ended by SIGKILL); restart 1 of at most 3 in 0.1 s" in err
     assert "by SIGTERM; saved" in out
     code, out, err = launch(*line, *run.command(step_s=0), cwd=tmp_path, **AS_ROOT)

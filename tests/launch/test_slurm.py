@@ -87,7 +87,7 @@ def shown(state: str = "RUNNING", restarts: int = 0, comment: str | None = None)
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_what_another_turn_cannot_change_is_not_requeued(slurm, code):
+def test_no_requeue_where_another_turn_cannot_help(slurm, code):
     found = slurm(code, shown())
     assert (found.code, found.asked) == (code, [])
 
@@ -144,7 +144,7 @@ def test_a_command_that_does_not_go_on_where_it_left_off_has_one_turn(slurm):
 
 def test_each_host_runs_the_command_under_a_supervisor(slurm):
     found = slurm(0, shown(), "jaxllm", "train", "a b.yaml", "run.dir=c d")
-    supervised = [sys.executable, "-m", "jaxllm.supervise", "--restarts", "10", "--"]
+    supervised = [sys.executable, "-m", "jaxllm.runtime.supervisor", "--restarts", "10", "--"]
     assert found.srun[-10:] == [*supervised, sys.executable, "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"][-10:]
     assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
     # It would end a process that is saving when another is done.
@@ -440,7 +440,7 @@ def runs(lab, place, submit):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_a_preempted_run_goes_on_in_another_turn(runs):
+def test_a_preempted_run_resumes_in_another_turn(runs):
     run = runs.preempted
     assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
     assert run.job.show("Restarts") == "1"
@@ -451,7 +451,7 @@ def test_a_preempted_run_goes_on_in_another_turn(runs):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_a_run_whose_node_loses_power_goes_on_elsewhere(runs):
+def test_a_run_whose_node_loses_power_resumes_elsewhere(runs):
     run = runs.powerless
     assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
     assert run.job.show("Restarts") == "1"
@@ -463,7 +463,7 @@ def test_a_run_whose_node_loses_power_goes_on_elsewhere(runs):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_what_lives_on_behind_a_cut_cable_cannot_spoil_the_run(runs):
+def test_a_process_behind_a_cut_cable_cannot_damage_the_run(runs):
     run = runs.cut_off
     assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
     (old,), (new,) = run.nodes, run.job.nodes
@@ -479,7 +479,7 @@ def test_what_lives_on_behind_a_cut_cable_cannot_spoil_the_run(runs):
 # Last: its job, submitted with the first, waits for half a minute.
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_a_job_whose_time_ends_saves_and_goes_on_in_another_turn(small):
+def test_a_job_whose_time_ends_saves_and_resumes_in_another_turn(small):
     assert small.limited.wait("COMPLETED", "TIMEOUT", "FAILED", limit_s=2 * SMALL_S) == "COMPLETED"
     assert small.limited.show("Restarts") == "1"
     assert "0: saved" in small.limited.output

@@ -16,7 +16,7 @@ import real_launches
 from outside import free_port
 from real_launches import LIMIT_S, launch, launched, pid_of, processes_of_launch, wait_until
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 pytestmark = pytest.mark.launcher
 STOPS = 'for name in TERM INT; do trap "echo $name; exit 75" $name; done; echo ready; while :; do sleep 0.05; done'
@@ -180,11 +180,11 @@ def test_signals_are_passed_on(ssh, hosts, tmp_path, sent, received):
         ready(process, 2)
         process.send_signal(signal.Signals[f"SIG{sent}"])
         out, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == exits.RESTART
+    assert process.returncode == exit_codes.RESTART
     assert sorted(out.splitlines()) == [f"[0] {received}", f"[1] {received}"]
 
 
-def test_nobody_reads_a_secret_in_the_list_of_processes(ssh, hosts, tmp_path):
+def test_the_list_of_processes_shows_no_secret(ssh, hosts, tmp_path):
     with launched("ssh.sh", hosts("h1"), "bash", "-c", STOPS, cwd=tmp_path, SSH=ssh, WANDB_API_KEY="hunter2") as process:
         ready(process, 1)
         found = list(processes_of_launch())

@@ -118,7 +118,7 @@ def test_no_gradient_crosses_a_document_or_goes_back_in_time(make_run, method):
 
 
 def test_auto_gathers_short_sequences_and_rings_long_ones(tiny_config):
-    from jaxllm.plan.activations import context_method
+    from jaxllm.cost_model.activations import context_method
 
     def method(S, context, kv_heads):
         long = (f"train.sequence_length={S}", f"parallel.context={context}", f"model.num_kv_heads={kv_heads}")

@@ -10,14 +10,14 @@ import pytest
 from jax.interpreters.partial_eval import dce_jaxpr
 from step_flops import step_matmul_flops
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.jaxpr_flops import matmul_flops, walk
 from jaxllm.config import load_config
-from jaxllm.hlo import Module
-from jaxllm.jaxprs import matmul_flops, walk
+from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.mesh import axis_sizes, make_mesh
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.sharding import layout, weight_rules
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")

@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.aot import can_compile_for_gpus, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
-from jaxllm.hlo import Module
 from jaxllm.mesh import AXES, CONTEXT, MANUAL, TENSOR
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import xla_attention
-from jaxllm.model.attention_blocks import (
+from jaxllm.model.blockwise_attention import (
     NOTHING,
     RESIDUALS,
     Mask,

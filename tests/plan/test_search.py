@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.memory import estimate_memory
 from jaxllm.plan.recipe import recipe
 from jaxllm.plan.search import (
     CONFIGURATION,
@@ -48,15 +49,15 @@ from jaxllm.plan.space import (
     why_not,
     zero_divides,
 )
-from jaxllm.plan.step_time import estimate_step_time
 from jaxllm.sharding import layout, weight_rules
 
 H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
 
 
-def find(config, gpu, gpus=8, **options):
-    return search(config, gpu, gpus, options=SearchOptions(**{"estimate": estimate, "step_time": step_time, **options}))
+def find(config, gpu, gpus=8, gpus_per_host=None, *, progress=None, **options):
+    given = SearchOptions(**{"estimate": estimate, "step_time": step_time, **options})
+    return search(config, gpu, gpus, gpus_per_host, given, progress=progress)
 
 
 def key(config):

@@ -13,22 +13,22 @@ from hf_folders import DTYPES, HUB, LLAMA3_ROPE, model_of, random_weights, write
 from tiny import TINY
 
 import jaxllm
+from jaxllm.checkpoint.hf_convert import from_hf, to_hf
+from jaxllm.checkpoint.load_model import open_model
+from jaxllm.checkpoint.manager import Checkpoints, describe_run
+from jaxllm.checkpoint.weights import initial_weights
 from jaxllm.config import ConfigError, load_config
-from jaxllm.convert.hf import from_hf, to_hf
 from jaxllm.mesh import make_mesh
+from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.pretrained import load
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.load import load_params
 from jaxllm.pretrained.names import entries
 from jaxllm.pretrained.safetensors import TensorFile
-from jaxllm.train.checkpoint import Checkpoints, describe_run
 from jaxllm.train.loop import fit
-from jaxllm.train.opened import open_model
 from jaxllm.train.run_dir import keep_companions
-from jaxllm.train.weights import initial_weights
 
 # Nothing divides 7 layers and 259 rows, so meshes pad them.
 CONFIG = {

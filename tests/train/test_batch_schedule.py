@@ -13,13 +13,13 @@ import pytest
 from run_files import steps_of
 
 import jaxllm
-from jaxllm import progress
-from jaxllm.batch_schedule import Phase, done_by, phase_at, phases_of, sequences_before
+from jaxllm.checkpoint.manager import read_meta
 from jaxllm.config import ConfigError
+from jaxllm.config.batch_schedule import Phase, done_by, phase_at, phases_of, sequences_before
 from jaxllm.plan.estimate import estimate
+from jaxllm.runtime import progress
 from jaxllm.train import loop
-from jaxllm.train.checkpoint import read_meta
-from jaxllm.train.notes import batch_notes
+from jaxllm.train.messages import batch_notes
 from jaxllm.train.optimizer import make_learning_rate
 from jaxllm.train.run_dir import require_same_batches
 
@@ -273,5 +273,5 @@ def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config)
     # A run from before there were schedules.
     del meta["config"]["train"]["batch_schedule"]
     go_on("[[384, 16]]")
-    with pytest.raises(ConfigError, match=r"began with train.global_batch_sequences=8 and train.batch_schedule=\[\], and"):
+    with pytest.raises(ConfigError, match=r"began with train.global_batch_sequences=8 and train.batch_schedule=\[\], but"):
         go_on("[[256, 16]]")

@@ -19,16 +19,16 @@ from run_files import records
 from tiny import TINY
 
 import jaxllm
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
-from jaxllm.hlo import Module
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.memory import estimate_memory
 from jaxllm.train import diloco
 from jaxllm.train.build import build_training
-from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.diloco import DilocoState, Rounds, begin, inner_step, outer_step, vmap_over_replicas
 from jaxllm.train.loop import fit
 from jaxllm.train.state import TrainState

@@ -131,7 +131,7 @@ def test_real_weights_learn_to_answer(fine_tuned):
 
 def test_a_fine_tuned_model_is_the_same_in_transformers(fine_tuned, smollm2_first_layers, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from jaxllm.convert.hf import to_hf
+    from jaxllm.checkpoint.hf_convert import to_hf
 
     _, run = fine_tuned
     exported = tmp_path / "exported"

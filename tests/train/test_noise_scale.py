@@ -13,16 +13,16 @@ from meshes import Run, assert_close
 from run_files import steps_of
 
 import jaxllm
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
-from jaxllm.hlo import Module
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.mesh import axis_sizes
-from jaxllm.parallel.squares import microbatches_between
+from jaxllm.parallel.grad_square_norms import microbatches_between
 from jaxllm.parallel.types import NoiseParts
+from jaxllm.pipeline_schedule import make_schedule
 from jaxllm.plan.data_ranks import wasted_share
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.noise_reading import Estimate, reading
-from jaxllm.plan.schedule import make_schedule
+from jaxllm.plan.noise_scale_text import Estimate, reading
 from jaxllm.train.loop import fit
 from jaxllm.train.noise_scale import NoiseScale, student_t
 from jaxllm.train.step_noise import estimates

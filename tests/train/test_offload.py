@@ -7,12 +7,12 @@ import pytest
 from meshes import Run
 
 import jaxllm
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.mesh import HOST, make_mesh
-from jaxllm.plan.flops import parameter_count
 from jaxllm.train import offload
 from jaxllm.train.build import build_training
-from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.loop import fit
 from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import what_to_offload

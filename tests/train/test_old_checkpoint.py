@@ -22,7 +22,13 @@ def test_a_checkpoint_of_version_0_1_0_is_resumed(tiny_config, text_file, tmp_pa
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     shutil.copytree(OLD_RUN, folder)
-    run = ("data.paths=[words.txt]", f"run.dir={folder}", "run.cpu_devices=8", "log.every_steps=1", "optimizer.schedule=constant")
+    run = (
+        "data.paths=[words.txt]",
+        f"run.dir={folder}",
+        "run.cpu_devices=8",
+        "log.every_steps=1",
+        "optimizer.schedule=constant",
+    )
     fit(tiny_config(*SMALLER, *mesh.split(), *run))
     losses = {line["step"]: line["loss"] for line in steps_of(folder)}
     assert list(losses) == [1, 2, 3, 4]

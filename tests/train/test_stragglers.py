@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import progress
+from jaxllm.runtime import progress
 from jaxllm.train import stragglers
 from jaxllm.train.stragglers import Stragglers, Times, straggler_sentences, usual_times
 
@@ -16,7 +16,7 @@ def times(rank: int, own_s: float = 0.1, data_s: float = 0.0, probe_s: float | N
     return Times(f"h{rank}", 1.0, own_s, data_s, probe_s)
 
 
-def test_nobody_is_named_within_a_tenth_of_a_step():
+def test_no_process_is_named_within_a_tenth_of_a_step():
     assert straggler_sentences({}) == straggler_sentences({0: times(0, 5.0)}) == {}
     assert straggler_sentences({rank: times(rank, own_s) for rank, own_s in enumerate((0.1, 0.11, 0.12, 0.199))}) == {}
     assert straggler_sentences({rank: times(rank, probe_s=s) for rank, s in enumerate((0.002, 0.002, 0.00219))}) == {}

@@ -14,11 +14,11 @@ from run_files import records
 from tiny import TINY
 
 import jaxllm
+from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
-from jaxllm.train.fence import hold_run_dir
-from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines, open_sinks
+from jaxllm.train.signals import SignalHandler
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
 
@@ -258,8 +258,8 @@ def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
 @pytest.mark.slow
 def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, monkeypatch, capsys):
     """Between two steps nobody would look for it: at step 2 of 4 nothing is due to be saved."""
-    monkeypatch.setattr(Interrupt, "begin", lambda self: None)
-    monkeypatch.setattr(Interrupt, "asked", lambda self: "SIGTERM")
+    monkeypatch.setattr(SignalHandler, "begin", lambda self: None)
+    monkeypatch.setattr(SignalHandler, "agreed_signal", lambda self: "SIGTERM")
     trainer = fit(tiny_config("run.cpu_devices=8", "parallel.data=8", "train.eval_every_steps=2", f"run.dir={tmp_path}"))
     assert trainer.step == 2
     assert (tmp_path / "checkpoints" / "2").is_dir()

@@ -1,0 +1,476 @@
+"""Pipeline schedules as tables: what each stage does in each tick, computed and proven here before anything is compiled.
+
+    schedule = make_schedule("1f1b", stages=4, microbatches=8)
+    schedule.forward.microbatch[t, i]      what stage i runs forward in tick t, where schedule.forward.valid[t, i]
+    schedule.slots                         how many chunks' residuals every stage must hold; schedule.live says when
+    schedule.runs                          ticks of equal work, in order: what an executor scans over
+
+P stages, V virtual stages (chunks of layers) on each, M microbatches. Chunk c of stage i is virtual stage c P + i. All stages
+tick together; in tick t, in this order
+
+    the backward message of tick t-1 is sent one stage down, and the embedding's gradient of that tick is made
+    the head turns the output kept in slot taken[t] into loss and gradient, if the last virtual stage runs backward in t
+    each stage runs forward on what the virtual stage before made in t-1 (the first: on looked-up embeddings), writes its
+        residuals to forward.slot[t, i], and the last stage its output to finished[t]; it does so with garbage too
+    each stage runs backward on what the virtual stage after made in t-1 (the last: on the head's gradient) and the residuals in
+        backward.slot[t, i]
+
+so the loss of a microbatch is taken one tick after its last forward, which lets forward and backward of a tick overlap.
+Interleaving follows Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM"), all stages in lockstep. Plain Python and numpy, no JAX.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config.errors import ConfigError
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED = NAMES = ("gpipe", "1f1b", "interleaved")
+
+
+class ScheduleError(ConfigError):
+    """A pipeline that cannot be scheduled as asked, or a table that would compute something wrong."""
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """One direction's work: every array is [ticks, stages]. Where not valid, chunk and microbatch mean nothing."""
+
+    chunk: np.ndarray
+    """int32, below V."""
+    microbatch: np.ndarray
+    """int32, below M."""
+    slot: np.ndarray
+    """int32, below Schedule.slots: residuals written to (forward) or read from (backward). Forward also where not valid."""
+    valid: np.ndarray
+    """bool."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring ticks in which the same kinds of work are done."""
+
+    start: int
+    """Its first tick; in a group that repeats, of the first repetition."""
+    length: int
+    forward: bool
+    backward: bool
+    embed: bool
+    """Embeddings are looked up (if forward), and the gradients of the tick before go into the embedding (if backward)."""
+    head: bool
+
+    @property
+    def work(self) -> tuple[bool, bool, bool, bool]:
+        return self.forward, self.backward, self.embed, self.head
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs done one after another, `repeat` times over."""
+
+    repeat: int
+    runs: tuple[Run, ...]
+
+    @property
+    def length(self) -> int:
+        """Ticks of one repetition."""
+        return sum(run.length for run in self.runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A whole step: what make_schedule() and forward_only() return."""
+
+    name: str
+    stages: int
+    virtual_stages: int
+    microbatches: int
+    forward: Units
+    backward: Units
+    slots: int
+    """Residual slots that every stage needs, each for one chunk and microbatch; 0 if nothing runs backward."""
+    finished: np.ndarray
+    """int32 [ticks]: where the last stage's output goes, in every tick in which anyone runs forward."""
+    taken: np.ndarray
+    """int32 [ticks]: whence the head takes its input, before `finished` is written."""
+    finished_slots: int
+
+    @property
+    def ticks(self) -> int:
+        return len(self.finished)
+
+    @property
+    def has_backward(self) -> bool:
+        """False of forward_only()."""
+        return self.slots > 0
+
+    @property
+    def forward_units(self) -> int:
+        """Ticks in which any stage runs forward."""
+        return int(self.forward.valid.any(axis=1).sum())
+
+    @property
+    def backward_units(self) -> int:
+        """Ticks in which any stage runs backward."""
+        return int(self.backward.valid.any(axis=1).sum())
+
+    @property
+    def heads(self) -> np.ndarray:
+        """int32 [ticks]: the microbatch whose loss is taken, -1 for none."""
+        if self.has_backward:
+            return _of_last(self.backward, self.virtual_stages)
+        return _a_tick_later(_of_last(self.forward, self.virtual_stages))
+
+    @property
+    def entering(self) -> np.ndarray:
+        """int32 [ticks]: the microbatch whose embeddings are looked up for the first stage, -1 for none."""
+        return _of_first(self.forward)
+
+    @property
+    def returned(self) -> np.ndarray:
+        """int32 [ticks + 1]: the microbatch that came out of the first stage's backward a tick ago, whose gradient goes into
+        the embedding, -1 for none. The last entry is due after the last tick."""
+        made = _of_first(self.backward)
+        return np.concatenate([np.full_like(made[:1], -1), made])
+
+    @property
+    def live(self) -> np.ndarray:
+        """int [ticks, stages]: slots in use, from the tick that writes them to the tick that reads them, both counted."""
+        if not self.has_backward:
+            return np.zeros(self.forward.valid.shape, int)
+        read_before = self.backward.valid.cumsum(axis=0) - self.backward.valid
+        return self.forward.valid.cumsum(axis=0) - read_before
+
+    @cached_property
+    def runs(self) -> tuple[Group, ...]:
+        return tuple(_fold(list(_runs(self))))
+
+
+# ---------------------------------------------------------------------------------------------------------------- making
+
+
+def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """The table of a training step, checked.
+
+    gpipe: all forward, then all backward. 1f1b and interleaved: stage i runs its forward unit t - i and its backward unit
+    t - PV - (P-1-i) in tick t. A stage's units are rounds of P microbatches through chunk 0, 1, ..., backward V-1, V-2, ...
+
+    Slots: P V + P for 1f1b and interleaved, and of few microbatches, as of gpipe always, no more than M V + 1: all that a stage
+    can hold, and one that takes what a stage writes while it waits (which the only stage of P = 1 never does).
+
+    Raises:
+      ScheduleError: an unknown name, virtual stages the schedule does not have, or microbatches it cannot deal out.
+    """
+    P, V, M = stages, virtual_stages, microbatches
+    _check_sizes(name, P, V, M)
+    first_backward = M + P - 1 if name == GPIPE else P * V
+    t = np.arange(first_backward + M * V + P - 1)[:, None]
+    forward = _dealt(t - np.arange(P), P, V, M)
+    backward = _dealt(t - first_backward - np.arange(P)[::-1], P, V, M, backward=True)
+    writes: Any = forward.valid.any(axis=1)
+    for i in range(P):
+        stored, read = (np.where(units.valid, units.chunk * M + units.microbatch, -1)[:, i] for units in (forward, backward))
+        forward.slot[:, i], backward.slot[:, i] = _allot(stored, read, writes)
+    outputs = _allot(_of_last(forward, V), _of_last(backward, V), writes, read_first=True)
+    slots = _count(forward.slot, backward.slot)
+    schedule = Schedule(name, P, V, M, forward, backward, slots, *outputs, _count(*outputs))
+    check(schedule)
+    return schedule
+
+
+def forward_only(stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """The table of an evaluation, checked: forward as in 1f1b or interleaved, each loss a tick later, no backward, no slots.
+
+    Raises:
+      ScheduleError: as make_schedule().
+    """
+    P, V, M = stages, virtual_stages, microbatches
+    name = INTERLEAVED if V > 1 else ONE_F_ONE_B
+    _check_sizes(name, P, V, M)
+    forward = _dealt(np.arange(M * V + P)[:, None] - np.arange(P), P, V, M)
+    backward = Units(*(np.zeros_like(array) for array in vars(forward).values()))
+    stored = _of_last(forward, V)
+    writes: Any = forward.valid.any(axis=1)
+    outputs = _allot(stored, _a_tick_later(stored), writes, read_first=True)
+    schedule = Schedule(name, P, V, M, forward, backward, 0, *outputs, _count(*outputs))
+    check(schedule)
+    return schedule
+
+
+def idle_share(stages: int, microbatches: int, virtual_stages: int = 1) -> float:
+    """Share of a step in which a stage has nothing to do: (P-1) / (MV + P-1), whatever the schedule's name."""
+    return (stages - 1) / (microbatches * virtual_stages + stages - 1)
+
+
+def microbatches_for(idle: float, stages: int, virtual_stages: int = 1) -> int:
+    """The least M whose idle share is below `idle`; a multiple of P where virtual stages ask for one.
+
+    Raises:
+      ScheduleError: no number of microbatches is enough.
+    """
+    if not idle > 0:
+        raise ScheduleError(f"No number of microbatches brings the idle share of a pipeline below {idle}: ask for more than 0.")
+    multiple = stages if virtual_stages > 1 else 1
+    # Solved for M and rounded down; the formula that users see has the last word.
+    M = multiple * max(1, math.floor((stages - 1) * (1 / idle - 1) / virtual_stages / multiple))
+    while idle_share(stages, M, virtual_stages) >= idle:
+        M += multiple
+    return M
+
+
+def _check_sizes(name: str, P: int, V: int, M: int) -> None:
+    if name not in NAMES:
+        raise ScheduleError(f"There is no pipeline schedule {name}: use {', '.join(NAMES)}.")
+    if min(P, V, M) < 1:
+        raise ScheduleError(f"stages={P}, virtual_stages={V}, microbatches={M} is no pipeline: each must be at least 1.")
+    if name == INTERLEAVED and V == 1:
+        raise ScheduleError("schedule=interleaved needs virtual_stages of at least 2: set that, or schedule=1f1b.")
+    if name != INTERLEAVED and V > 1:
+        raise ScheduleError(f"virtual_stages={V} belongs to schedule=interleaved, not {name}: change one of them.")
+    if V > 1 and M % P:
+        nearest = " or ".join(str(near) for near in (M // P * P, (M // P + 1) * P) if near)
+        raise ScheduleError(
+            f"schedule=interleaved takes microbatches in rounds of one per stage, and {M} is not a multiple of {P} stages: "
+            f"make it {nearest} (global_batch_sequences / (data ranks x microbatch_sequences))."
+        )
+
+
+def _dealt(place: np.ndarray, P: int, V: int, M: int, backward: bool = False) -> Units:
+    """Units by their number in a stage's order, `place` [ticks, stages]; valid where 0 <= place < MV."""
+    valid = (place >= 0) & (place < M * V)
+    place = np.where(valid, place, 0)
+    chunk = place % (P * V) // P
+    microbatch = place // (P * V) * P + place % P
+    if backward:
+        chunk = V - 1 - chunk
+    return Units(chunk.astype(np.int32), microbatch.astype(np.int32), np.zeros(place.shape, np.int32), valid)
+
+
+def _of_last(units: Units, V: int) -> np.ndarray:
+    """int32 [ticks]: the microbatch of the last virtual stage, -1 where it has none."""
+    return np.where(units.valid & (units.chunk == V - 1), units.microbatch, np.int32(-1))[:, -1]
+
+
+def _of_first(units: Units) -> np.ndarray:
+    """int32 [ticks]: the microbatch of the first virtual stage, -1 where it has none."""
+    return np.where(units.valid & (units.chunk == 0), units.microbatch, np.int32(-1))[:, 0]
+
+
+def _a_tick_later(microbatches: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.full_like(microbatches[:1], -1), microbatches[:-1]])
+
+
+def _allot(stored: np.ndarray, read: np.ndarray, writes: np.ndarray, read_first: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(slot written, slot read), int32 [ticks]: all that is written goes into the smallest free slot, garbage too.
+
+    Args:
+      stored: [ticks], a number for each thing to be kept, -1 for none.
+      read: [ticks], the number that is read, for the only time.
+      writes: bool [ticks], whether anything is written, kept or not.
+      read_first: reading comes before writing in a tick, so that a slot can be read and written in the same one.
+    """
+    slots = np.zeros((2, len(stored)), np.int32)
+    free, used, held = [], 0, {}
+    for t, (new, old) in enumerate(zip(stored.tolist(), read.tolist(), strict=True)):
+        if old >= 0:
+            slots[1, t] = held.pop(old)
+        if old >= 0 and read_first:
+            heapq.heappush(free, int(slots[1, t]))
+        if writes[t]:
+            if not free:
+                free, used = [used], used + 1
+            slots[0, t] = free[0]
+            if new >= 0:
+                held[new] = heapq.heappop(free)
+        if old >= 0 and not read_first:
+            heapq.heappush(free, int(slots[1, t]))
+    return slots[0], slots[1]
+
+
+def _count(written: np.ndarray, read: np.ndarray) -> int:
+    return 1 + int(max(written.max(), read.max()))
+
+
+# ------------------------------------------------------------------------------------------------------------------ runs
+
+
+def _runs(schedule: Schedule) -> Iterator[Run]:
+    """Longest stretches of ticks with equal work.
+
+    From the first loss to the last forward, look-ups, losses and the embedding's gradient are all due in the first P of every
+    PV ticks alone: there all is done, or nothing. Elsewhere look-ups and the embedding's gradient are done throughout, a few
+    all-reduces more for fewer bodies to compile.
+    """
+    due = schedule.heads >= 0
+    forward, backward = (units.valid.any(axis=1) for units in (schedule.forward, schedule.backward))
+    t = np.arange(schedule.ticks)
+    steady = forward & (t >= due.argmax())
+    vocabulary = t % (schedule.stages * schedule.virtual_stages) < schedule.stages
+    embed, head = np.where(steady, vocabulary, forward | backward), np.where(steady, vocabulary, due)
+    work = np.stack([forward, backward, embed, head], axis=1)
+    changes = np.flatnonzero((work[1:] != work[:-1]).any(axis=1)) + 1
+    for start, end in pairwise([0, *changes.tolist(), schedule.ticks]):
+        yield Run(start, end - start, *work[start].tolist())
+
+
+def _fold(runs: list[Run]) -> Iterator[Group]:
+    """Pairs of runs that come more than once in a row as one group; every other run by itself."""
+    shapes = [(run.length, run.work) for run in runs]
+    j = 0
+    while j < len(runs):
+        pair, repeat = shapes[j : j + 2], 1
+        while len(pair) == 2 and shapes[j + 2 * repeat : j + 2 * repeat + 2] == pair:
+            repeat += 1
+        size = 1 if repeat == 1 else 2
+        yield Group(repeat, tuple(runs[j : j + size]))
+        j += size * repeat
+
+
+# -------------------------------------------------------------------------------------------------------------- checking
+
+
+def check(schedule: Schedule) -> None:
+    """Proves that executing the table takes every microbatch once through every virtual stage and that no value is lost.
+
+    It follows the values tick by tick and knows nothing of how the table was made.
+
+    Raises:
+      ScheduleError: it is not so; the message names tick, stage, chunk and microbatch.
+    """
+    _check_ranges(schedule)
+    forward = _ticks_of(schedule, schedule.forward, "forward")
+    _check_handed_on(schedule, forward, "forward", source=-1)
+    if schedule.has_backward:
+        backward = _ticks_of(schedule, schedule.backward, "backward")
+        _check_handed_on(schedule, backward, "backward", source=1)
+        for i in range(schedule.stages):
+            _check_residuals(schedule, i)
+    elif schedule.backward.valid.any():
+        t, i = np.argwhere(schedule.backward.valid)[0]
+        raise ScheduleError(f"Tick {t}, stage {i}: backward, in a schedule without slots for residuals.")
+    _check_outputs(schedule)
+    _check_runs(schedule)
+
+
+def _place(tick: Any, stage: Any, chunk: Any, microbatch: Any) -> str:
+    return f"Tick {tick}, stage {stage}, chunk {chunk}, microbatch {microbatch}"
+
+
+def _check_ranges(schedule: Schedule) -> None:
+    ticks, P = schedule.ticks, schedule.stages
+    for way, units in (("forward", schedule.forward), ("backward", schedule.backward)):
+        limits = (schedule.virtual_stages, schedule.microbatches, max(schedule.slots, 1), 2)
+        for (name, table), limit in zip(vars(units).items(), limits, strict=True):
+            _check_range(f"{way}.{name}", table, (ticks, P), limit)
+    for name in ("finished", "taken"):
+        _check_range(name, getattr(schedule, name), (ticks,), schedule.finished_slots)
+
+
+def _check_range(name: str, table: np.ndarray, shape: tuple[int, ...], limit: int) -> None:
+    if table.shape != shape:
+        raise ScheduleError(f"{name} has the shape {table.shape} instead of {shape}.")
+    for place in np.argwhere((table < 0) | (table >= limit))[:1]:
+        where = ", ".join(f"{word} {number}" for word, number in zip(("Tick", "stage"), place, strict=False))
+        raise ScheduleError(f"{where}: {name} is {table[tuple(place)]}, not from 0 to {limit - 1}.")
+
+
+def _ticks_of(schedule: Schedule, units: Units, way: str) -> np.ndarray:
+    """int [PV, M]: the tick in which each virtual stage does each microbatch, once."""
+    P = schedule.stages
+    ticks = np.full((P * schedule.virtual_stages, schedule.microbatches), -1)
+    for t, i in np.argwhere(units.valid):
+        c, m = units.chunk[t, i], units.microbatch[t, i]
+        if ticks[c * P + i, m] >= 0:
+            raise ScheduleError(f"{_place(t, i, c, m)}: {way} again, after tick {ticks[c * P + i, m]}.")
+        ticks[c * P + i, m] = t
+    for k, m in np.argwhere(ticks < 0)[:1]:
+        raise ScheduleError(f"Stage {k % P}, chunk {k // P}, microbatch {m}: {way} in no tick.")
+    return ticks
+
+
+def _check_handed_on(schedule: Schedule, ticks: np.ndarray, way: str, source: int) -> None:
+    """Each unit comes one tick after the same microbatch's on virtual stage k + source: a message is kept for one tick."""
+    P, end = schedule.stages, 0 if source < 0 else -1
+    made = np.roll(ticks, -source, axis=0)
+    made[end] = ticks[end] - 1
+    for k, m in np.argwhere(ticks != made + 1)[:1]:
+        where = _place(ticks[k, m], k % P, k // P, m)
+        raise ScheduleError(
+            f"{where}: {way} takes what stage {(k + source) % P} made in tick {made[k, m]}, not one tick before."
+        )
+
+
+def _check_residuals(schedule: Schedule, stage: int) -> None:
+    """Each backward finds its forward's residuals, written in an earlier tick and not overwritten since."""
+    forward, backward = schedule.forward, schedule.backward
+    writes: Any = forward.valid.any(axis=1)
+    held: dict[int, tuple[int, int]] = {}
+    fresh = None
+    for t in range(schedule.ticks):
+        if writes[t]:
+            fresh = int(forward.slot[t, stage])
+            if fresh in held:
+                where = _place(t, stage, *held[fresh])
+                raise ScheduleError(f"{where}: residuals in slot {fresh} are overwritten before their backward.")
+            if forward.valid[t, stage]:
+                held[fresh] = int(forward.chunk[t, stage]), int(forward.microbatch[t, stage])
+        if backward.valid[t, stage]:
+            slot, unit = int(backward.slot[t, stage]), (int(backward.chunk[t, stage]), int(backward.microbatch[t, stage]))
+            if held.pop(slot, None) != unit or (writes[t] and slot == fresh):
+                raise ScheduleError(
+                    f"{_place(t, stage, *unit)}: backward finds no residuals of an earlier tick in slot {slot}."
+                )
+
+
+def _check_outputs(schedule: Schedule) -> None:
+    """Each head finds its microbatch's last output, written in an earlier tick and not overwritten since."""
+    last, stored = schedule.virtual_stages - 1, _of_last(schedule.forward, schedule.virtual_stages)
+    writes: Any = schedule.forward.valid.any(axis=1)
+    held: dict[int, int] = {}
+    for t, head in enumerate(schedule.heads.tolist()):
+        taken, finished = int(schedule.taken[t]), int(schedule.finished[t])
+        if head >= 0 and held.pop(taken, None) != head:
+            where = _place(t, schedule.stages - 1, last, head)
+            raise ScheduleError(f"{where}: the head finds no output of an earlier tick in finished slot {taken}.")
+        if writes[t]:
+            if finished in held:
+                where = _place(t, schedule.stages - 1, last, held[finished])
+                raise ScheduleError(f"{where}: the output in finished slot {finished} is overwritten before its head.")
+            if stored[t] >= 0:
+                held[finished] = int(stored[t])
+    for slot, m in held.items():
+        raise ScheduleError(f"Stage {schedule.stages - 1}, chunk {last}, microbatch {m}: no head takes finished slot {slot}.")
+
+
+def _check_runs(schedule: Schedule) -> None:
+    """The runs cover every tick once, in order, and no work falls into a tick whose run leaves it out."""
+    of_tick: list[Run] = []
+    for group in schedule.runs:
+        for repetition in range(group.repeat):
+            for run in group.runs:
+                if run.start + repetition * group.length != len(of_tick) or run.length < 1:
+                    raise ScheduleError(f"Tick {len(of_tick)}: no run starts there, but one of {run.length} from {run.start}.")
+                of_tick += [run] * run.length
+    if len(of_tick) != schedule.ticks:
+        raise ScheduleError(f"Tick {min(len(of_tick), schedule.ticks)}: runs cover {len(of_tick)} ticks of {schedule.ticks}.")
+    forward, backward, embed, head = np.array([run.work for run in of_tick]).T
+    for way, flag, units in (("forward", forward, schedule.forward), ("backward", backward, schedule.backward)):
+        for t in np.flatnonzero(flag != units.valid.any(axis=1))[:1]:
+            raise ScheduleError(f"Tick {t}: the table and the run from tick {of_tick[t].start} disagree on {way}.")
+    for what, microbatch, done, stage, chunk in (
+        ("look-up", schedule.entering, forward & embed, 0, 0),
+        ("gradient of the embedding", schedule.returned[:-1], backward & embed, 0, 0),
+        ("head", schedule.heads, head, schedule.stages - 1, schedule.virtual_stages - 1),
+    ):
+        for t in np.flatnonzero((microbatch >= 0) & ~done)[:1]:
+            where = _place(t, stage, chunk, microbatch[t])
+            raise ScheduleError(f"{where}: the run from tick {of_tick[t].start} leaves out the {what}.")

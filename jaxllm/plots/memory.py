@@ -1,0 +1,396 @@
+"""Pictures of memory: what lies on a device, when, and against what it is weighed. Every one is drawn from plain data.
+
+    stage_picture(report.memory.stages, "stages.png", capacity_bytes=report.capacity_bytes)
+
+Each *_figure returns a matplotlib Figure (a notebook shows it), each *_picture writes it to a .png or .svg. GiB are 2^30 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, StepMemory
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.hardware import Gpu, readable
+from jaxllm.cost_model.memory import StageMemory, estimate_memory
+from jaxllm.plan.advice import changed
+from jaxllm.plan.estimate import Estimate, fold
+from jaxllm.plots.schedule import new_figure, save
+
+MIB, GIB = 2**20, 2**30
+OVER = ("sequence", "microbatch")
+OPTIMIZER, PARAMETERS, GRADIENTS, ACTIVATIONS = GROUPS = ("optimizer", "parameters", "gradients", "activations")
+_GROUP_OF = {GRADIENTS: "gradient", OPTIMIZER: "master|moment|optimizer", PARAMETERS: "weight|parameter|copy"}
+"""What the name of a term in a group has in it; the first that matches. Any other lives within a step: activations."""
+_HUES = {
+    PARAMETERS: (0.12, 0.37, 0.65),
+    GRADIENTS: (0.16, 0.50, 0.28),
+    OPTIMIZER: (0.52, 0.25, 0.60),
+    ACTIVATIONS: (0.83, 0.42, 0.05),
+}
+_PHASES = {FORWARD: (0.93, 0.95, 0.99), BACKWARD: (1.0, 0.95, 0.90), UPDATE: (0.95, 0.92, 0.97)}
+_CAPACITY = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
+SMALL = 0.004
+"""Of the tallest bar: a term below that in every bar is too thin to see, and goes under `other`."""
+MOST_STAGES = 16
+"""Drawn one by one."""
+MORE_BARS = 3
+"""Drawn on each side of the config's own, at most."""
+FARTHEST = 3.0
+"""Times the capacity, or the config's own bytes: a taller bar would leave the others no height."""
+SHORT_SPAN = 0.01
+"""Of all instructions: a shorter run of one phase is painted as its neighbours are."""
+
+
+def group_of(term: str) -> str:
+    """parameters, gradients, optimizer (its moments and the fp32 master weights) or activations, by a term's name."""
+    return next((group for group, words in _GROUP_OF.items() if re.search(words, term)), ACTIVATIONS)
+
+
+def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
+    """The bytes of each of GROUPS."""
+    sums: dict[str, int] = dict.fromkeys(GROUPS, 0)
+    for term, size in terms_bytes.items():
+        sums[group_of(term)] += size
+    return sums
+
+
+# ------------------------------------------------------------------------------------------------------------- stacked
+
+
+def stage_picture(stages: Sequence[StageMemory], path: str | Path, **options: Any) -> None:
+    """Writes stage_figure(stages, **options)."""
+    save(stage_figure(stages, **options), path)
+
+
+def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = None, title: str = "") -> Any:
+    """A stacked bar of terms for each stage, and the capacity as a line. Of more than MOST_STAGES, neighbours that hold the
+    same share a bar.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    columns = fold(stages) if len(stages) > MOST_STAGES else [(f"stage {stage.stage}", stage) for stage in stages]
+    labels = [label if len(stages) > 1 else "each device" for label, _ in columns]
+    return _stacked(labels, _without_slivers([stage.terms_bytes for _, stage in columns]), "", capacity_bytes, title)
+
+
+def over_picture(points: Sequence[tuple[int | str, Mapping[str, int]]], path: str | Path, **options: Any) -> None:
+    """Writes over_figure(points, **options)."""
+    save(over_figure(points, **options), path)
+
+
+def over_figure(
+    points: Sequence[tuple[int | str, Mapping[str, int]]],
+    *,
+    x_label: str,
+    capacity_bytes: int | None = None,
+    own: int | None = None,
+    title: str = "",
+) -> Any:
+    """Parameters, gradients, optimizer and activations as a stacked bar for each value of something.
+
+    Args:
+      points: (value, term -> bytes of the fullest stage).
+      own: the value that the config has, whose label is bold.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    values = [value for value, _ in points]
+    labels = [value if isinstance(value, str) else f"{value:,}" for value in values]
+    place = values.index(own) if own in values else None
+    return _stacked(labels, [grouped(terms) for _, terms in points], x_label, capacity_bytes, title, place)
+
+
+def _stacked(
+    labels: Sequence[str],
+    columns: Sequence[Mapping[str, int]],
+    x_label: str,
+    capacity_bytes: int | None,
+    title: str,
+    own: int | None = None,
+) -> Any:
+    """Args: own: the column of the config as it is."""
+    figure = new_figure(max(6.5, 1.0 * len(labels) + 4.2), 4.6, dpi=150)
+    axes = figure.add_subplot()
+    if title:
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    terms = list(dict.fromkeys(term for column in columns for term in column))
+    # What stays from step to step at the bottom.
+    terms.sort(key=lambda term: GROUPS.index(group_of(term)))
+    colors = _colors(terms)
+    highest = _highest(max(sum(column.values()) for column in columns), capacity_bytes)
+    unit, unit_name = _unit(highest)
+    bottom, x = np.zeros(len(columns)), np.arange(len(columns))
+    for term in terms:
+        heights = np.array([column.get(term, 0) for column in columns]) / unit
+        axes.bar(x, heights, 0.62, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
+        bottom += heights
+    _draw_capacity(axes, capacity_bytes, highest, unit)
+    for i, top in enumerate(bottom):
+        label = axes.text(i, top + 0.008 * highest / unit, _number(top), ha="center", va="bottom", fontsize=8, zorder=5)
+        # Where the capacity's line passes behind it.
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
+    axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(0, 1.12 * highest / unit))
+    axes.set_xticks(x, labels, fontsize=8, rotation=30 if max(map(len, labels)) > 11 and len(labels) > 6 else 0)
+    if own is not None:
+        axes.get_xticklabels()[own].set_fontweight("bold")
+    axes.set_xlabel(x_label, fontsize=9)
+    _dress(axes, f"{unit_name} on one device")
+    handles, names = axes.get_legend_handles_labels()
+    # From top to bottom as in the bars.
+    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    return figure
+
+
+def _without_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    tallest = max(sum(column.values()) for column in columns)
+    seen = {term for column in columns for term, size in column.items() if size > SMALL * tallest}
+    told = []
+    for column in columns:
+        kept = {term: size for term, size in column.items() if term in seen}
+        other = sum(size for term, size in column.items() if term not in seen)
+        told.append(kept | ({"other": other} if other else {}))
+    return told
+
+
+def _colors(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """A hue for each group, lighter from term to term."""
+    colors = {}
+    for group in GROUPS:
+        members = [term for term in terms if group_of(term) == group]
+        for i, term in enumerate(members):
+            hue = np.array(_HUES[group])
+            colors[term] = tuple(hue + (1 - hue) * 0.8 * i / max(len(members), 2))
+    return colors
+
+
+def _unit(most_bytes: float) -> tuple[int, str]:
+    """GiB, or MiB for what is less than half of one."""
+    return (GIB, "GiB") if most_bytes >= GIB / 2 else (MIB, "MiB")
+
+
+def _highest(most_bytes: int, capacity_bytes: int | None) -> int:
+    """What a picture reaches up to: the capacity, unless what is drawn would be small beside it."""
+    return max(most_bytes, capacity_bytes if capacity_bytes and capacity_bytes <= FARTHEST * most_bytes else 0)
+
+
+def _draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: int) -> None:
+    if capacity_bytes is not None:
+        label = f"capacity {readable(capacity_bytes)}"
+        if capacity_bytes <= highest:
+            axes.axhline(capacity_bytes / unit, label=label, **_CAPACITY)
+        else:
+            axes.plot([], [], label=f"{label}, above this", **_CAPACITY)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _dress(axes: Any, y_label: str) -> None:
+    axes.set_ylabel(y_label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---------------------------------------------------------------------------------------------------- from an estimate
+
+
+def estimate_picture(report: Estimate, path: str | Path, over: str | None = None) -> None:
+    """What `jaxllm estimate --picture FILE` draws: the stages, or bytes against `over`, one of OVER.
+
+    Raises:
+      ConfigError: no such `over`, matplotlib is not installed, or the file cannot be written.
+    """
+    title, capacity = title_of(report), report.by_convention["jaxllm"].capacity_bytes
+    memory = report.by_convention["jaxllm"].memory
+    if over is None:
+        stage_picture(memory.stages, path, capacity_bytes=capacity, title=title)
+    elif over in OVER:
+        points, own = variations(report.config, over, capacity, report.gpu)
+        x_label = {"sequence": "sequence length, tokens", "microbatch": "sequences of a microbatch"}[over]
+        over_picture(points, path, x_label=x_label, capacity_bytes=capacity, own=own, title=title)
+    else:
+        raise ConfigError(f"--over={over} is not one of the choices: use {', '.join((*OVER, 'step'))}.")
+
+
+def variations(
+    config: Config, over: str, capacity_bytes: int | None = None, gpu: Gpu | None = None
+) -> tuple[list[tuple[int, Mapping[str, int]]], int]:
+    """([(value, term -> bytes of the fullest stage)], the config's own value) for powers of two round the config's own sequence
+    length or microbatch; those that the rest of the config allows, and that can be drawn beside its own.
+    """
+    own = config.train.sequence_length if over == "sequence" else config.microbatch_sequences
+    key = "train.sequence_length" if over == "sequence" else "train.microbatch_sequences"
+    powers = {2**power for power in range(24)} | {own}
+    valid = [(value, new) for value in sorted(powers) if (new := changed(config, {key: value})) is not None]
+    place = [value for value, _ in valid].index(own)
+    near = valid[max(0, place - MORE_BARS) : place + MORE_BARS + 1]
+    stages = [(value, estimate_memory(new, gpu).peak_stage) for value, new in near]
+    highest = FARTHEST * max(capacity_bytes or 0, next(stage.total_bytes for value, stage in stages if value == own))
+    return [(value, stage.terms_bytes) for value, stage in stages if stage.total_bytes <= highest], own
+
+
+def title_of(report: Estimate) -> str:
+    """Model, GPUs and mesh."""
+    p, kind = report.config.parallel, report.gpu.name if report.gpu else "GPU"
+    mesh = f"pipe {p.pipe}, data {p.data}, context {p.context}, tensor {p.tensor}, ZeRO {p.zero}"
+    return f"{report.config.model.name or 'model'} on {report.devices} x {kind}: {mesh}"
+
+
+# ------------------------------------------------------------------------------------------------------------ one step
+
+
+def step_picture(curve: StepMemory, held_bytes: int, stage: StageMemory, path: str | Path, **options: Any) -> None:
+    """Writes step_figure(curve, held_bytes, stage, **options)."""
+    save(step_figure(curve, held_bytes, stage, **options), path)
+
+
+def step_figure(
+    curve: StepMemory, held_bytes: int, stage: StageMemory, *, capacity_bytes: int | None = None, title: str = ""
+) -> Any:
+    """What a device has in use from instruction to instruction, by XLA's buffer assignment; the estimate's terms beside it.
+
+    Args:
+      held_bytes: arguments and outputs, which lie there all the time.
+      stage: the fullest of the estimate.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(10, 4.8, dpi=150)
+    grid = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
+    axes, n = figure.add_subplot(grid[0, 0]), len(curve.phases)
+    if title:
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    set_aside = held_bytes + curve.allocated_bytes
+    highest = _highest(max(set_aside, stage.total_bytes), capacity_bytes)
+    unit, unit_name = _unit(highest)
+    for phase, start, end in _long_spans(curve):
+        axes.axvspan(start, end, color=_PHASES[phase], linewidth=0)
+        if end - start > 0.06 * n:
+            axes.text((start + end) / 2, 1.12 * highest / unit, phase, ha="center", va="top", fontsize=9)
+    edges, held = np.arange(n + 1), held_bytes / unit
+    used = {"baseline": held, "fill": True, "color": _HUES[ACTIVATIONS]}
+    axes.stairs(held + curve.used_bytes / unit, edges, label="temporaries in use, by XLA", **used)
+    axes.stairs(np.full(n, held), edges, fill=True, color=_HUES[OPTIMIZER], label="state and batch, all the time")
+    lines = {"set aside by XLA": (set_aside, "-"), "estimate": (stage.total_bytes, ":")}
+    for name, (size, style) in lines.items():
+        label = f"{name}, {_number(size / unit)} {unit_name}"
+        axes.axhline(size / unit, color="black", linewidth=1, linestyle=style, label=label)
+    axes.set(xlim=(0, n), ylim=(0, 1.14 * highest / unit))
+    axes.set_xlabel("instruction of the compiled step, in order; a loop's body once", fontsize=9)
+    _dress(axes, f"{unit_name} on one device")
+    beside = figure.add_subplot(grid[0, 1], sharey=axes)
+    _draw_terms(beside, stage, unit)
+    for each in (axes, beside):
+        _draw_capacity(each, capacity_bytes, highest, unit)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _draw_terms(axes: Any, stage: StageMemory, unit: int) -> None:
+    """One stacked bar, its legend beside it."""
+    (terms,) = _without_slivers([stage.terms_bytes])
+    order = sorted(terms, key=lambda term: GROUPS.index(group_of(term)))
+    colors, bottom = _colors(order), 0.0
+    for term in order:
+        height = terms[term] / unit
+        axes.bar(0, height, 0.7, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
+        bottom += height
+    axes.set_xticks([0], ["estimate"], fontsize=8)
+    axes.set_xlim(-0.6, 0.6)
+    axes.tick_params(labelleft=False, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1), fontsize=8, frameon=False)
+
+
+def _long_spans(curve: StepMemory) -> list[tuple[str, int, int]]:
+    """The curve's phases, with runs too short to see painted over by what is before them."""
+    spans: list[tuple[str, int, int]] = []
+    for phase, start, end in curve.spans():
+        if spans and (spans[-1][0] == phase or end - start < SHORT_SPAN * len(curve.phases)):
+            spans[-1] = (spans[-1][0], spans[-1][1], end)
+        else:
+            spans.append((phase, start, end))
+    return spans
+
+
+# -------------------------------------------------------------------------------------------------------- many configs
+
+
+def candidates_picture(candidates: Sequence[Mapping[str, Any]], path: str | Path, **options: Any) -> None:
+    """Writes candidates_figure(candidates, **options)."""
+    save(candidates_figure(candidates, **options), path)
+
+
+def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes: int | None = None, title: str = "") -> Any:
+    """Memory of every candidate against its speed, and the frontier: those that nothing beats in both.
+
+    Args:
+      candidates: as `jaxllm plan --json` has them: estimate_bytes, compiled_bytes (or None), tokens_per_s_per_gpu, and
+        pipe, data, context, tensor, zero, microbatch_sequences and remat, which label the fastest.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(9.4, 5, dpi=150)
+    axes = figure.add_subplot()
+    if title:
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    memory = np.array([c.get("compiled_bytes") or c["estimate_bytes"] for c in candidates], float) / GIB
+    speed = np.array([c["tokens_per_s_per_gpu"] for c in candidates], float)
+    compiled = np.array([bool(c.get("compiled_bytes")) for c in candidates], bool)
+    axes.scatter(memory[~compiled], speed[~compiled], 12, color=(0.6, 0.65, 0.72), linewidth=0, label="candidate, estimated")
+    if compiled.any():
+        axes.scatter(memory[compiled], speed[compiled], 34, color=_HUES[PARAMETERS], label="candidate, compiled", zorder=3)
+    best = frontier(list(zip(memory.tolist(), speed.tolist(), strict=True)))
+    axes.step(memory[best], speed[best], where="post", color=_HUES[ACTIVATIONS], linewidth=1.4, label="frontier")
+    axes.scatter(memory[best], speed[best], 16, color=_HUES[ACTIVATIONS], zorder=4)
+    if capacity_bytes is not None:
+        axes.axvline(capacity_bytes / GIB, label=f"capacity {capacity_bytes / GIB:.1f} GiB", **_CAPACITY)
+    axes.set_xlim(0, 1.06 * max(memory.max(), (capacity_bytes or 0) / GIB))
+    axes.set_ylim(0, 1.14 * speed.max())
+    fastest = int(np.argmax(speed))
+    right = memory[fastest] > 0.5 * axes.get_xlim()[1]
+    axes.annotate(
+        f"fastest: {_name(candidates[fastest])}",
+        (memory[fastest], speed[fastest]),
+        xytext=(-6 if right else 6, 8),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=8,
+    )
+    axes.set_xlabel("GiB on one device", fontsize=9)
+    _dress(axes, "tokens/s/GPU, predicted")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    return figure
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Numbers of the points (less is better, more is better) that no other point beats, the least first."""
+    order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
+    best, found = float("-inf"), []
+    for i in order:
+        if points[i][1] > best:
+            best = points[i][1]
+            found.append(i)
+    return found
+
+
+def _name(candidate: Mapping[str, Any]) -> str:
+    axes = ", ".join(
+        f"{axis} {candidate[axis]}" for axis in ("pipe", "data", "context", "tensor") if candidate.get(axis, 1) > 1
+    )
+    rest = [f"ZeRO {candidate['zero']}"] if "zero" in candidate else []
+    rest += [f"microbatch {candidate['microbatch_sequences']}"] if "microbatch_sequences" in candidate else []
+    rest += [f"remat {candidate['remat']}"] if "remat" in candidate else []
+    return "; ".join(filter(None, (axes, ", ".join(rest))))
