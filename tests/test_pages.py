@@ -195,6 +195,17 @@ def test_files_and_tests_that_are_named_exist(page):
 
 
 @pages
+def test_names_are_in_the_file_beside_them(page):
+    """As in: `name` and `other` in `jaxllm/room/module.py`."""
+    wrong = []
+    named = re.findall(r"(?:`([\w.]+)` and )?`([\w.]+)` in `(jaxllm/[\w/]+\.py)`", " ".join(parts(page)[0].split()))
+    for *names, path in named:
+        source = (CHECKOUT / path).read_text(encoding="utf-8")
+        wrong += [f"{name} in {path}" for name in names if not re.search(rf"\b{name.rpartition('.')[2]}\b", source)]
+    assert wrong == []
+
+
+@pages
 def test_keys_that_are_named_exist(page):
     wrong = []
     for span in spans(page):
