@@ -43,7 +43,7 @@ from jaxllm.plan.cluster import hosts_of, named_devices
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.hardware import GPUS, readable
 from jaxllm.plan.precision import Row, precision_table
-from jaxllm.sharding import STACK_DIMS, Parameter, is_shared_out, layout, vocab_rows, weight_rules
+from jaxllm.sharding import STACK_DIMS, Parameter, is_zero_sharded, layout, vocab_rows, weight_rules
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile that cuBLAS's fastest bfloat16 kernels compute on Hopper."""
@@ -226,10 +226,10 @@ def count_devices(config: Config, gpus: int | None) -> int:
 def describe(parameter: Parameter, config: Config) -> ParameterLine:
     """Layouts and bytes on one device of one parameter."""
     parallel, sizes = config.parallel, axis_sizes(config.parallel)
-    spot = layout(parameter, weight_rules(config.model, parallel), parallel)
-    compute = elements_per_device(parameter.shape, spot.compute, sizes)
-    master = elements_per_device(parameter.shape, spot.master, sizes)
-    gradients, copy = (master if is_shared_out(parameter.path, parallel, level) else compute for level in (2, 3))
+    own_layout = layout(parameter, weight_rules(config.model, parallel), parallel)
+    compute = elements_per_device(parameter.shape, own_layout.compute, sizes)
+    master = elements_per_device(parameter.shape, own_layout.master, sizes)
+    gradients, copy = (master if is_zero_sharded(parameter.path, parallel, level) else compute for level in (2, 3))
     dtype = np.dtype(config.model.compute_dtype)
     # Casting to the dtype and layout it already has makes no array.
     is_master = dtype == parameter.dtype and copy == master
@@ -238,8 +238,8 @@ def describe(parameter: Parameter, config: Config) -> ParameterLine:
         shape=parameter.shape,
         dtype=str(np.dtype(parameter.dtype)),
         dims=parameter.dims,
-        compute=axes_by_dim(spot.compute),
-        master=axes_by_dim(spot.master),
+        compute=axes_by_dim(own_layout.compute),
+        master=axes_by_dim(own_layout.master),
         bytes_per_device=Bytes(4 * master, 8 * master, 0 if is_master else dtype.itemsize * copy, 4 * gradients),
     )
 

@@ -20,7 +20,7 @@ from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.stacking import Stacking, stacking_of
 from jaxllm.parallel.types import Params, WeightAccess
 from jaxllm.parallel.zero import Zero
-from jaxllm.sharding import constrainer, is_shared_out, layout, manual_spec, named, over_specs, weight_rules
+from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, weight_rules
 
 SpecTransform = Callable[[PartitionSpec], PartitionSpec]
 """PartitionSpec inside a replica -> PartitionSpec on the whole mesh."""
@@ -129,7 +129,7 @@ class ParallelContext:
 
     def is_zero_sharded(self, name: str, level_from: int) -> bool:
         """Whether ZeRO shards the gradients (level_from=2) or weights (3) of a top-level entry in the train step."""
-        return self.zero is not None and is_shared_out(name, self.config.parallel, level_from)
+        return self.zero is not None and is_zero_sharded(name, self.config.parallel, level_from)
 
     def by_zero_level(self, level_from: int, sharded: Any, full: Any) -> Any:
         """For each top-level entry its value in `sharded` if ZeRO shards it from this level on, else its value in `full`."""
@@ -137,7 +137,7 @@ class ParallelContext:
 
     def pin(self, tree: Params, specs: Any, transform: SpecTransform) -> Params:
         """`tree` constrained to `specs`, which `transform` extends to replicas."""
-        return jax.lax.with_sharding_constraint(tree, named(self.mesh, over_specs(transform, specs)))
+        return jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs)))
 
     def compute_copy(self, params: Params, transform: SpecTransform = shared_by_replicas) -> Params:
         """The weights that a region reads, in the compute dtype."""

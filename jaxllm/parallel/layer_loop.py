@@ -1,9 +1,9 @@
 """The loop over a chunk of layers, forward and backward, with what the backward needs kept in a ring the caller owns.
 
     loop = LayerLoop(block, length, access)
-    ring = loop.new_ring(slots, layers, h, side)
-    h, ring, _ = loop.forward(layers, chunk, h, side, ring, slot)
-    dh, sums, _ = loop.backward(layers, chunk, dh, side, ring, slot, sums)
+    ring = loop.new_ring(slots, layers, h, block_context)
+    h, ring, _ = loop.forward(layers, chunk, h, block_context, ring, slot)
+    dh, sums, _ = loop.backward(layers, chunk, dh, block_context, ring, slot, sums)
 
 Autodiff of a scan would stack a chunk's residuals and leave it to the caller to copy them in and out of a buffer, and would
 make a chunk's gradients before they are added. Here each layer writes its residuals into the ring and adds its gradients into
@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
-from jaxllm.model.llama import BlockFunction, Side
+from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.residuals import keep, kept_names, rebuild, waits_on_host
+from jaxllm.parallel.residuals import extract, kept_names, restore, waits_on_host
 from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
 from jaxllm.parallel.zero import Sinks
 from jaxllm.plan.activations import Policy
@@ -40,7 +40,7 @@ class Ring:
     """Residuals of the layers of several chunks."""
 
     kept: Tree
-    """As keep() gives them, with a leading dim."""
+    """As extract() gives them, with a leading dim."""
     on_host: tuple[bool, ...]
     """Of each leaf."""
 
@@ -67,7 +67,7 @@ class Pass(NamedTuple):
     chunk: Any
     x_BSD: jax.Array
     """What goes in: hidden states; backward, the gradient of those that came out."""
-    side: Side
+    block_context: BlockContext
     slot: Any
     """Of the ring."""
 
@@ -110,13 +110,13 @@ class LayerLoop:
         self._block = remat(policy, block, in_loop=unroll == 1 and length > 1)
         self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
 
-    def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, side: Side) -> Ring:
+    def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
         """Room for the residuals of `slots` chunks; shapes alone of the arguments matter. What is on the device is zero."""
         weights = self._weights_shape(layers)
-        kept = jax.eval_shape(lambda w, h, s: keep(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, side)
+        kept = jax.eval_shape(lambda w, h, s: extract(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, block_context)
         on_host = (False,) * len(jax.tree.leaves(kept))
         if self._policy.offload:
-            on_host = waits_on_host(kept_names(self._block, weights, h_BSD, side, self._policy), self._policy)
+            on_host = waits_on_host(kept_names(self._block, weights, h_BSD, block_context, self._policy), self._policy)
         leaves, structure = jax.tree.flatten(kept)
         shapes = [((slots * self.length, *x.shape), x.dtype) for x in leaves]
         room = [host_room(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
@@ -177,9 +177,9 @@ class LayerLoop:
                 at = first + jnp.minimum(number + 1, last)
                 following = self._read(layers, at if then is None else jnp.where(number < last, at, then))
             if ring is None:
-                return self._block(weights, h_BSD, ahead.side), following, None
-            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.side)
-            return h_BSD, following, ring.write(ahead.slot * self.length + number, keep(vjp))
+                return self._block(weights, h_BSD, ahead.block_context), following, None
+            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.block_context)
+            return h_BSD, following, ring.write(ahead.slot * self.length + number, extract(vjp))
 
         return turn
 
@@ -187,7 +187,7 @@ class LayerLoop:
         first, last = back.chunk * self.length, self.length - 1
         gather, scatter = self._access.gather, self._access.scatter
         shapes = self._weights_shape(layers)
-        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.side)[1], shapes, back.x_BSD)
+        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.block_context)[1], shapes, back.x_BSD)
 
         def turn(number, carry: BackwardCarry, read: Tree) -> BackwardCarry:
             dh_BSD, weights, kept, pending, sums, squares = carry
@@ -197,7 +197,7 @@ class LayerLoop:
             if scatter:
                 # The gradients of the layer after this one; in the first turn zeros.
                 sums = _add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
-            gradients, dh_BSD, _ = rebuild(template, here, back.side, kept)(dh_BSD)
+            gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
             if not scatter:
@@ -235,30 +235,30 @@ class LayerLoop:
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
-    def run(self, layers: Tree, sinks: Sinks | None, h_BSD: jax.Array, side: Side) -> jax.Array:
+    def run(self, layers: Tree, sinks: Sinks | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
         """All layers, as one function with gradients of its own. Those of the layers go to `sinks` (zero.py), without sinks to
         the layers.
         """
 
         @jax.custom_vjp
-        def stack(layers, sinks, h_BSD, side):
-            return self.forward(layers, Pass(0, h_BSD, side, 0))[0]
+        def stack(layers, sinks, h_BSD, block_context):
+            return self.forward(layers, Pass(0, h_BSD, block_context, 0))[0]
 
-        def stack_forward(layers, sinks, h_BSD, side):
-            ring = self.new_ring(1, layers, h_BSD, side)
-            h_BSD, ring, last = self.forward(layers, Pass(0, h_BSD, side, 0), ring)
-            return h_BSD, (layers, sinks, side, ring, last)
+        def stack_forward(layers, sinks, h_BSD, block_context):
+            ring = self.new_ring(1, layers, h_BSD, block_context)
+            h_BSD, ring, last = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
+            return h_BSD, (layers, sinks, block_context, ring, last)
 
         def stack_backward(saved, dh_BSD):
-            layers, sinks, side, ring, last = saved
+            layers, sinks, block_context, ring, last = saved
             sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sinks.gradients if sinks else layers)
-            dh_BSD, sums, squares = self.backward(layers, Pass(0, dh_BSD, side, 0), ring, sums, last)
+            dh_BSD, sums, squares = self.backward(layers, Pass(0, dh_BSD, block_context, 0), ring, sums, last)
             if sinks is None:
                 return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, dh_BSD, None
             return None, Sinks(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)
-        return stack(layers, sinks, h_BSD, side)
+        return stack(layers, sinks, h_BSD, block_context)
 
 
 def unrolling(model: ModelConfig) -> int | bool:

@@ -37,11 +37,11 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Ar
             weights = {**zero.read(rest, None), "layers": weights["layers"]}
         weights = flatten_layers(weights, ctx.stack_dims)
         block = partial(apply_block, nnx.split(nnx.merge(ctx.graph, weights).layers)[0], ops)
-        side = (rotary_table(model, rows["positions"]), rows.get("segments"))
+        block_context = (rotary_table(model, rows["positions"]), rows.get("segments"))
 
         def layer(h_BSD, number):
             read = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), weights["layers"])
-            h_BSD = block(gather(read) if gather else read, h_BSD, side)
+            h_BSD = block(gather(read) if gather else read, h_BSD, block_context)
             return h_BSD, jnp.sum(jnp.square(h_BSD.astype(jnp.float32)))
 
         def turn(h_BSD, number):

@@ -28,7 +28,7 @@ from jaxllm.parallel.regions import GradientRegion, gradient_region, loss_region
 from jaxllm.parallel.squares import GradSquareNorms
 from jaxllm.parallel.stages import pipeline_gradient_region, pipeline_loss_region
 from jaxllm.parallel.types import Batch, NoiseParts, Parallelized, Params
-from jaxllm.sharding import manual_spec, named, of_islands, over_specs, partial_sum_spec
+from jaxllm.sharding import manual_spec, map_specs, named, partial_sum_spec, replica_spec
 
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
@@ -68,7 +68,7 @@ class GradientReduction:
 
     def __init__(self, ctx: ParallelContext):
         self._ctx = ctx
-        per_replica: SpecTransform = partial(of_islands, replicas=ctx.config.parallel.replica)
+        per_replica: SpecTransform = partial(replica_spec, replicas=ctx.config.parallel.replica)
         self._per_replica = per_replica
         # Gradients of several replicas leave the region apart. With DiLoCo weights, gradients and loss are all per replica.
         self._has_replicas = ctx.is_diloco or ctx.config.parallel.replica > 1
@@ -80,8 +80,8 @@ class GradientReduction:
         ctx, numbers = self._ctx, self._of_weights(PartitionSpec())
         on_ranks = ctx.on_ranks(
             partial(self._in_replica, region) if self._has_replicas else region,
-            in_specs=(over_specs(self._of_weights, ctx.weight_specs), ctx.batch_spec),
-            out_specs=(numbers, over_specs(self._of_gradients, self._gradient_specs()), numbers),
+            in_specs=(map_specs(self._of_weights, ctx.weight_specs), ctx.batch_spec),
+            out_specs=(numbers, map_specs(self._of_gradients, self._gradient_specs()), numbers),
         )
         loss, gradients, parts = on_ranks(ctx.compute_copy(params, self._of_weights), batch)
         with jax.named_scope("reduce_gradients"):

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxllm.mesh import PIPE, TENSOR
 from jaxllm.parallel.types import Batch, Rows, Tree
 from jaxllm.plan.schedule import Group, Run, Schedule, Units
-from jaxllm.sharding import over_tensor
+from jaxllm.sharding import tensor_shard_map
 
 
 class Microbatch(NamedTuple):
@@ -193,7 +193,7 @@ def sum_over_stages(h_BSD: jax.Array) -> jax.Array:
 
 
 def _per_tensor_rank(function: Callable[[jax.Array], jax.Array], h_BSD: jax.Array) -> jax.Array:
-    return over_tensor(function, in_specs=(PartitionSpec(None, TENSOR),), out_specs=PartitionSpec(None, TENSOR))(h_BSD)
+    return tensor_shard_map(function, in_specs=(PartitionSpec(None, TENSOR),), out_specs=PartitionSpec(None, TENSOR))(h_BSD)
 
 
 def _scan_group(tick: Callable, group: Group, rows: dict[str, Any], carry: Carry) -> Carry:
@@ -229,9 +229,9 @@ def table_rows(schedule: Schedule) -> dict[str, Any]:
     return {
         "forward": units(schedule.forward),
         "backward": units(schedule.backward),
-        "embed_mb": entry(schedule.entering),
-        "head_mb": entry(schedule.heads),
-        "embed_backward_mb": entry(schedule.returned),
+        "embed_mb": entry(schedule.embed_mb),
+        "head_mb": entry(schedule.head_mb),
+        "embed_backward_mb": entry(schedule.embed_backward_mb),
         "finished": schedule.finished,
-        "head_slot": schedule.taken,
+        "head_slot": schedule.head_slot,
     }

@@ -89,12 +89,12 @@ def microbatch_sums(ctx: ParallelContext, tap: GradientTap | None = None) -> Sum
             rest = {name: w for name, w in weights.items() if name != "layers"}
             weights = {**zero.read(rest, sinks, tap), "layers": weights["layers"]}
 
-        def run_layers(block, layers, h_BSD, side):
+        def run_layers(block, layers, h_BSD, block_context):
             if zero is None and not policy.offload:
                 rematted = remat(policy, block, in_loop=model.scan_layers and model.num_layers > 1)
-                return scan_layers(rematted, layers, h_BSD, side, unroll=unroll)
+                return scan_layers(rematted, layers, h_BSD, block_context, unroll=unroll)
             loop = LayerLoop(block, model.num_layers, policy, ctx.access, tap, unroll=unroll)
-            return loop.run(layers, sinks and Sinks(sinks.gradients["layers"], sinks.squares), h_BSD, side)
+            return loop.run(layers, sinks and Sinks(sinks.gradients["layers"], sinks.squares), h_BSD, block_context)
 
         network = nnx.merge(ctx.graph, weights)
         h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)

@@ -31,7 +31,7 @@ from jaxllm.mesh import CONTEXT, PIPE, TENSOR
 from jaxllm.model.layers import SHARDED_SEQUENCE, Ops
 from jaxllm.parallel.types import NoiseParts, Tree
 from jaxllm.plan.schedule import Schedule
-from jaxllm.sharding import over_tensor, tensor_specs, unstack_layout
+from jaxllm.sharding import tensor_shard_map, tensor_specs, unstack_layout
 
 
 class GradSquareNorms:
@@ -98,7 +98,7 @@ class GradSquareNorms:
 
         if self.context == self.tensor == 1:
             return local(gradients)
-        return over_tensor(local, in_specs=(specs,), out_specs=P(TENSOR))(gradients)
+        return tensor_shard_map(local, in_specs=(specs,), out_specs=P(TENSOR))(gradients)
 
 
 class StageSquares(NamedTuple):
@@ -164,7 +164,7 @@ class StageTap:
         new += self._tap.from_scalar(total / copies)
         if squares.tied is not None:
             if self._tap.context > 1:
-                total = over_tensor(lambda x: jax.lax.psum(x, CONTEXT), in_specs=(P(TENSOR),), out_specs=P(TENSOR))
+                total = tensor_shard_map(lambda x: jax.lax.psum(x, CONTEXT), in_specs=(P(TENSOR),), out_specs=P(TENSOR))
                 head_VD = total(head_VD)
             slot = number % self._slots
             before = jax.lax.dynamic_index_in_dim(squares.tied, slot, keepdims=False)
@@ -177,6 +177,6 @@ class StageTap:
 def microbatches_between(schedule: Schedule) -> int:
     """The largest number of microbatches whose loss has been taken and whose embedding's gradient has not been made. Both
     happen in the order of microbatches, so a microbatch's number modulo this is a slot of its own."""
-    heads, returned = (np.flatnonzero(column >= 0) for column in (schedule.heads, schedule.returned))
+    heads, returned = (np.flatnonzero(column >= 0) for column in (schedule.head_mb, schedule.embed_backward_mb))
     # In a tick the gradient of an embedding comes before a loss (pipeline.py).
     return int(max(np.searchsorted(heads, returned) - np.arange(schedule.microbatches)))

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxllm.mesh import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
-from jaxllm.model.llama import Side, apply_block
+from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.embedding import add_over_ranks
@@ -171,16 +171,16 @@ class LlamaStage:
         return loss_alone(normed_BSD, head_VD, rows["targets"], weights_BS, **self._bounds)
 
     def new_ring(self, slots: int, h_BSD: jax.Array, microbatch: Microbatch) -> Ring:
-        return self._loop.new_ring(slots, self._weights["layers"], h_BSD, self._side(microbatch.rows))
+        return self._loop.new_ring(slots, self._weights["layers"], h_BSD, self._block_context(microbatch.rows))
 
     def _norm(self, scale: Tree, h_BSD: jax.Array) -> jax.Array:
         return self._ops.constrain(nnx.merge(self._norm_graph, scale)(h_BSD), FULL_SEQUENCE)
 
-    def _side(self, rows: Rows) -> Side:
+    def _block_context(self, rows: Rows) -> BlockContext:
         return rotary_table(self._model, rows["positions"]), rows.get("segments")
 
     def _pass(self, unit: Unit, x_BSD: jax.Array) -> Pass:
-        return Pass(unit.chunk, x_BSD, self._side(unit.microbatch.rows), unit.slot)
+        return Pass(unit.chunk, x_BSD, self._block_context(unit.microbatch.rows), unit.slot)
 
     def _accumulate(self, found: tuple[jax.Array, Tree, Any], microbatch: Microbatch, sums: StageSums):
         dh_BSD, layers, new = found

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
-from jaxllm.sharding import Layout, over_tensor, tensor_specs, unstack_layout
+from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 
 
 class Sinks(NamedTuple):
@@ -101,4 +101,4 @@ def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:
     """Runs `function` on each tensor rank's part. Left to XLA, a gather over data would first gather over tensor."""
     specs = tensor_specs(layouts)
-    return over_tensor(function, in_specs=(specs,), out_specs=specs)(tree)
+    return tensor_shard_map(function, in_specs=(specs,), out_specs=specs)(tree)

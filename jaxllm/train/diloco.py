@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm import progress
 from jaxllm.config import Config, ConfigError
 from jaxllm.mesh import REPLICA, replicated
-from jaxllm.sharding import of_islands
+from jaxllm.sharding import replica_spec
 from jaxllm.train.state import TrainState
 
 Metrics = dict[str, Any]
@@ -76,20 +76,20 @@ def begin(state: TrainState, replicas: int) -> DilocoState:
     return DilocoState(state.step, state.params, jax.tree.map(jnp.zeros_like, state.params), islands)
 
 
-def state_lies(shardings: TrainState, replicas: int) -> DilocoState:
-    """Where a DilocoState lies, from where a TrainState does: t and v like weights, alike in all islands; an island's own on
-    its devices alone."""
-    own = jax.tree.map(lambda s: NamedSharding(s.mesh, of_islands(s.spec, replicas)), shardings)
+def state_shardings(shardings: TrainState, replicas: int) -> DilocoState:
+    """Shardings of a DilocoState, from those of a TrainState: t and v like the weights, equal in all replicas; each replica's
+    own state on its own devices."""
+    own = jax.tree.map(lambda s: NamedSharding(s.mesh, replica_spec(s.spec, replicas)), shardings)
     return DilocoState(shardings.step, shardings.params, shardings.params, own)
 
 
-def metrics_lie(mesh: Mesh) -> dict[str, NamedSharding]:
-    """Where the inner step's metrics lie. To have them everywhere would take a collective between islands."""
-    return {ISLANDS: NamedSharding(mesh, of_islands(PartitionSpec(), mesh.shape.get(REPLICA, 1)))}
+def metrics_sharding(mesh: Mesh) -> dict[str, NamedSharding]:
+    """Sharding of the inner step's metrics. To replicate them would take a collective between replicas."""
+    return {ISLANDS: NamedSharding(mesh, replica_spec(PartitionSpec(), mesh.shape.get(REPLICA, 1)))}
 
 
-def for_each_island(replicas: int) -> Callable[[Callable], Callable]:
-    """Turns a function of one island's arrays into one of all islands', whatever is constrained inside it."""
+def vmap_over_replicas(replicas: int) -> Callable[[Callable], Callable]:
+    """jax.vmap over the leading replica dim. Sharding constraints inside the function hold within each replica."""
     return partial(jax.vmap, spmd_axis_name=REPLICA if replicas > 1 else None)
 
 

@@ -31,7 +31,7 @@ from jaxllm.data.sources import load_data
 from jaxllm.mesh import make_mesh, replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.batches import place
+from jaxllm.parallel.batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.train import diloco
 from jaxllm.train.build import State, Training, build_training
@@ -155,7 +155,7 @@ class Trainer:
                 self.traces += 1
                 return step(state, batch)
 
-            return jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, training.metrics_lie))
+            return jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, training.metrics_sharding))
 
         self.jitted_step = jitted(training.step)
         self._jitted_measuring: Any = jitted(training.measuring_step) if training.measuring_step else None
@@ -361,7 +361,7 @@ class Trainer:
         config = self.config
         samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
         samples = samples.reshape(-1, config.microbatch_rows)
-        return place(self.mesh, self.stream.samples, samples, config.train.sequence_length)
+        return put_global_batch(self.mesh, self.stream.samples, samples, config.train.sequence_length)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
@@ -382,7 +382,7 @@ class Trainer:
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
                     # Each batch is progress: an evaluation may take hours.
                     with progress.phase("evaluate"):
-                        batch = place(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
+                        batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
                         part, tokens = self._loss_sum(self.state.params, batch)
                         # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
                         total, count = total + float(part), count + int(tokens)
@@ -397,7 +397,7 @@ class Trainer:
 
     @property
     def model(self) -> Llama:
-        """The network with the present parameters, in the compute dtype's place on the mesh."""
+        """The network with the present parameters, in the compute dtype, on the mesh."""
         return merge_model(self.config, on_device(self.state.params))
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from jaxllm.plan.memory import estimate_memory
 from jaxllm.train import diloco
 from jaxllm.train.build import build_training
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.diloco import DilocoState, Rounds, begin, for_each_island, inner_step, outer_step
+from jaxllm.train.diloco import DilocoState, Rounds, begin, inner_step, outer_step, vmap_over_replicas
 from jaxllm.train.loop import fit
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import make_train_step, make_update
@@ -190,7 +190,7 @@ def test_inner_sgd_equals_data_parallel(tiny_config, mean_of_islands):
     with jax.set_mesh(mesh):
         for seed in range(3):
             together, _ = step(together, placed(mesh, seed))
-    mesh, step, plain = run(tiny_config(*TWO, "train.diloco_steps=1"), for_each_island(2))
+    mesh, step, plain = run(tiny_config(*TWO, "train.diloco_steps=1"), vmap_over_replicas(2))
     step, state = jax.jit(inner_step(step)), begin(plain, 2)
     with jax.set_mesh(mesh):
         for seed in range(3):
