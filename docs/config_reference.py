@@ -22,12 +22,12 @@ for nothing. `python docs/config_reference.py` writes this page from the code: t
 
 ## Where it lives
 
-`jaxllm/config.py`: each key with its type, its default and a docstring.
+`jaxllm/config/config.py`: each key with its type, its default and a docstring.
 
 ## How it is tested
 
-`tests/test_project_files.py` holds this page to the schema. `tests/test_config.py` tests what is refused, and
-`tests/test_config_keys.py` that each key is read.
+`tests/test_project_files.py` holds this page to the schema. `tests/config/test_config.py` tests what is refused, and
+`tests/config/test_config_keys.py` that each key is read.
 """
 
 

@@ -9,7 +9,7 @@ P stages, V virtual stages (chunks of layers) on each, M microbatches. Chunk c o
 tick together; in tick t, in this order
 
     the backward message of tick t-1 is sent one stage down, and the embedding's gradient of that tick is made
-    the head turns the output kept in slot taken[t] into loss and gradient, if the last virtual stage runs backward in t
+    the head turns the output kept in slot head_slot[t] into loss and gradient, if the last virtual stage runs backward in t
     each stage runs forward on what the virtual stage before made in t-1 (the first: on looked-up embeddings), writes its
         residuals to forward.slot[t, i], and the last stage its output to finished[t]; it does so with garbage too
     each stage runs backward on what the virtual stage after made in t-1 (the last: on the head's gradient) and the residuals in
@@ -100,7 +100,7 @@ class Schedule:
     """Residual slots that every stage needs, each for one chunk and microbatch; 0 if nothing runs backward."""
     finished: np.ndarray
     """int32 [ticks]: where the last stage's output goes, in every tick in which anyone runs forward."""
-    taken: np.ndarray
+    head_slot: np.ndarray
     """int32 [ticks]: whence the head takes its input, before `finished` is written."""
     finished_slots: int
 
@@ -124,19 +124,19 @@ class Schedule:
         return int(self.backward.valid.any(axis=1).sum())
 
     @property
-    def heads(self) -> np.ndarray:
+    def head_mb(self) -> np.ndarray:
         """int32 [ticks]: the microbatch whose loss is taken, -1 for none."""
         if self.has_backward:
             return _of_last(self.backward, self.virtual_stages)
         return _a_tick_later(_of_last(self.forward, self.virtual_stages))
 
     @property
-    def entering(self) -> np.ndarray:
+    def embed_mb(self) -> np.ndarray:
         """int32 [ticks]: the microbatch whose embeddings are looked up for the first stage, -1 for none."""
         return _of_first(self.forward)
 
     @property
-    def returned(self) -> np.ndarray:
+    def embed_backward_mb(self) -> np.ndarray:
         """int32 [ticks + 1]: the microbatch that came out of the first stage's backward a tick ago, whose gradient goes into
         the embedding, -1 for none. The last entry is due after the last tick."""
         made = _of_first(self.backward)
@@ -310,7 +310,7 @@ def _runs(schedule: Schedule) -> Iterator[Run]:
     PV ticks alone: there all is done, or nothing. Elsewhere look-ups and the embedding's gradient are done throughout, a few
     all-reduces more for fewer bodies to compile.
     """
-    due = schedule.heads >= 0
+    due = schedule.head_mb >= 0
     forward, backward = (units.valid.any(axis=1) for units in (schedule.forward, schedule.backward))
     t = np.arange(schedule.ticks)
     steady = forward & (t >= due.argmax())
@@ -371,7 +371,7 @@ def _check_ranges(schedule: Schedule) -> None:
         limits = (schedule.virtual_stages, schedule.microbatches, max(schedule.slots, 1), 2)
         for (name, table), limit in zip(vars(units).items(), limits, strict=True):
             _check_range(f"{way}.{name}", table, (ticks, P), limit)
-    for name in ("finished", "taken"):
+    for name in ("finished", "head_slot"):
         _check_range(name, getattr(schedule, name), (ticks,), schedule.finished_slots)
 
 
@@ -436,8 +436,8 @@ def _check_outputs(schedule: Schedule) -> None:
     last, stored = schedule.virtual_stages - 1, _of_last(schedule.forward, schedule.virtual_stages)
     writes: Any = schedule.forward.valid.any(axis=1)
     held: dict[int, int] = {}
-    for t, head in enumerate(schedule.heads.tolist()):
-        taken, finished = int(schedule.taken[t]), int(schedule.finished[t])
+    for t, head in enumerate(schedule.head_mb.tolist()):
+        taken, finished = int(schedule.head_slot[t]), int(schedule.finished[t])
         if head >= 0 and held.pop(taken, None) != head:
             where = _place(t, schedule.stages - 1, last, head)
             raise ScheduleError(f"{where}: the head finds no output of an earlier tick in finished slot {taken}.")
@@ -467,9 +467,9 @@ def _check_runs(schedule: Schedule) -> None:
         for t in np.flatnonzero(flag != units.valid.any(axis=1))[:1]:
             raise ScheduleError(f"Tick {t}: the table and the run from tick {of_tick[t].start} disagree on {way}.")
     for what, microbatch, done, stage, chunk in (
-        ("look-up", schedule.entering, forward & embed, 0, 0),
-        ("gradient of the embedding", schedule.returned[:-1], backward & embed, 0, 0),
-        ("head", schedule.heads, head, schedule.stages - 1, schedule.virtual_stages - 1),
+        ("look-up", schedule.embed_mb, forward & embed, 0, 0),
+        ("gradient of the embedding", schedule.embed_backward_mb[:-1], backward & embed, 0, 0),
+        ("head", schedule.head_mb, head, schedule.stages - 1, schedule.virtual_stages - 1),
     ):
         for t in np.flatnonzero((microbatch >= 0) & ~done)[:1]:
             where = _place(t, stage, chunk, microbatch[t])

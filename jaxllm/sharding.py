@@ -146,7 +146,7 @@ def stack_dims(dims: Dims) -> int:
     return len(dims) - len(unstacked(dims))
 
 
-def is_shared_out(path: str, parallel: ParallelConfig, level_from: int) -> bool:
+def is_zero_sharded(path: str, parallel: ParallelConfig, level_from: int) -> bool:
     """Whether ZeRO shares out a parameter's gradient (level_from=2) or its copy in the train step (3). In a pipeline that is
     done with the layers alone: the rest is needed in every tick.
     """
@@ -167,12 +167,12 @@ def named(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def over_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
+def map_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
     """`function` of each PartitionSpec of a tree."""
     return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def of_islands(spec: PartitionSpec, replicas: int) -> PartitionSpec:
+def replica_spec(spec: PartitionSpec, replicas: int) -> PartitionSpec:
     """The layout of what each of so many islands has of its own, with a leading dim that counts them: inside an island as
     `spec` says."""
     return PartitionSpec(REPLICA if replicas > 1 else None, *spec)
@@ -183,13 +183,13 @@ def tensor_specs(layouts: Any) -> Any:
     return jax.tree.map(lambda x: PartitionSpec(*[TENSOR if _has(TENSOR, axes) else None for axes in x.compute]), layouts)
 
 
-def manual_spec(spot: Layout, share: bool) -> PartitionSpec:
+def manual_spec(layout: Layout, share: bool) -> PartitionSpec:
     """PartitionSpec of a parameter over the manual axes alone: of a rank's ZeRO shard with `share`, else of the full weight, as
     the train step reads it.
     """
-    entries: list[Any] = [PIPE if _has(PIPE, axes) else None for axes in spot.compute]
-    if share and spot.zero_dim is not None:
-        entries[spot.zero_dim] = ZERO_AXES
+    entries: list[Any] = [PIPE if _has(PIPE, axes) else None for axes in layout.compute]
+    if share and layout.zero_dim is not None:
+        entries[layout.zero_dim] = ZERO_AXES
     return PartitionSpec(*entries)
 
 
@@ -200,13 +200,13 @@ def partial_sum_spec(weight: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(tuple(axis for axis in MANUAL if axis not in weight), *weight)
 
 
-def unstack_layout(spot: Layout, stack_dims: int) -> Layout:
+def unstack_layout(layout: Layout, stack_dims: int) -> Layout:
     """Layout of one layer, from the layout of the layer stack with `stack_dims` leading dims."""
-    zero_dim = None if spot.zero_dim is None else spot.zero_dim - stack_dims
-    return Layout(PartitionSpec(*spot.compute[stack_dims:]), PartitionSpec(*spot.master[stack_dims:]), zero_dim)
+    zero_dim = None if layout.zero_dim is None else layout.zero_dim - stack_dims
+    return Layout(PartitionSpec(*layout.compute[stack_dims:]), PartitionSpec(*layout.master[stack_dims:]), zero_dim)
 
 
-def over_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`function` run on each tensor rank's part, inside a region that is manual over the other axes: there nothing is left to
     the compiler. Specs name the tensor axis alone.
     """

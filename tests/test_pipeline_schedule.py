@@ -81,10 +81,10 @@ def test_running_the_table_gives_every_microbatch_its_loss_and_gradients(pipelin
             if run.embed:
                 embedded.append(returned)
             from_above, returning = returning[1:] + returning[:1], [None] * P
-        if run.head and schedule.heads[t] >= 0:
-            assert finished[schedule.taken[t]] == ("h", P * V - 1, schedule.heads[t])
-            losses.append(schedule.heads[t])
-            from_head = ("g", P * V, schedule.heads[t])
+        if run.head and schedule.head_mb[t] >= 0:
+            assert finished[schedule.head_slot[t]] == ("h", P * V - 1, schedule.head_mb[t])
+            losses.append(schedule.head_mb[t])
+            from_head = ("g", P * V, schedule.head_mb[t])
         if run.forward:
             made = []
             for i in range(P):
@@ -219,7 +219,7 @@ def test_outputs_of_the_last_stage_are_guarded():
     with pytest.raises(ScheduleError, match=r"Tick 3, stage 2, chunk 0, microbatch 0: the output in .* is overwritten"):
         check(changed(schedule, "finished", 3, 0))
     with pytest.raises(ScheduleError, match="Tick 7, stage 2, chunk 0, microbatch 1: the head finds no output"):
-        check(changed(schedule, "taken", 7, 3))
+        check(changed(schedule, "head_slot", 7, 3))
     with pytest.raises(ScheduleError, match="Tick 5: finished is 3, not from 0 to 2"):
         check(dataclasses.replace(schedule, finished_slots=3))
     evaluation = forward_only(2, 3)
@@ -258,7 +258,7 @@ def test_a_value_that_waits_is_seen(pipeline, way, place):
 def each_table(schedule, change):
     """A copy of the schedule with change(table) for each of its tables."""
     units = {way: type(u)(*map(change, vars(u).values())) for way, u in directions(schedule)}
-    return dataclasses.replace(schedule, **units, finished=change(schedule.finished), taken=change(schedule.taken))
+    return dataclasses.replace(schedule, **units, finished=change(schedule.finished), head_slot=change(schedule.head_slot))
 
 
 def test_work_done_twice_or_never_is_named():

@@ -141,6 +141,6 @@ def trace_step(config: Config, devices: Sequence[jax.Device]) -> Traced:
     batch = {name: placed(jax.ShapeDtypeStruct(shape, dtype), batch_sharding(mesh)) for name, dtype in dtypes.items()}
     platform = "cpu" if devices[0].platform == "cpu" else "cuda"
     with jax.set_mesh(mesh):
-        jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, training.metrics_lie))
+        jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, training.metrics_sharding))
         traced = jitted.trace(training.layout(), batch)
         return Traced(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.mesh import axis_sizes
-from jaxllm.sharding import Parameter, is_shared_out, layout, weight_rules
+from jaxllm.sharding import Parameter, is_zero_sharded, layout, weight_rules
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def describe(parameter: Parameter, config: Config) -> ParameterLine:
     spot = layout(parameter, weight_rules(config.model, parallel), parallel)
     compute = elements_per_device(parameter.shape, spot.compute, sizes)
     master = elements_per_device(parameter.shape, spot.master, sizes)
-    gradients, copy = (master if is_shared_out(parameter.path, parallel, level) else compute for level in (2, 3))
+    gradients, copy = (master if is_zero_sharded(parameter.path, parallel, level) else compute for level in (2, 3))
     dtype = np.dtype(config.model.compute_dtype)
     # Casting to the dtype and layout it already has makes no array.
     is_master = dtype == parameter.dtype and copy == master

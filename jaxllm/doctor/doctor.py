@@ -32,8 +32,8 @@ from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
 from jaxllm.display import print_sentence
-from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor import checks, probes
+from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.probes import Collective, Facts
 from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.runtime import distributed, xla_flags

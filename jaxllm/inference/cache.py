@@ -48,9 +48,9 @@ def prefill(
         kept.append((k_BSKH, v_BSKH))
         return causal(q_BSNH, k_BSKH, v_BSKH, Mask(causal=True)).o_BSNH.astype(q_BSNH.dtype)
 
-    def run_layers(block, layers, h_BSD, side):
+    def run_layers(block, layers, h_BSD, block_context):
         def layer(h_BSD, weights):
-            return block(weights, h_BSD, side), kept.pop()
+            return block(weights, h_BSD, block_context), kept.pop()
 
         h_BSD, of_all_layers = jax.lax.scan(layer, h_BSD, layers)
         kept.append(of_all_layers)
@@ -88,12 +88,12 @@ def decode(
         at["cache"] = Cache(k_LBTKH, v_LBTKH)
         return attend_to_cache(q_B1NH, k_LBTKH[layer], v_LBTKH[layer], visible_BT)
 
-    def run_layers(block, layers, h_B1D, side):
+    def run_layers(block, layers, h_B1D, block_context):
         # The cache is a carry, not a scanned input: it is updated in place, while a scan output would be a second copy.
         def layer(carry, numbered):
             h_B1D, at["cache"] = carry
             at["layer"], weights = numbered
-            h_B1D = block(weights, h_B1D, side)
+            h_B1D = block(weights, h_B1D, block_context)
             return (h_B1D, at["cache"]), None
 
         numbers = jnp.arange(cache.k_LBTKH.shape[0])

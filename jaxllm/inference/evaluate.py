@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
-from jaxllm.parallel.device_batches import place
+from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.types import Parallelized
 
 ROWS_TOKENS = 8192
@@ -203,7 +203,7 @@ def evaluate(
     with jax.set_mesh(mesh):
         for first in range(0, windows.count, M * batch_rows):
             numbers = (first + np.arange(M * batch_rows)).reshape(M, batch_rows)
-            part, count = loss_sum(params, place(mesh, read, numbers, width))
+            part, count = loss_sum(params, put_global_batch(mesh, read, numbers, width))
             total, tokens = total + float(part), tokens + int(count)
             progress("windows", min(first + M * batch_rows, windows.count), windows.count)
     if not math.isfinite(total):

@@ -14,38 +14,34 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.config import Config
 from jaxllm.mesh import PIPE
-from jaxllm.model.layers import SHARDED_SEQUENCE, Ops, rotary_table
+from jaxllm.model.layers import SHARDED_SEQUENCE, rotary_table
 from jaxllm.model.llama import apply_block
-from jaxllm.parallel.layer_stacking import flatten_layers, stacking_of
+from jaxllm.parallel.context import ParallelContext
+from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.pipeline import sum_over_stages
-from jaxllm.parallel.types import Batch, Tree, WeightAccess
-from jaxllm.parallel.zero import Zero
+from jaxllm.parallel.types import Batch, Params
 
 
-def layer_norms_region(
-    config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | None, everybody: tuple[str, ...]
-) -> Callable[[Tree, Batch], jax.Array]:
-    """(weights, batch) -> float32 [num_layers]: over all positions of the first microbatch, those without a target too, on all
-    ranks along the axes `everybody`.
+def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Array]:
+    """(weights, batch) -> float32 [num_layers]: over all positions of the first microbatch, with or without a target, on all
+    ranks along batch_axes.
     """
-    model, stages, virtual = config.model, config.parallel.pipe, config.parallel.virtual_stages
-    stacking = stacking_of(config)
-    access = WeightAccess() if zero is None else zero.access
+    model, ops, stacking, zero = ctx.config.model, ctx.ops, ctx.stacking, ctx.zero
+    stages, gather = stacking.stages, ctx.access.gather
 
-    def region(weights: Tree, batch: Batch) -> jax.Array:
+    def region(weights: Params, batch: Batch) -> jax.Array:
         rows = jax.tree.map(lambda x: x[0], batch)
         if zero is not None and stages == 1:
             rest = {name: w for name, w in weights.items() if name != "layers"}
             weights = {**zero.read(rest, None), "layers": weights["layers"]}
-        weights = flatten_layers(weights, len(stacking.shape))
-        block = partial(apply_block, nnx.split(nnx.merge(graph, weights).layers)[0], ops)
-        side = (rotary_table(model, rows["positions"]), rows.get("segments"))
+        weights = flatten_layers(weights, ctx.stack_dims)
+        block = partial(apply_block, nnx.split(nnx.merge(ctx.graph, weights).layers)[0], ops)
+        block_context = (rotary_table(model, rows["positions"]), rows.get("segments"))
 
         def layer(h_BSD, number):
             read = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), weights["layers"])
-            h_BSD = block(access.gather(read) if access.gather else read, h_BSD, side)
+            h_BSD = block(gather(read) if gather else read, h_BSD, block_context)
             return h_BSD, jnp.sum(jnp.square(h_BSD.astype(jnp.float32)))
 
         def turn(h_BSD, number):
@@ -57,10 +53,10 @@ def layer_norms_region(
             return h_BSD, squares
 
         h_BSD = ops.constrain(ops.look_up(weights["embedding"], rows["tokens"]), SHARDED_SEQUENCE)
-        _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * virtual))
+        _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * stacking.virtual_stages))
         # In the order of layers; identity layers are the last.
-        squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], everybody)
-        positions = jax.lax.psum(jnp.float32(rows["tokens"].size), everybody)
+        squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], ctx.batch_axes)
+        positions = jax.lax.psum(jnp.float32(rows["tokens"].size), ctx.batch_axes)
         return jnp.sqrt(squares / (positions * model.hidden_size))
 
     return region

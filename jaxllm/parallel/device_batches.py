@@ -16,7 +16,7 @@ Read = Callable[[Any], Mapping[str, np.ndarray]]
 """Numbers of rows -> arrays [len(numbers), S]."""
 
 
-def place(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: int) -> dict[str, jax.Array]:
+def put_global_batch(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: int) -> dict[str, jax.Array]:
     """Rows by number, [microbatch, sequence], as arrays [microbatch, sequence, position] on the mesh. `read` is asked for those
     alone that this process's devices hold.
     """

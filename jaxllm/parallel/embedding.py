@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh import PIPE, TENSOR
 from jaxllm.model.layers import look_up
-from jaxllm.sharding import over_tensor
+from jaxllm.sharding import tensor_shard_map
 
 
 def look_up_over_ranks(pipe: int, tensor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -27,7 +27,7 @@ def look_up_over_ranks(pipe: int, tensor: int) -> Callable[[jax.Array, jax.Array
         found_BSD = jax.lax.psum_scatter(found_BSD, TENSOR, scatter_dimension=1, tiled=True)
         return jax.lax.psum(found_BSD, PIPE) if pipe > 1 else found_BSD
 
-    return over_tensor(local, in_specs=(P(TENSOR), P()), out_specs=P(None, TENSOR))
+    return tensor_shard_map(local, in_specs=(P(TENSOR), P()), out_specs=P(None, TENSOR))
 
 
 def add_over_ranks(sums_VD: jax.Array, ids_BS: jax.Array, dh_BSD: jax.Array, tensor: int) -> jax.Array:
@@ -44,7 +44,7 @@ def add_over_ranks(sums_VD: jax.Array, ids_BS: jax.Array, dh_BSD: jax.Array, ten
         # A row that does not exist is dropped.
         return sums_VD.at[jnp.where(is_mine, own, sums_VD.shape[0])].add(dh_BSD.astype(sums_VD.dtype), mode="drop")
 
-    return over_tensor(local, in_specs=(P(TENSOR), P(), P(None, TENSOR)), out_specs=P(TENSOR))(sums_VD, ids_BS, dh_BSD)
+    return tensor_shard_map(local, in_specs=(P(TENSOR), P(), P(None, TENSOR)), out_specs=P(TENSOR))(sums_VD, ids_BS, dh_BSD)
 
 
 def _own(rows_VD: jax.Array, ids_BS: jax.Array, tensor: int) -> tuple[jax.Array, jax.Array]:

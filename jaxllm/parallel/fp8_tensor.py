@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.mesh import TENSOR
 from jaxllm.model import fp8
 from jaxllm.model.layers import Matmul
-from jaxllm.sharding import over_tensor
+from jaxllm.sharding import tensor_shard_map
 
 
 def fp8_per_tensor_rank(split: str) -> Matmul:
@@ -39,7 +39,7 @@ def fp8_per_tensor_rank(split: str) -> Matmul:
             return tuple(x[None] if part else x for x, part in zip(function(*arrays), is_part, strict=True))
 
         out_specs = tuple(P(TENSOR, *lies(x)) if part else lies(x) for x, part in zip(results, is_part, strict=True))
-        found = over_tensor(local, in_specs=tuple(map(lies, inputs)), out_specs=out_specs)(*arrays)
+        found = tensor_shard_map(local, in_specs=tuple(map(lies, inputs)), out_specs=out_specs)(*arrays)
         # In the parts' own dtype: jnp.sum would have float32 travel.
         return tuple(jax.lax.reduce_sum(x, (0,)) if part else x for x, part in zip(found, is_part, strict=True))
 

@@ -1,25 +1,26 @@
-"""Squared norms of the gradients of a step's parts: what the gradient noise scale (train/noise_scale.py) is measured with.
+"""Squared norms of gradients, part by part: the gradient noise scale (train/noise_scale.py) is measured with them.
 
 A *part* is what one data rank computes in one microbatch: train.microbatch_sequences sequences, in every parallel mode, so that
-the figures do not depend on the mesh. Nowhere is a part's gradient left once it has been added to others, so its square is
+the figures do not depend on the mesh. A part's gradient is nowhere stored once it has been added to others, so its square is
 taken before:
 
     ZeRO 0 and 1   as soon as the microbatch has its gradients, before they are added to the rank's own
     ZeRO 2 and 3   a layer at a time, before it is reduced and scattered; the squares leave autodiff through a sink (zero.py)
-    pipeline       in the tick that makes them: each stage its layers and its slices of embedding and head, filed under the
-                   tick's microbatch, and summed over stages once, at the end
-    tensor         what is split over it adds up, what is replicated counts once; summed at the end too
-    context        ranks have summands of one gradient, to be added before they are squared: a reduce-scatter inside the host,
-                   and of a tied head in a pipeline an all-reduce, the only transfers here that are not a handful of numbers
+    pipeline       in the tick that makes them: each stage takes those of its layers and of its slices of embedding and head,
+                   adds them to the squares of the tick's microbatch, and sums over stages once, at the end
+    tensor         squares of sharded gradients add up, those of replicated gradients count once; summed at the end too
+    context        ranks have summands of one gradient, which are added before they are squared: a reduce-scatter inside the
+                   host, and for a tied head in a pipeline an all-reduce. No other transfer here is more than a few numbers.
 
-Everything runs in the region that is manual over pipe, data and context. Squares are float32 [tensor]: each tensor rank's
-share, so that no loop waits for a sum.
+All of it runs in the region that is manual over pipe, data and context. Squares are float32 [tensor], each tensor rank's share,
+so that no loop waits for a sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,43 +28,59 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh import CONTEXT, PIPE, TENSOR
-from jaxllm.model.layers import Ops
+from jaxllm.model.layers import SHARDED_SEQUENCE, Ops
 from jaxllm.parallel.types import NoiseParts, Tree
 from jaxllm.pipeline_schedule import Schedule
-from jaxllm.sharding import over_tensor, tensor_specs, unstack_layout
-
-SQUARES, TIED, NUMBER = "squares", "tied", "number"
-"""Entries beside those of the parameters: of sinks and sums, of sums, and of a microbatch's rows."""
+from jaxllm.sharding import tensor_shard_map, tensor_specs, unstack_layout
 
 
-class SquaredNorms:
-    """Squares of gradients as they lie on a rank, float32 [tensor]. Summed over `tensor` and `context` they are the squared
-    norm of the gradients' sum over `context`.
+class GradSquareNorms:
+    """The GradientTap that measures the gradient noise scale: squares of gradients, before they are added to others.
+
+    Squares are float32 [tensor]. Their sum over `tensor` and `context` is the squared norm of the gradients' sum over
+    `context`.
 
     Args:
       layouts: nested dict of Layout, of the parameters as they are stored.
       stack_dims: leading dims of those under "layers".
-      context, tensor: sizes of these axes.
+      sizes: of the mesh axes.
     """
 
-    def __init__(self, layouts: Tree, stack_dims: int, context: int, tensor: int):
-        self._layouts, self.context, self.tensor = layouts, context, tensor
+    def __init__(self, layouts: Tree, stack_dims: int, sizes: Mapping[str, int]):
+        self._layouts, self.context, self.tensor = layouts, sizes[CONTEXT], sizes[TENSOR]
         self._layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
 
-    def of(self, gradients: dict[str, Tree]) -> jax.Array:
-        """Of some or all top-level entries."""
-        return self._squares(gradients, {name: self._layouts[name] for name in gradients})
-
-    def of_layer(self, gradients: Tree) -> jax.Array:
-        """Of one layer."""
+    def on_layer(self, gradients: Tree) -> jax.Array:
+        """Squares of one layer's gradients."""
         return self._squares(gradients, self._layer)
 
-    def of_scalar(self, square: jax.Array) -> jax.Array:
-        """A sum over all tensor ranks, shared out among them."""
+    def on_microbatch(self, gradients: dict[str, Tree]) -> jax.Array:
+        """Squares of the gradients of some or all top-level entries."""
+        return self._squares(gradients, {name: self._layouts[name] for name in gradients})
+
+    def from_scalar(self, square: jax.Array) -> jax.Array:
+        """A square that all tensor ranks have in full, as shares that add up to it."""
         return jnp.full((self.tensor,), square / self.tensor)
 
     def zeros(self, *shape: int) -> jax.Array:
         return jnp.zeros((*shape, self.tensor), jnp.float32)
+
+    def parts(self, squares_MT: jax.Array, mask_MBS: jax.Array, loss_axes: tuple[str, ...]) -> NoiseParts:
+        """The sums over the parts of a step, equal on every rank.
+
+        Args:
+          squares_MT: the rank's squares in each microbatch, of gradients of the sum of token losses over N.
+          mask_MBS: which of the rank's targets count.
+          loss_axes: mesh axes whose ranks compute the step; ranks along `context` share parts.
+        """
+        data_axes = tuple(axis for axis in loss_axes if axis != CONTEXT)
+        squares_M = jax.lax.psum(squares_MT.sum(axis=1), (PIPE, CONTEXT))
+        targets_M = jax.lax.psum(mask_MBS.sum(axis=(1, 2)), CONTEXT).astype(jnp.float32)
+        # A part adds n/N G, so its square over n/N is n/N |G|^2.
+        weighted_M = jnp.where(targets_M > 0, squares_M / jnp.maximum(targets_M, 1.0), 0.0)
+        sums = targets_M.sum(), weighted_M.sum(), (targets_M > 0).sum().astype(jnp.float32)
+        targets, weighted, count = jax.lax.psum(sums, data_axes)
+        return NoiseParts(targets * weighted, count, jax.lax.psum(jnp.float32(mask_MBS.size), loss_axes))
 
     def _squares(self, gradients: Tree, layouts: Tree) -> jax.Array:
         specs = tensor_specs(layouts)
@@ -81,82 +98,85 @@ class SquaredNorms:
 
         if self.context == self.tensor == 1:
             return local(gradients)
-        return over_tensor(local, in_specs=(specs,), out_specs=P(TENSOR))(gradients)
+        return tensor_shard_map(local, in_specs=(specs,), out_specs=P(TENSOR))(gradients)
 
 
-class StageSquares:
-    """Where a pipeline's ticks file their squares: entries that `new` adds to the sums which the ticks carry.
+class StageSquares(NamedTuple):
+    """The squares that the ticks of a pipeline carry."""
+
+    by_microbatch: jax.Array
+    """[microbatch, tensor]"""
+    tied: jax.Array | None
+    """[slot, sequence, position, width] float32, with tied embeddings: the rows of the head's gradient for a microbatch's
+    tokens, until the look-up's gradient is there."""
+
+
+class StageTap:
+    """Adds the squares that a pipeline's tick makes to those of the tick's microbatch.
 
     With tied embeddings one matrix has two gradients, made some ticks apart: |a + b|^2 = |a|^2 + |b|^2 + 2 <a, b>. The
     look-up's has rows for the microbatch's tokens alone, so the head's rows for these tokens are kept until then: a hidden
     state in float32 for each microbatch in between.
     """
 
-    def __init__(self, norms: SquaredNorms, ops: Ops, schedule: Schedule, tied: bool):
-        self._norms, self._ops, self._stages, self._tied = norms, ops, schedule.stages, tied
+    def __init__(self, tap: GradSquareNorms, ops: Ops, schedule: Schedule, tied: bool):
+        self._tap, self._ops, self._stages, self._tied = tap, ops, schedule.stages, tied
         self._microbatches, self._slots = schedule.microbatches, microbatches_between(schedule)
 
-    def new(self, shape: tuple[int, int, int]) -> Tree:
-        """Zeros; `shape`: of a hidden state."""
-        entries = {SQUARES: self._norms.zeros(self._microbatches)}
+    def new(self, shape: tuple[int, ...]) -> StageSquares:
+        """Zeros. `shape` is that of a hidden state."""
+        tied = None
         if self._tied:
-            kept = jnp.zeros((self._slots, *shape), jnp.float32)
-            entries[TIED] = self._ops.constrain(kept, ("batch", "batch", "sequence_shard", "embed"))
-        return entries
+            tied = self._ops.constrain(jnp.zeros((self._slots, *shape), jnp.float32), ("batch", *SHARDED_SEQUENCE))
+        return StageSquares(self._tap.zeros(self._microbatches), tied)
 
-    def file(self, sums: Tree, rows: Tree, squares: jax.Array) -> Tree:
-        """Adds squares to those of the rows' microbatch."""
-        is_it = jnp.arange(self._microbatches) == rows[NUMBER]
-        return sums | {SQUARES: sums[SQUARES] + jnp.where(is_it[:, None], squares[None], 0.0)}
+    def add(self, squares: StageSquares, number: jax.Array, new: jax.Array) -> StageSquares:
+        """Adds squares to those of microbatch `number`."""
+        is_it = jnp.arange(self._microbatches) == number
+        return squares._replace(by_microbatch=squares.by_microbatch + jnp.where(is_it[:, None], new[None], 0.0))
 
-    def embedding(self, sums: Tree, rows: Tree, table_VD: jax.Array, dh_BSD: jax.Array) -> Tree:
-        """table_VD: the look-up's gradient, the rank's rows; dh_BSD: that of what was looked up, zero but on one stage."""
-        squares = self._norms.of({"embedding": table_VD})
-        if self._tied:
-            of_head_BSD = jax.lax.dynamic_index_in_dim(sums[TIED], rows[NUMBER] % self._slots, keepdims=False)
-            squares += self._norms.of_scalar(2 * jnp.sum(of_head_BSD * dh_BSD.astype(jnp.float32)))
-        return self.file(sums, rows, squares)
+    def on_embedding(self, squares: StageSquares, number: jax.Array, table_VD: jax.Array, dh_BSD: jax.Array) -> StageSquares:
+        """Adds the squares of the look-up's gradient.
 
-    def head(self, sums: Tree, rows: Tree, head_VD: jax.Array, norm: Tree, valid: jax.Array) -> Tree:
-        """head_VD: the head's gradient, the rank's rows; norm: the final norm's, this stage's summand."""
-        squares = self._norms.of({"embedding" if self._tied else "head": head_VD})
-        copies = self._stages * self._norms.context
+        Args:
+          table_VD: the rank's rows of it.
+          dh_BSD: the gradient of the embeddings looked up, zero but on one stage.
+        """
+        new = self._tap.on_microbatch({"embedding": table_VD})
+        if squares.tied is not None:
+            head_BSD = jax.lax.dynamic_index_in_dim(squares.tied, number % self._slots, keepdims=False)
+            new += self._tap.from_scalar(2 * jnp.sum(head_BSD * dh_BSD.astype(jnp.float32)))
+        return self.add(squares, number, new)
+
+    def on_head(
+        self, squares: StageSquares, number: jax.Array, tokens_BS: jax.Array, head_VD: jax.Array, norm: Tree, valid: jax.Array
+    ) -> StageSquares:
+        """Adds the squares of the gradients of the head and the final norm.
+
+        Args:
+          head_VD: the rank's rows of the head's gradient.
+          norm: this stage's summand of the final norm's gradient.
+        """
+        new = self._tap.on_microbatch({"embedding" if self._tied else "head": head_VD})
+        copies = self._stages * self._tap.context
         whole = [jax.lax.psum(g.astype(jnp.float32), (PIPE, CONTEXT)) for g in jax.tree.leaves(norm)]
         total: Any = sum(jnp.sum(jnp.square(g)) for g in whole)
-        squares += self._norms.of_scalar(total / copies)
-        if self._tied:
-            if self._norms.context > 1:
-                total = over_tensor(lambda x: jax.lax.psum(x, CONTEXT), in_specs=(P(TENSOR),), out_specs=P(TENSOR))
+        new += self._tap.from_scalar(total / copies)
+        if squares.tied is not None:
+            if self._tap.context > 1:
+                total = tensor_shard_map(lambda x: jax.lax.psum(x, CONTEXT), in_specs=(P(TENSOR),), out_specs=P(TENSOR))
                 head_VD = total(head_VD)
-            slot = rows[NUMBER] % self._slots
-            before = jax.lax.dynamic_index_in_dim(sums[TIED], slot, keepdims=False)
-            # A tick that takes no loss must not touch what others kept.
-            kept = jnp.where(valid, self._ops.look_up(head_VD, rows["tokens"]), before)
-            sums = sums | {TIED: jax.lax.dynamic_update_index_in_dim(sums[TIED], kept, slot, 0)}
-        return self.file(sums, rows, jnp.where(valid, squares, 0.0))
+            slot = number % self._slots
+            before = jax.lax.dynamic_index_in_dim(squares.tied, slot, keepdims=False)
+            # A tick that takes no loss must not overwrite what other ticks kept.
+            kept = jnp.where(valid, self._ops.look_up(head_VD, tokens_BS), before)
+            squares = squares._replace(tied=jax.lax.dynamic_update_index_in_dim(squares.tied, kept, slot, 0))
+        return self.add(squares, number, jnp.where(valid, new, 0.0))
 
 
 def microbatches_between(schedule: Schedule) -> int:
-    """How many microbatches at most have had their loss taken and their embedding's gradient not made yet. They do both in
-    order, so number m modulo this is a place of its own."""
-    taken, returned = (np.flatnonzero(column >= 0) for column in (schedule.heads, schedule.returned))
+    """The largest number of microbatches whose loss has been taken and whose embedding's gradient has not been made. Both
+    happen in the order of microbatches, so a microbatch's number modulo this is a slot of its own."""
+    heads, returned = (np.flatnonzero(column >= 0) for column in (schedule.head_mb, schedule.embed_backward_mb))
     # In a tick the gradient of an embedding comes before a loss (pipeline.py).
-    return int(max(np.searchsorted(taken, returned) - np.arange(schedule.microbatches)))
-
-
-def parts_of(squares_MT: jax.Array, mask_MBS: jax.Array, together: tuple[str, ...]) -> NoiseParts:
-    """The parts of a step, the same on every rank.
-
-    Args:
-      squares_MT: this rank's, of gradients of the sum of token losses over N: for each microbatch [tensor].
-      mask_MBS: which targets count, this rank's.
-      together: mesh axes whose ranks make the step; those along `context` share parts.
-    """
-    data_axes = tuple(axis for axis in together if axis != CONTEXT)
-    squares_M = jax.lax.psum(squares_MT.sum(axis=1), (PIPE, CONTEXT))
-    targets_M = jax.lax.psum(mask_MBS.sum(axis=(1, 2)), CONTEXT).astype(jnp.float32)
-    # What a part adds is n/N G, so its square over n/N is n/N |G|^2.
-    weighted_M = jnp.where(targets_M > 0, squares_M / jnp.maximum(targets_M, 1.0), 0.0)
-    found = targets_M.sum(), weighted_M.sum(), (targets_M > 0).sum().astype(jnp.float32)
-    targets, weighted, count = jax.lax.psum(found, data_axes)
-    return NoiseParts(targets * weighted, count, jax.lax.psum(jnp.float32(mask_MBS.size), together))
+    return int(max(np.searchsorted(heads, returned) - np.arange(schedule.microbatches)))

@@ -16,7 +16,7 @@ from jaxllm.model.fp8 import fp8_matmul, require_fp8
 from jaxllm.model.layers import Matmul
 from jaxllm.parallel.fp8_tensor import fp8_per_tensor_rank
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
-from jaxllm.sharding import over_tensor
+from jaxllm.sharding import tensor_shard_map
 
 
 def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
@@ -59,4 +59,4 @@ def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> At
         return attend(q_BSNH, k_BTKH, v_BTKH, segments_BS)
 
     kv = heads if split_kv else P()
-    return over_tensor(local, in_specs=(heads, kv, kv, P()), out_specs=heads)
+    return tensor_shard_map(local, in_specs=(heads, kv, kv, P()), out_specs=heads)

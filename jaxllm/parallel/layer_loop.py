@@ -1,9 +1,9 @@
 """The loop over a chunk of layers, forward and backward, with what the backward needs kept in a ring the caller owns.
 
     loop = LayerLoop(block, length, access)
-    ring = loop.new_ring(slots, layers, h, side)
-    h, ring, _ = loop.forward(layers, chunk, h, side, ring, slot)
-    dh, sums, _ = loop.backward(layers, chunk, dh, side, ring, slot, sums)
+    ring = loop.new_ring(slots, layers, h, block_context)
+    h, ring, _ = loop.forward(layers, chunk, h, block_context, ring, slot)
+    dh, sums, _ = loop.backward(layers, chunk, dh, block_context, ring, slot, sums)
 
 Autodiff of a scan would stack a chunk's residuals and leave it to the caller to copy them in and out of a buffer, and would
 make a chunk's gradients before they are added. Here each layer writes its residuals into the ring and adds its gradients into
@@ -27,10 +27,11 @@ import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.cost_model.activations import Policy
-from jaxllm.model.llama import BlockFunction, Side
+from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import Tree, WeightAccess
-from jaxllm.parallel.vjp_residuals import keep, kept_names, rebuild, waits_on_host
+from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
+from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
+from jaxllm.parallel.zero import Sinks
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["on_host"])
@@ -39,7 +40,7 @@ class Ring:
     """Residuals of the layers of several chunks."""
 
     kept: Tree
-    """As keep() gives them, with a leading dim."""
+    """As extract() gives them, with a leading dim."""
     on_host: tuple[bool, ...]
     """Of each leaf."""
 
@@ -66,9 +67,26 @@ class Pass(NamedTuple):
     chunk: Any
     x_BSD: jax.Array
     """What goes in: hidden states; backward, the gradient of those that came out."""
-    side: Side
+    block_context: BlockContext
     slot: Any
     """Of the ring."""
+
+
+class BackwardCarry(NamedTuple):
+    """State of the backward loop between two layers."""
+
+    dh_BSD: jax.Array
+    """Gradient of the output of the layer whose turn comes next."""
+    weights: Tree
+    """That layer's gathered weights; None where each turn reads its own."""
+    kept: Tree
+    """Its residuals, if some wait on the host; else None, and each turn reads its own."""
+    pending: Tree
+    """Gradients of the last turn's layer, to be scattered; None where nothing is scattered."""
+    sums: Tree
+    """The rank's float32 gradients so far."""
+    squares: Any
+    """What the tap took so far; None without a tap."""
 
 
 class LayerLoop:
@@ -84,50 +102,51 @@ class LayerLoop:
         length: int,
         policy: Policy,
         access: WeightAccess = WeightAccess(),
+        tap: GradientTap | None = None,
         *,
         unroll: int | bool = 1,
     ):
         self.length = length
         self._block = remat(policy, block, in_loop=unroll == 1 and length > 1)
-        self._policy, self._access, self._unroll = policy, access, unroll
+        self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
 
-    def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, side: Side) -> Ring:
+    def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
         """Room for the residuals of `slots` chunks; shapes alone of the arguments matter. What is on the device is zero."""
         weights = self._weights_shape(layers)
-        kept = jax.eval_shape(lambda w, h, s: keep(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, side)
+        kept = jax.eval_shape(lambda w, h, s: extract(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, block_context)
         on_host = (False,) * len(jax.tree.leaves(kept))
         if self._policy.offload:
-            on_host = waits_on_host(kept_names(self._block, weights, h_BSD, side, self._policy), self._policy)
+            on_host = waits_on_host(kept_names(self._block, weights, h_BSD, block_context, self._policy), self._policy)
         leaves, structure = jax.tree.flatten(kept)
         shapes = [((slots * self.length, *x.shape), x.dtype) for x in leaves]
         room = [host_room(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
         return Ring(structure.unflatten(room), on_host)
 
-    def forward(self, layers, chunk, h_BSD, side: Side, ring: Ring | None = None, slot=0, then=None):
-        """(h, ring, weights): the chunk's output; the ring with its residuals (None: nothing is kept); and, where weights are
-        gathered, those of layer `then` of the rank's, ready for what comes next.
+    def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
+        """(h, ring, weights): the chunk's output; the ring with its residuals, if there is a ring; and, where weights are
+        gathered, those of the rank's layer number `then`, for the pass that follows.
         """
-        turn = self._forward_turn(layers, Pass(chunk, h_BSD, side, slot), then)
-        h_BSD, weights, ring = self._scan(turn, (h_BSD, self._gathered(layers, chunk * self.length), ring))
+        turn = self._forward_turn(layers, ahead, then)
+        h_BSD, weights, ring = self._scan(turn, (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring))
         return h_BSD, ring, weights
 
-    def backward(self, layers, chunk, dh_BSD, side: Side, ring: Ring, slot, sums: Tree, weights: Tree = None, valid=True):
+    def backward(self, layers: Tree, back: Pass, ring: Ring, sums: Tree, weights: Tree = None, valid: Any = True):
         """(dh, sums, squares): the gradient of the chunk's input; `sums` with the gradients of its weights added if `valid`;
-        and the sum of their squares, 0 if not `valid`, None if `access` makes none.
+        and what the tap took of them, 0 if not `valid`, None without a tap.
 
         Args:
           weights: of the chunk's last layer, if they are gathered already.
         """
-        back = Pass(chunk, dh_BSD, side, slot)
         layer = self._backward_turn(layers, back, valid)
-        turn = lambda number, carry: layer(number, carry, self._from_ring(ring, slot, number))  # noqa: E731
+        turn = lambda number, carry: layer(number, carry, self._from_ring(ring, back.slot, number))  # noqa: E731
         carry = self._before_backward(layers, back, ring, sums, weights)
-        return self._after_backward(chunk, self._scan(turn, carry, reverse=True), valid)
+        return self._after_backward(back.chunk, self._scan(turn, carry, reverse=True), valid)
 
-    def both(self, layers, ahead: Pass, back: Pass, ring: Ring, sums: Tree, valid=True):
-        """((h, ring), (dh, sums, squares)): what `forward` and `backward` would give, a layer of each in a turn. Neither waits
-        for the other, so that what one sends travels behind the other's matmuls. Gathered weights are not handed over: each
-        pass gathers its first layer's, and in the last turn a layer's for nothing.
+    def both(self, layers: Tree, ahead: Pass, back: Pass, ring: Ring, sums: Tree, valid: Any = True):
+        """((h, ring), (dh, sums, squares)): what `forward` and `backward` would return, computed a layer of each per turn.
+        Neither
+        waits for the other, so that what one sends travels behind the other's matmuls. Gathered weights are not handed over:
+        each pass gathers its first layer's, and the last turn gathers a layer that nothing uses.
         """
         forward, backward = self._forward_turn(layers, ahead), self._backward_turn(layers, back, valid)
 
@@ -158,19 +177,19 @@ class LayerLoop:
                 at = first + jnp.minimum(number + 1, last)
                 following = self._read(layers, at if then is None else jnp.where(number < last, at, then))
             if ring is None:
-                return self._block(weights, h_BSD, ahead.side), following, None
-            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.side)
-            return h_BSD, following, ring.write(ahead.slot * self.length + number, keep(vjp))
+                return self._block(weights, h_BSD, ahead.block_context), following, None
+            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.block_context)
+            return h_BSD, following, ring.write(ahead.slot * self.length + number, extract(vjp))
 
         return turn
 
     def _backward_turn(self, layers, back: Pass, valid):
         first, last = back.chunk * self.length, self.length - 1
-        gather, scatter, square = self._access.gather, self._access.scatter, self._access.square
+        gather, scatter = self._access.gather, self._access.scatter
         shapes = self._weights_shape(layers)
-        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.side)[1], shapes, back.x_BSD)
+        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.block_context)[1], shapes, back.x_BSD)
 
-        def turn(number, carry, read: Tree):
+        def turn(number, carry: BackwardCarry, read: Tree) -> BackwardCarry:
             dh_BSD, weights, kept, pending, sums, squares = carry
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
@@ -178,33 +197,32 @@ class LayerLoop:
             if scatter:
                 # The gradients of the layer after this one; in the first turn zeros.
                 sums = _add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
-            gradients, dh_BSD, _ = rebuild(template, here, back.side, kept)(dh_BSD)
-            if square:
-                squares = squares + square(gradients)
+            gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
+            if self._tap:
+                squares = squares + self._tap.on_layer(gradients)
             if not scatter:
                 sums = _add(sums, first + number, gradients, valid)
-            return dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares
+            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares)
 
         return turn
 
-    def _before_backward(self, layers, back: Pass, ring: Ring, sums: Tree, weights: Tree = None):
-        last, shapes, square = self.length - 1, self._weights_shape(layers), self._access.square
+    def _before_backward(self, layers, back: Pass, ring: Ring, sums: Tree, weights: Tree = None) -> BackwardCarry:
+        last, shapes = self.length - 1, self._weights_shape(layers)
         if weights is None:
             weights = self._gathered(layers, back.chunk * self.length + last)
         kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
         pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes) if self._access.scatter else None
-        squares = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(square, shapes)) if square else None
-        return back.x_BSD, weights, kept, pending, sums, squares
+        return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
         """What a turn backward reads: its layer's residuals, or where some wait on the host those of the layer after it."""
         return ring.read(slot * self.length + (jnp.maximum(number - 1, 0) if any(ring.on_host) else number))
 
-    def _after_backward(self, chunk, carry, valid):
-        dh_BSD, _, _, pending, sums, squares = carry
+    def _after_backward(self, chunk, carry: BackwardCarry, valid):
+        sums, squares = carry.sums, carry.squares
         if self._access.scatter:
-            sums = _add(sums, chunk * self.length, self._access.scatter(pending), valid)
-        return dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
+            sums = _add(sums, chunk * self.length, self._access.scatter(carry.pending), valid)
+        return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
 
     def _gathered(self, layers: Tree, number) -> Tree:
         """A layer's whole weights where they have to be gathered, None where each turn reads its own."""
@@ -217,29 +235,30 @@ class LayerLoop:
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
-    def run(self, layers: Tree, sinks: Tree | None, h_BSD: jax.Array, side: Side, squares: jax.Array | None = None):
-        """All layers, as one function with gradients of its own: those of the layers go to `sinks` (zero.py), or without sinks
-        to the layers; their squares, if `access` makes them, go to the sink `squares`.
+    def run(self, layers: Tree, sinks: Sinks | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
+        """All layers, as one function with gradients of its own. Those of the layers go to `sinks` (zero.py), without sinks to
+        the layers.
         """
 
         @jax.custom_vjp
-        def stack(layers, sinks, squares, h_BSD, side):
-            return self.forward(layers, 0, h_BSD, side)[0]
+        def stack(layers, sinks, h_BSD, block_context):
+            return self.forward(layers, Pass(0, h_BSD, block_context, 0))[0]
 
-        def stack_forward(layers, sinks, squares, h_BSD, side):
-            h_BSD, ring, last = self.forward(layers, 0, h_BSD, side, self.new_ring(1, layers, h_BSD, side))
-            return h_BSD, (layers, sinks, side, ring, last)
+        def stack_forward(layers, sinks, h_BSD, block_context):
+            ring = self.new_ring(1, layers, h_BSD, block_context)
+            h_BSD, ring, last = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
+            return h_BSD, (layers, sinks, block_context, ring, last)
 
         def stack_backward(saved, dh_BSD):
-            layers, sinks, side, ring, last = saved
-            sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), layers if sinks is None else sinks)
-            dh_BSD, sums, squares = self.backward(layers, 0, dh_BSD, side, ring, 0, sums, last)
+            layers, sinks, block_context, ring, last = saved
+            sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sinks.gradients if sinks else layers)
+            dh_BSD, sums, squares = self.backward(layers, Pass(0, dh_BSD, block_context, 0), ring, sums, last)
             if sinks is None:
-                return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, squares, dh_BSD, None
-            return None, sums, squares, dh_BSD, None
+                return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, dh_BSD, None
+            return None, Sinks(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)
-        return stack(layers, sinks, squares, h_BSD, side)
+        return stack(layers, sinks, h_BSD, block_context)
 
 
 def unrolling(model: ModelConfig) -> int | bool:

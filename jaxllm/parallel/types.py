@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -16,8 +16,6 @@ Batch = dict[str, jax.Array]
 """Arrays [microbatch, sequence, position]: tokens, targets, positions int32, mask bool, and segments int32 if packed."""
 Rows = dict[str, jax.Array]
 """One microbatch of a Batch: arrays [sequence, position]."""
-Square = Callable[[Tree], jax.Array]
-"""Gradients as a rank stores them -> their squares, float32 (grad_square_norms.py)."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,6 @@ class WeightAccess:
     """A rank's shard of one layer -> the layer's full weights. It starts one layer ahead."""
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
-    square: Square | None = None
-    """Squares of one layer's gradients, before they are scattered."""
 
 
 class NoiseParts(NamedTuple):
@@ -42,6 +38,27 @@ class NoiseParts(NamedTuple):
     """Number of parts that have a target, float32."""
     tokens: jax.Array
     """Positions in the step's batch, with or without a target, float32."""
+
+
+class GradientTap(Protocol):
+    """Takes figures of gradients before they are added to others or reduced. The forward and backward pass get one if the step
+    measures the noise scale (GradSquareNorms in grad_square_norms.py); without it they do nothing for it."""
+
+    def on_layer(self, gradients: Tree) -> jax.Array:
+        """Figures of one layer's gradients, to be added up over layers."""
+        ...
+
+    def on_microbatch(self, gradients: dict[str, Tree]) -> jax.Array:
+        """Figures of a microbatch's gradients of some or all top-level entries."""
+        ...
+
+    def zeros(self) -> jax.Array:
+        """Figures of no gradients."""
+        ...
+
+    def parts(self, squares_MT: jax.Array, mask_MBS: jax.Array, loss_axes: tuple[str, ...]) -> NoiseParts:
+        """The step's sums, from the figures of each microbatch and the mask of its targets."""
+        ...
 
 
 @dataclass(frozen=True)

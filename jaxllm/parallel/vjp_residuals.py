@@ -1,14 +1,16 @@
-"""The residuals of a VJP as plain arrays, so that a loop written by hand can store them and another can use them.
+"""The residuals of a VJP as plain arrays, so that one hand-written loop can store them and another can use them.
 
-    out, vjp = jax.vjp(block, weights, h, side)      # in one loop
-    kept = keep(vjp)                                 # activations only: weights and side are at hand later
+    out, vjp = jax.vjp(block, weights, h, block_context)      # in one loop
+    kept = extract(vjp)                                       # activations only
     ...
-    template = jax.eval_shape(lambda *a: jax.vjp(block, *a)[1], weights, h, side)
-    dweights, dh, _ = rebuild(template, weights, side, kept)(dout)
+    template = jax.eval_shape(lambda *a: jax.vjp(block, *a)[1], weights, h, block_context)
+    dweights, dh, _ = restore(template, weights, block_context, kept)(dout)
 
-`jax.vjp` returns a pytree whose fields `args_res` (what it needs of each argument) and `opaque_residuals` (the rest) are there
-in JAX 0.10 to 0.12. Leaves are put back by position, never by shape: a square weight can have an activation's shape. Nor do
-shapes say which tensor a residual is: `kept_names` follows each through the traced program to where it got its name.
+Weights and block_context are not stored: the second loop has them, and `restore` puts them back into the VJP.
+
+`jax.vjp` returns a pytree. In JAX 0.10 to 0.12 it has the fields `args_res` (what it needs of each argument) and
+`opaque_residuals` (the rest). Leaves are put back by position, never by shape: a square weight can have an activation's shape.
+Nor does a shape tell which tensor a residual is: `kept_names` follows each through the traced program to where it got its name.
 """
 
 from __future__ import annotations
@@ -22,29 +24,29 @@ from jax.extend.core import Literal
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT
 from jaxllm.cost_model.activations import Policy
 
-WEIGHTS, HIDDEN, SIDE = range(3)
+WEIGHTS, HIDDEN, BLOCK_CONTEXT = range(3)
 
 
-def keep(vjp: Any) -> Any:
-    """What must be stored of a VJP of block(weights, h, side): its residuals but for weights and side."""
+def extract(vjp: Any) -> Any:
+    """The residuals to store of a VJP of block(weights, h, block_context): all but weights and block_context."""
     if not hasattr(vjp, "opaque_residuals") or not hasattr(vjp, "args_res"):
         raise RuntimeError(f"jaxllm knows the VJPs of JAX 0.10 to 0.12, not those of {jax.__version__}: install one of these.")
     return vjp.args_res[HIDDEN], vjp.opaque_residuals
 
 
-def rebuild(template: Any, weights: Any, side: Any, kept: Any) -> Any:
-    """The VJP again: `template` says what it looked like, `kept` is keep()'s answer."""
+def restore(template: Any, weights: Any, block_context: Any, kept: Any) -> Any:
+    """The VJP from `kept`, which extract() returned. `template` has its structure."""
     hidden, opaque = kept
     arguments = list(template.args_res)
-    arguments[WEIGHTS] = _hang(arguments[WEIGHTS], weights)
+    arguments[WEIGHTS] = _substitute(arguments[WEIGHTS], weights)
     arguments[HIDDEN] = hidden
-    arguments[SIDE] = _hang(arguments[SIDE], side)
+    arguments[BLOCK_CONTEXT] = _substitute(arguments[BLOCK_CONTEXT], block_context)
     return dataclasses.replace(template, args_res=arguments, opaque_residuals=opaque)
 
 
-def _hang(place: Any, argument: Any) -> Any:
-    """An argument's leaves in the order the VJP keeps them; those it marked as not needed stay so."""
-    leaves, structure = jax.tree.flatten(place, is_leaf=_is_not_needed)
+def _substitute(stored: Any, argument: Any) -> Any:
+    """`stored` with its leaves replaced by the argument's. Leaves that the VJP marked as not needed stay."""
+    leaves, structure = jax.tree.flatten(stored, is_leaf=_is_not_needed)
     values = jax.tree.leaves(argument)
     assert len(leaves) == len(values), (len(leaves), len(values))
     return structure.unflatten([old if _is_not_needed(old) else new for old, new in zip(leaves, values, strict=True)])
@@ -65,7 +67,7 @@ SAME_VALUE = {
     "sharding_constraint",
     "stop_gradient",
 }
-"""Primitives whose outputs are their inputs in order, as far as naming goes."""
+"""Primitives that pass the names of their inputs on to their outputs, in order."""
 CALLS = {
     "checkpoint",
     "closed_call",
@@ -79,25 +81,25 @@ CALLS = {
     "remat2",
     "shard_map",
 }
-"""Primitives that run a program of their own, whose inputs and outputs are theirs in order."""
+"""Primitives that run a program with the same inputs and outputs, in order."""
 
 
-def kept_names(block: Any, weights: Any, h: Any, side: Any, policy: Policy | None = None) -> Any:
-    """The name of each residual of block(weights, h, side), in a tree like keep()'s: BLOCK_INPUT for the hidden argument, None
-    for what has no name. The block comes with its remat applied; the arguments may be tracers or shapes.
+def kept_names(block: Any, weights: Any, h: Any, block_context: Any, policy: Policy | None = None) -> Any:
+    """The name of each residual of block(weights, h, block_context), in a tree like extract()'s: BLOCK_INPUT for h, None for a
+    residual without a name. `block` has its remat applied. The arguments may be tracers or shapes.
 
     Args:
       policy: the one applied, to check that what it offloads is among the residuals.
 
     Raises:
-      RuntimeError: something to be offloaded has no residual. Not so the results of attention, which is without unless it is
-        computed in blocks (`absent` says which).
+      RuntimeError: a tensor to be offloaded has no residual. The results of attention may lack one: they have residuals only if
+        attention is computed in blocks (`absent` lists them).
     """
 
-    def residuals(weights, h, side):
-        return keep(jax.vjp(block, weights, h, side)[1])
+    def residuals(weights, h, block_context):
+        return extract(jax.vjp(block, weights, h, block_context)[1])
 
-    traced, shapes = jax.make_jaxpr(residuals, return_shape=True)(weights, h, side)
+    traced, shapes = jax.make_jaxpr(residuals, return_shape=True)(weights, h, block_context)
     first, count = len(jax.tree.leaves(weights)), len(jax.tree.leaves(h))
     names = []
     for variable in traced.jaxpr.outvars:
@@ -112,24 +114,24 @@ def kept_names(block: Any, weights: Any, h: Any, side: Any, policy: Policy | Non
 
 
 def waits_on_host(names: Any, policy: Policy) -> tuple[bool, ...]:
-    """For each residual, in the order of the leaves of keep(vjp), whether `policy` offloads it. `names` of kept_names()."""
+    """Whether `policy` offloads each residual, in the order of the leaves of extract(vjp). `names` come from kept_names()."""
     return tuple(name in policy.offload for name in jax.tree.leaves(names, is_leaf=lambda x: x is None))
 
 
 def absent(names: Any, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the wanted names kept_names() did not find."""
+    """The wanted names that are not among `names`, which come from kept_names()."""
     found = set(jax.tree.leaves(names))
     return tuple(name for name in wanted if name not in found)
 
 
 def _origin(program: Any, variable: Any) -> str | int | None:
-    """Where a value of a jaxpr comes from, if only moved since: a name, the number of an input, or None."""
+    """The origin of a value of a jaxpr: a name, the number of an input, or None if anything but a move or cast made it."""
     while True:
         if isinstance(variable, Literal):
             return None
         if variable in (inputs := list(program.invars)):
             return inputs.index(variable)
-        # What is no output of an equation is a constant.
+        # A value that no equation makes is a constant.
         equation = next((e for e in program.eqns if variable in e.outvars), None)
         if equation is None:
             return None
@@ -148,10 +150,10 @@ def _origin(program: Any, variable: Any) -> str | int | None:
 
 
 def _program_of(equation: Any) -> Any:
-    """The jaxpr that a call runs; None if its inputs and outputs are not the call's."""
+    """The jaxpr that a call runs; None if it has other inputs and outputs than the call."""
     for parameter in equation.params.values():
         inner = getattr(parameter, "jaxpr", parameter)
         if hasattr(inner, "eqns") and hasattr(inner, "outvars"):
-            is_whole = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
-            return inner if is_whole else None
+            is_same = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
+            return inner if is_same else None
     return None

@@ -152,11 +152,11 @@ def _draw_units(axes: Any, schedule: Schedule, edges: np.ndarray, label: bool) -
                 axes.broken_barh(spans, (i - 0.42, 0.84), facecolor=_shade(c, is_forward), **line)
                 if label:
                     _write(axes, spans, i, units.microbatch[ticks, i], "black" if is_forward else "white")
-    heads = np.flatnonzero(schedule.heads >= 0)
+    heads = np.flatnonzero(schedule.head_mb >= 0)
     spans = [(edges[t], edges[t + 1] - edges[t]) for t in heads]
     axes.broken_barh(spans, (P - 0.32, 0.44), facecolor=(0.25, 0.25, 0.25), **line)
     if label:
-        _write(axes, spans, P - 0.1, schedule.heads[heads], "white")
+        _write(axes, spans, P - 0.1, schedule.head_mb[heads], "white")
 
 
 def _write(axes: Any, spans: list[tuple[float, float]], y: float, microbatches: np.ndarray, color: str) -> None:

@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.config import Config, ConfigError
 from jaxllm.mesh import REPLICA, replicated
 from jaxllm.runtime import progress
-from jaxllm.sharding import of_islands
+from jaxllm.sharding import replica_spec
 from jaxllm.train.state import TrainState
 
 Metrics = dict[str, Any]
@@ -80,13 +80,13 @@ def begin(state: TrainState, replicas: int) -> DilocoState:
 def state_shardings(shardings: TrainState, replicas: int) -> DilocoState:
     """Shardings of a DilocoState from those of a TrainState. t and v are sharded like weights and equal in all replicas; the
     state of a replica is on its own devices only."""
-    own = jax.tree.map(lambda s: NamedSharding(s.mesh, of_islands(s.spec, replicas)), shardings)
+    own = jax.tree.map(lambda s: NamedSharding(s.mesh, replica_spec(s.spec, replicas)), shardings)
     return DilocoState(shardings.step, shardings.params, shardings.params, own)
 
 
 def metrics_sharding(mesh: Mesh) -> dict[str, NamedSharding]:
     """Shardings of the inner step's metrics. Replicating them would need a collective between replicas."""
-    return {ISLANDS: NamedSharding(mesh, of_islands(PartitionSpec(), mesh.shape.get(REPLICA, 1)))}
+    return {ISLANDS: NamedSharding(mesh, replica_spec(PartitionSpec(), mesh.shape.get(REPLICA, 1)))}
 
 
 def vmap_over_replicas(replicas: int) -> Callable[[Callable], Callable]:

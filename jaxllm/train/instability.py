@@ -60,27 +60,27 @@ class Recent(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------------ in the step
 
-Judge = Callable[[Recent | None, jax.Array, jax.Array], tuple[jax.Array, Recent | None, dict[str, jax.Array]]]
-"""(recent values, loss, gradient norm) -> (whether to apply the step, new recent values, metrics)"""
+SkipPolicy = Callable[[Recent | None, jax.Array, jax.Array], tuple[jax.Array, Recent | None, dict[str, jax.Array]]]
+"""(what was usual, loss, gradient norm) -> (whether the step counts, what is usual now, metrics)"""
 
 
 def skip_not_finite(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
-    """The Judge of a run that does not skip spikes."""
-    sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    return sound, recent, {"skipped": ~sound}
+    """The SkipPolicy of a run that skips no spikes."""
+    apply_update = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    return apply_update, recent, {"skipped": ~apply_update}
 
 
-def skip_spikes(deviations: float) -> Judge:
-    """The Judge that skips spikes too."""
+def skip_spikes(deviations: float) -> SkipPolicy:
+    """The SkipPolicy that skips them too."""
 
-    def judge(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
+    def should_apply(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
         assert recent is not None, "part of the state with train.skip_spikes"
         new_2 = jnp.stack([loss, grad_norm]).astype(jnp.float32)
         spike = recent.is_spike(new_2, deviations)
-        sound = jnp.isfinite(new_2).all() & ~spike
-        return sound, recent.after(new_2), {"skipped": ~sound, "loss_spike": spike}
+        apply_update = jnp.isfinite(new_2).all() & ~spike
+        return apply_update, recent.after(new_2), {"skipped": ~apply_update, "loss_spike": spike}
 
-    return judge
+    return should_apply
 
 
 def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:

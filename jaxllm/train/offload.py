@@ -43,7 +43,7 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     params_on_host = config.parallel.offload_state == "optimizer_and_master"
 
-    def update(gradients: Tree, opt_state: Tree, params: Tree, rate: jax.Array, sound: jax.Array) -> tuple[Tree, Tree]:
+    def update(gradients: Tree, opt_state: Tree, params: Tree, rate: jax.Array, apply_update: jax.Array) -> tuple[Tree, Tree]:
         structure = StateStructure.of(opt_state, table)
         moments, counters = structure.take_apart(opt_state)
         moment_specs, counter_specs = structure.take_apart(specs.opt_state)
@@ -53,7 +53,7 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
             run = partial(_update_part, make_update(make_optimizer(config, part)), structure, part, params_on_host)
             in_specs = (specs.params[name], *state_specs, PartitionSpec(), PartitionSpec())
             mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=state_specs, check_vma=False)
-            parts[name] = mapped(gradients[name], params[name], [tree[name] for tree in moments], counters, rate, sound)
+            parts[name] = mapped(gradients[name], params[name], [tree[name] for tree in moments], counters, rate, apply_update)
         new_moments = [{name: new[i] for name, (_, new, _) in parts.items()} for i in range(len(moments))]
         # Each part has counted the step.
         *_, (_, _, new_counters) = parts.values()

@@ -29,7 +29,7 @@ from jaxllm.data.sources import load_data
 from jaxllm.mesh import replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.device_batches import place
+from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
@@ -332,7 +332,7 @@ class Trainer:
         config = self.config
         samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
         samples = samples.reshape(-1, config.microbatch_rows)
-        return place(self.mesh, self.stream.samples, samples, config.train.sequence_length)
+        return put_global_batch(self.mesh, self.stream.samples, samples, config.train.sequence_length)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
@@ -353,7 +353,7 @@ class Trainer:
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
                     # Each batch is progress: an evaluation may take hours.
                     with progress.phase("evaluate"):
-                        batch = place(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
+                        batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
                         part, tokens = self._loss_sum(self.state.params, batch)
                         # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
                         total, count = total + float(part), count + int(tokens)
@@ -368,7 +368,7 @@ class Trainer:
 
     @property
     def model(self) -> Llama:
-        """The network with the present parameters, in the compute dtype's place on the mesh."""
+        """The network with the present parameters, in the compute dtype, on the mesh."""
         return merge_model(self.config, on_device(self.state.params))
 
     def close(self) -> None:

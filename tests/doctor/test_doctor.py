@@ -17,8 +17,8 @@ from jaxllm import cli
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor import checks, doctor, probes
+from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.probes import Card, Collective, Facts, Folder
 from jaxllm.runtime import distributed
 from jaxllm.runtime.launchers import LaunchInfo

@@ -31,7 +31,7 @@ from jaxllm.model.blockwise_attention import (
 from jaxllm.parallel import zigzag
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
 from jaxllm.plots.zigzag import picture
-from jaxllm.sharding import over_tensor
+from jaxllm.sharding import tensor_shard_map
 
 B, S, H = 2, 64, 8
 MHA, GQA = (4, 4), (4, 2)
@@ -244,7 +244,7 @@ def over_context(method, c, packed, kernel=TILED, tensor=1):
     mesh = Mesh(np.array(jax.devices()[: c * tensor]).reshape(1, 1, c, tensor), AXES, axis_types=AUTO)
     along, heads = P(None, CONTEXT), P(None, None, TENSOR)
     # As in the train step: a region manual over three axes, gradients taken inside, and a region for `tensor` in it.
-    attend = over_tensor(METHODS[method](kernel, CONTEXT, c), (heads, heads, heads, P()), heads)
+    attend = tensor_shard_map(METHODS[method](kernel, CONTEXT, c), (heads, heads, heads, P()), heads)
     specs = (along, along, along, along, along if packed else None)
     local = partial(with_gradients, attend)
     region = jax.shard_map(local, mesh=mesh, axis_names=set(MANUAL), in_specs=specs, out_specs=along, check_vma=False)
@@ -411,7 +411,8 @@ class Compiled:
         c, N, K, H = self.c, self.N, self.K, self.H
         mesh = Mesh(np.array(gpu_devices(hosts=1, gpus_per_host=c)).reshape(1, 1, c, 1), AXES, axis_types=AUTO)
         heads, along = P(None, None, TENSOR), P(None, CONTEXT)
-        attend = over_tensor(METHODS[method](cudnn_attention.cudnn_kernel(), CONTEXT, c), (heads, heads, heads, P()), heads)
+        attend = METHODS[method](cudnn_attention.cudnn_kernel(), CONTEXT, c)
+        attend = tensor_shard_map(attend, (heads, heads, heads, P()), heads)
 
         def local(h, segments, cotangent):
             def layer(h, _):

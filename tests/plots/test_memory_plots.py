@@ -13,6 +13,7 @@ from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.plan.estimate import estimate
+from jaxllm.plots import memory
 from jaxllm.plots.memory import (
     ACTIVATIONS,
     GIB,
@@ -29,7 +30,6 @@ from jaxllm.plots.memory import (
     variations,
 )
 from jaxllm.plots.memory_timeline import compile_with_buffers, draw_step, step_figure
-from jaxllm.plots import memory
 
 H100 = GPUS["h100-80gb"]
 RECIPE = {

@@ -141,14 +141,14 @@ def test_what_is_not_finite_is_not_remembered():
 
 
 def test_a_spike_is_skipped_and_remembered():
-    judge = jax.jit(skip_spikes(6.0))
+    should_apply = jax.jit(skip_spikes(6.0))
     recent = filled(FEWEST, jnp, jnp.float32)
-    sound, after, metrics = judge(recent, jnp.float32(9.0), jnp.float32(0.5))
+    sound, after, metrics = should_apply(recent, jnp.float32(9.0), jnp.float32(0.5))
     assert (bool(sound), bool(metrics["skipped"]), bool(metrics["loss_spike"])) == (False, True, True)
     assert (after.count, after.values[0, FEWEST]) == (FEWEST + 1, 9.0)
-    sound, _, metrics = judge(after, jnp.float32(2.0), jnp.float32(0.5))
+    sound, _, metrics = should_apply(after, jnp.float32(2.0), jnp.float32(0.5))
     assert (bool(sound), bool(metrics["skipped"]), bool(metrics["loss_spike"])) == (True, False, False)
-    sound, after, metrics = judge(recent, jnp.float32(jnp.nan), jnp.float32(0.5))
+    sound, after, metrics = should_apply(recent, jnp.float32(jnp.nan), jnp.float32(0.5))
     assert (bool(sound), bool(metrics["skipped"]), bool(metrics["loss_spike"])) == (False, True, False)
     assert after.count == FEWEST
 

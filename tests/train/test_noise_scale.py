@@ -287,10 +287,10 @@ def test_what_a_tied_head_keeps_is_there_until_the_embedding_reads_it(name, stag
     schedule = make_schedule(name, stages, microbatches, virtual_stages)
     slots, kept = microbatches_between(schedule), {}
     assert 1 <= slots <= min(microbatches, stages * virtual_stages + 1)
-    for tick, returned in enumerate(schedule.returned):
+    for tick, returned in enumerate(schedule.embed_backward_mb):
         if returned >= 0:
             assert kept.pop(returned % slots) == returned
-        head = schedule.heads[tick] if tick < schedule.ticks else -1
+        head = schedule.head_mb[tick] if tick < schedule.ticks else -1
         if head >= 0:
             assert head % slots not in kept
             kept[head % slots] = head
