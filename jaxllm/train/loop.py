@@ -12,7 +12,8 @@ from jaxllm import distributed, exits, progress, watchdog
 from jaxllm.config import Config
 from jaxllm.plan.flops import mfu
 from jaxllm.plan.hardware import gpu_from_device_kind
-from jaxllm.train.checkpoint import Checkpoints, describe_run, require_shared, saved_steps
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_files import describe_run, require_shared, saved_steps
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
 from jaxllm.train.fence import alone_in

@@ -33,7 +33,8 @@ from jaxllm.parallel.parallelize import merge_model
 from jaxllm.train import diloco
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
-from jaxllm.train.checkpoint import Checkpoints, Meta
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_files import Meta
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
 from jaxllm.train.fits import require_fit
