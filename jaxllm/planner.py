@@ -24,8 +24,9 @@ from jaxllm.plan.cluster import require_devices
 from jaxllm.plan.confirm import Here, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
+from jaxllm.plan.found import Plan
 from jaxllm.plan.hardware import Gpu, find_gpu
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, Plan, Progress, SearchOptions, search, why_nothing
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,

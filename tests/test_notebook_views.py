@@ -25,7 +25,7 @@ from jaxllm.html_tables import table
 from jaxllm.inspect_text import in_columns
 from jaxllm.model.llama import Llama
 from jaxllm.plan.estimate import estimate
-from jaxllm.plan.search import Plan
+from jaxllm.plan.found import Plan
 from jaxllm.plan.search_text import WIDTH, render
 from jaxllm.planner import plan
 from jaxllm.report import Report, inspect_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.compile_report import untold
+from jaxllm.compile_warnings import untold
 from jaxllm.hlo import Module
 from jaxllm.overlap import by_kind, play, total
 from jaxllm.plan.hardware import GPUS

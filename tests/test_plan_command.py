@@ -22,9 +22,10 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.plan import memory
 from jaxllm.plan.confirm import Here
 from jaxllm.plan.flops import train_flops_per_token
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.recipe import recipe as recipe_of
-from jaxllm.plan.search import FIT_SHARE, SearchOptions, search
+from jaxllm.plan.search import SearchOptions, search
 from jaxllm.planner import Compiler, Request, outcome, plan, processes
 
 RECIPE = {

@@ -18,10 +18,10 @@ from jaxllm.plan import flops
 from jaxllm.plan.activations import remat_words
 from jaxllm.plan.advice import Change, changes_that_fit
 from jaxllm.plan.cluster import HOST_GPUS, hosts_of, hosts_text, require_devices
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
 from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE
 from jaxllm.plan.step_parts import StepTime
 from jaxllm.plan.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 

@@ -13,8 +13,8 @@ import yaml
 
 from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.plan.cluster import hosts_text
+from jaxllm.plan.found import FIT_SHARE, Plan
 from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, Plan
 
 
 def recipe(config: Config) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from rich.text import Text
 from jaxllm.html_tables import preformatted, table
 from jaxllm.plan.cluster import hosts_text
 from jaxllm.plan.cost import TrainingCost
+from jaxllm.plan.found import FIT_SHARE, Candidate, Plan
 from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
+from jaxllm.plan.search import MESH
 from jaxllm.plan.space import remat_text, schedule_text
 from jaxllm.plan.sweep import PARAMETER_SERVER, Sweep
 

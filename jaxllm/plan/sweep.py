@@ -15,9 +15,10 @@ from typing import Any, Literal, get_args
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.cost import DAY_S
 from jaxllm.plan.flops import parameter_count
+from jaxllm.plan.found import Candidate, Plan
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s
-from jaxllm.plan.search import Candidate, Plan, Progress, SearchOptions, any_fits, search, why_nothing
+from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
 """What a plan is for; see objective_line()."""

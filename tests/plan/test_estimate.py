@@ -14,10 +14,11 @@ from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders,
 from jaxllm.plan.cluster import hosts_of, named_devices, require_devices
 from jaxllm.plan.estimate import estimate, fold, memory_table
 from jaxllm.plan.flops import train_flops_per_token
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.plan.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU, SearchOptions, search
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, SearchOptions, search
 from jaxllm.plan.step_time import estimate_step_time
 
 ROOT = config_folder().parent

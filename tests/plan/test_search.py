@@ -14,13 +14,13 @@ from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
 from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.memory import estimate_memory
 from jaxllm.plan.recipe import recipe
 from jaxllm.plan.search import (
     CONFIGURATION,
     DOES_NOT_FIT,
-    FIT_SHARE,
     HOST_BYTES_PER_GPU,
     HOST_FULL,
     KEPT_AWAY,

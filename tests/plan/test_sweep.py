@@ -9,9 +9,10 @@ from plan_stand_ins import Memory, Time, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.plan.flops import parameter_count
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s, ring_all_reduce_s
-from jaxllm.plan.search import FIT_SHARE, SearchOptions, search
+from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.search_text import sweep_lines
 from jaxllm.plan.space import space
 from jaxllm.plan.sweep import (
