@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.manager import Checkpoints, describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.files import describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
