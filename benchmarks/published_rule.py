@@ -1,12 +1,12 @@
-"""The published 80% rule on its own measurements, and what jaxllm's rule admits where that one stops.
+"""Compares the published 80% rule with its own measurements, and with what jaxllm's rule admits.
 
 python benchmarks/published_rule.py [--remat full] [--json]        (needs no GPU and compiles nothing)
 
-The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, nothing computed twice, by
-Megatron-LM; a row without a speed did not run. The rule: what jaxllm.plan.megatron gives is at most 80% of the GPU's memory.
-jaxllm's: its own estimate for its own program is at most 95% of gpu.capacity_bytes. On each mesh of the rows, the largest
-microbatch that each admits, and at microbatch 1 the most layers. Last, of the configurations that memory_accuracy.py compiled,
-how many each line admits by the same estimate, and how many of those do not fit.
+The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, no recomputation, by
+Megatron-LM. A row without a speed did not run. The published rule: the figure of jaxllm.plan.megatron is at most 80% of the
+GPU's memory. jaxllm's rule: its own estimate for its own program is at most 95% of gpu.capacity_bytes. For each mesh of the
+rows, the script prints the largest microbatch that each rule admits, and the most layers at microbatch 1. Of the configurations
+that memory_accuracy.py compiled, it prints how many each limit admits by the same estimate, and how many of those do not fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxllm.plan.memory import estimate_memory
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
 MODEL, SEQUENCE_LENGTH, BATCH_SEQUENCES = "llama-3.1-8b", 8192, 1024
 OUR_SHARE = 0.95
-"""Of gpu.capacity_bytes."""
+"""Fraction of gpu.capacity_bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Row:
     mesh: Mesh
     microbatch_sequences: int
     tflops_per_gpu: float | None
-    """Megatron's count; None: it did not run."""
+    """Megatron's count. None if the run failed."""
     estimate_percent: int
-    """What the author's code gives, of 40 or 94 GiB."""
+    """Figure of the author's code, in percent of 40 or 94 GiB."""
 
     @property
     def percent(self) -> float:
-        """The same by jaxllm.plan.megatron."""
+        """The same figure by jaxllm.plan.megatron."""
         estimate = megatron_memory(config_of(self.mesh, self.microbatch_sequences))
         return 100 * estimate.peak_bytes / nominal_bytes(find_gpu(self.mesh.gpu))
 
@@ -76,7 +76,7 @@ def read_rows(path: Path = PUBLISHED) -> list[Row]:
 
 
 def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str = "selective") -> Config:
-    """What the rows ran, in jaxllm's words. Microbatches that do not divide 1024 sequences get the nearest batch they do."""
+    """A row's run as a jaxllm config. If the microbatch does not divide 1024 sequences, the batch is the nearest multiple."""
     per_microbatch = mesh.data * microbatch
     microbatches = max(mesh.pipe, round(BATCH_SEQUENCES / per_microbatch))
     train = {"steps": 1, "sequence_length": SEQUENCE_LENGTH, "global_batch_sequences": microbatches * per_microbatch}
@@ -92,7 +92,7 @@ def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str
 
 
 def rule_by_gpu(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
-    """Of each kind: how many the rule calls safe, and how many of those ran; the same for those it does not."""
+    """For each kind of GPU, the number of runs that the rule calls safe and how many of those ran; the same for unsafe ones."""
     told: dict[str, dict[str, int]] = {}
     for row in rows:
         config = config_of(row.mesh, row.microbatch_sequences)
@@ -104,7 +104,7 @@ def rule_by_gpu(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
 
 
 def largest(admits: Callable[[int], bool]) -> int:
-    """The largest n from 1 on for which all up to n are admitted, if what is too much for n is too much for n + 1; 0: none."""
+    """Largest n from 1 on such that all up to n are admitted, assuming that admission is monotonic. 0 if none is."""
     over = 1
     while admits(over):
         over *= 2
@@ -124,7 +124,7 @@ def ours_fits(config: Config, gpu: str) -> bool:
 
 @dataclass(frozen=True)
 class Admitted:
-    """By the published rule and by ours; 0: none."""
+    """Limits by the published rule and by jaxllm's; 0 if none is admitted."""
 
     mesh: Mesh
     published_microbatch: int
@@ -134,7 +134,7 @@ class Admitted:
 
 
 def admitted(mesh: Mesh, remat: str = "selective") -> Admitted:
-    """Layers are counted in whole layers of a stage."""
+    """Counts layers in multiples of a stage."""
     gpu, p = find_gpu(mesh.gpu), mesh.pipe
     return Admitted(
         mesh,
@@ -146,8 +146,8 @@ def admitted(mesh: Mesh, remat: str = "selective") -> Admitted:
 
 
 def safety(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Of compiled configurations (rows of memory_accuracy.csv): how many fit by XLA's figure, how many jaxllm's estimate admits
-    by its own line and by the published one, and how many of those are above capacity.
+    """Counts for compiled configurations (rows of memory_accuracy.csv): how many fit by XLA's figure, how many jaxllm's
+    estimate admits by its own limit and by the published one, and how many of those are above capacity.
     """
     told = dict.fromkeys(("compiled", "fit", "ours", "ours_above_capacity", "published", "published_above_capacity"), 0)
     for row in rows:
@@ -165,7 +165,7 @@ def safety(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def gain(meshes: Iterable[Admitted], of: str) -> dict[str, Any]:
-    """Ratios, where both rules admit something; else which one does. Args: of: microbatch or layers."""
+    """Ratios on meshes where both rules admit something; otherwise which one does. Args: of: microbatch or layers."""
     pairs = [(getattr(mesh, f"published_{of}"), getattr(mesh, f"our_{of}")) for mesh in meshes]
     ratios = [our / published for published, our in pairs if our and published]
     return {
@@ -248,7 +248,7 @@ def lines(told: dict[str, Any]) -> Iterable[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--remat", default="selective", choices=["none", "selective", "full", "offload"], help="of jaxllm's side"
+        "--remat", default="selective", choices=["none", "selective", "full", "offload"], help="policy of jaxllm's side"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()

@@ -24,7 +24,7 @@ HAS_TORCH = bool(find_spec("torch") and find_spec("transformers"))
 
 @pytest.fixture(scope="module")
 def modules():
-    names = ("apart", "gpu", "gpu_cases", "gpu_foretold", "gpu_table")
+    names = ("subprocess_runner", "gpu", "gpu_cases", "gpu_predictions", "gpu_table")
     return SimpleNamespace(**{name: scripts.load(f"benchmarks/{name}.py") for name in names})
 
 
@@ -119,10 +119,13 @@ def test_without_time_nothing_begins(tmp_path):
 def test_what_a_process_says_before_it_dies_is_kept(modules, tmp_path):
     program = "import sys, time; print('{\"a\": 1}', flush=True); print('no object'); {}"
     python = [sys.executable, "-c"]
-    late = modules.apart.run([*python, program.replace("{}", "time.sleep(60)", 1)], limit_s=4)
+    late = modules.subprocess_runner.run([*python, program.replace("{}", "time.sleep(60)", 1)], limit_s=4)
     assert late == ([{"a": 1}], "It took more than 4 s.")
     dies = program.replace("{}", "sys.exit('jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory')", 1)
-    assert modules.apart.run([*python, dies], 60, log=tmp_path / "log") == ([{"a": 1}], modules.apart.OUT_OF_MEMORY)
+    assert modules.subprocess_runner.run([*python, dies], 60, log=tmp_path / "log") == (
+        [{"a": 1}],
+        modules.subprocess_runner.OUT_OF_MEMORY,
+    )
     assert "RESOURCE_EXHAUSTED" in (tmp_path / "log").read_text()
 
 
@@ -139,16 +142,16 @@ def test_a_microbatch_that_runs_out_of_memory_is_halved(modules, monkeypatch, tm
         rows = max(b for b in (1, 2, 4, 8) if b <= rows)
         said = [{"name": given["name"], "microbatch": rows}]
         if rows > 2:
-            return [*said, {"name": given["name"], "error": modules.apart.OUT_OF_MEMORY}], None
+            return [*said, {"name": given["name"], "error": modules.subprocess_runner.OUT_OF_MEMORY}], None
         return [*said, {"name": given["name"], "tokens_per_s": 1.0, "tflops_full_square": 1.0, "finished": True}], None
 
-    monkeypatch.setattr(modules.apart, "run", measure)
+    monkeypatch.setattr(modules.subprocess_runner, "run", measure)
     runner = gpu.Runner(tmp_path / "rows", [], time.monotonic() + 1000)
     runner.run([case])
     assert asked == [None, 7, 3]
     assert runner.is_done(case)
     assert runner.rows[case.name]["microbatch"] == 2
-    monkeypatch.setattr(modules.apart, "run", lambda *_: ([], "It took more than 1 s."))
+    monkeypatch.setattr(modules.subprocess_runner, "run", lambda *_: ([], "It took more than 1 s."))
     cut_off = gpu.train(gpu.about("3B", 8192, []), "selective")
     runner.until = time.monotonic() + runner.expected_s("train") + gpu.KILLED_S + 1
     runner.run([cut_off])
@@ -183,17 +186,17 @@ def test_the_plan_of_an_h200(modules):
 @pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
 def test_every_training_case_was_compiled_without_the_gpu(modules, name):
     """RESULTS.md has today's cases, each with the layers and the microbatch that gpu.py would choose, and all fit."""
-    foretold = modules.gpu_foretold
+    predictions = modules.gpu_predictions
     gpu = GPUS[name]
     _, _, rest = (BENCHMARKS / "RESULTS.md").read_text().partition(f"{gpu.name}, of which a step may take")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.partition("\n\n")[2].splitlines()[2:]]
     table = {row[0]: row[1:] for row in itertools.takewhile(lambda row: len(row) > 1, rows)}
-    cases = dict(foretold.training_cases(gpu))
+    cases = dict(predictions.training_cases(gpu))
     assert table.keys() == cases.keys()
     for case, config in cases.items():
         layers, microbatch, compiled, *_ = table[case]
         assert (int(layers), int(microbatch)) == (config.model.num_layers, config.train.microbatch_sequences), case
-        assert float(compiled) * foretold.GIB <= gpu.capacity_bytes, case
+        assert float(compiled) * predictions.GIB <= gpu.capacity_bytes, case
 
 
 def test_a_step_at_the_ceilings_takes_all_of_them(modules):

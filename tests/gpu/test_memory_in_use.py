@@ -15,7 +15,7 @@ def measuring():
 
 
 def test_what_is_in_use_is_what_xla_says(measuring):
-    found = {name: measuring.run_apart(overrides) for name, overrides in measuring.RECIPES.items()}
+    found = {name: measuring.run_in_subprocess(overrides) for name, overrides in measuring.RECIPES.items()}
     print(*(measuring.line(name, one) for name, one in found.items()), sep="\n")
     assert len(found) >= 6
     assert {name: one["error"] for name, one in found.items() if "error" in one} == {}

@@ -204,7 +204,7 @@ def test_a_spoiled_line_in_the_middle_is_not_passed_over(command):
     command("--limit", "3")
     lines = command.table.read_text().splitlines()
     command.table.write_text("\n".join([*lines[:2], lines[2].replace("llama", "", 1)[:60], lines[3]]) + "\n")
-    with pytest.raises(SystemExit, match=r"a line that is no row of this table \(index 1\)"):
+    with pytest.raises(SystemExit, match=r"a line that is not a row of this table \(index 1\)"):
         command()
 
 
