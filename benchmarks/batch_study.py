@@ -316,11 +316,11 @@ def law(study: Study) -> str:
     scales = sorted(line["noise"][0] for lines in of_batches.values() for line in lines if line["noise"] and line["noise"][0])
     x, lines = list(of_batches.items())[len(of_batches) // 2]
     steps, tokens = (mean(line[key] for line in lines) for key in ("least_steps", "least_tokens"))
-    told = ", ".join(f"{(tokens + steps * x) / there - 1:+.0%}" for x, there in found.items())
+    errors = ", ".join(f"{(tokens + steps * x) / there - 1:+.0%}" for x, there in found.items())
     return (
         f"tokens = {least_tokens:,.0f} + {least_steps:.0f} x batch, off by at most {off:.1%}: a critical batch of "
         f"{least_tokens / least_steps:,.0f} tokens. Noise scale at the target: {median(scales):,.0f} in the median of "
-        f"{len(scales)} runs ({scales[0]:,.0f} to {scales[-1]:,.0f}). Predicted from {x:,} alone, tokens are off by {told}."
+        f"{len(scales)} runs ({scales[0]:,.0f} to {scales[-1]:,.0f}). Predicted from {x:,} alone, tokens are off by {errors}."
     )
 
 

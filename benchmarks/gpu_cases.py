@@ -618,9 +618,9 @@ def main() -> None:
         try:
             tell(**KINDS[case["kind"]](tell, **case["options"]), finished=True)
         except Exception:
-            told = traceback.format_exc()
-            print(told, file=sys.stderr, flush=True)
-            tell(error=subprocess_runner.reason(told))
+            text = traceback.format_exc()
+            print(text, file=sys.stderr, flush=True)
+            tell(error=subprocess_runner.reason(text))
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ class Case:
 
     @property
     def hash(self) -> str:
-        told = json.dumps([self.gpu, self.gpus, self.knobs], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+        result = json.dumps([self.gpu, self.gpus, self.knobs], sort_keys=True)
+        return hashlib.sha256(result.encode()).hexdigest()[:12]
 
 
 PARALLEL_KNOBS = (
@@ -163,10 +163,10 @@ def draw_case(seed: int, index: int, estimate: Estimate = estimate_memory) -> Ca
 def share_of_capacity(case: Case, estimate: Estimate) -> float | None:
     """Estimate / capacity. None if the search refuses the case: ZeRO finds no divisible dim, or host memory is too small."""
     try:
-        told = estimate(case.config, find_gpu(case.gpu))
+        result = estimate(case.config, find_gpu(case.gpu))
     except ConfigError:
         return None
-    return None if told.host_bytes > HOST_BYTES_PER_GPU else told.peak_bytes / case.capacity_bytes
+    return None if result.host_bytes > HOST_BYTES_PER_GPU else result.peak_bytes / case.capacity_bytes
 
 
 def propose(rng: random.Random, index: int, near: bool) -> Case | None:
@@ -297,7 +297,7 @@ def case_of(row: Row) -> Case:
 
 def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Estimate = estimate_memory) -> Row:
     """Args: compiled: the result of compile_case()."""
-    told = {
+    result = {
         **{"index": case.index, "seed": seed, "hash": case.hash, "wanted": case.wanted},
         **{"gpu": case.gpu, "gpus": case.gpus, "gpus_per_host": case.gpus_per_host, **case.knobs},
         "microbatches": case.config.num_microbatches,
@@ -305,13 +305,13 @@ def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Est
         **estimated(case, estimate),
         **compiled,
     }
-    return {column: told.get(column, "") for column in COLUMNS}
+    return {column: result.get(column, "") for column in COLUMNS}
 
 
 def estimated(case: Case, estimate: Estimate = estimate_memory) -> dict[str, Any]:
-    told = estimate(case.config, find_gpu(case.gpu))
-    peak = told.peak_stage
-    values = (told.peak_bytes, peak.stage, told.moment, dict(peak.terms_bytes), told.host_bytes)
+    result = estimate(case.config, find_gpu(case.gpu))
+    peak = result.peak_stage
+    values = (result.peak_bytes, peak.stage, result.moment, dict(peak.terms_bytes), result.host_bytes)
     return dict(zip(ESTIMATED, values, strict=True))
 
 
@@ -382,8 +382,8 @@ def compile_case(case: Case) -> dict[str, Any]:
         return {"versions": versions, "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
     finally:
         jax.clear_caches()
-    told = {column: getattr(report, column) for column in COMPILED}
-    return {**told, "attention": report.attention, "compile_s": round(report.compile_s, 2), "versions": versions}
+    result = {column: getattr(report, column) for column in COMPILED}
+    return {**result, "attention": report.attention, "compile_s": round(report.compile_s, 2), "versions": versions}
 
 
 def serve() -> None:
@@ -484,10 +484,10 @@ def compile_all(cases: Sequence[Case], workers: int) -> Iterator[tuple[Case, dic
         thread.start()
     try:
         for _ in cases:
-            case, told = done.get()
-            if isinstance(told, BaseException):
-                raise told
-            yield case, told
+            case, result = done.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield case, result
     finally:
         for worker in crew:
             worker.stop()
@@ -633,33 +633,33 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def lines(told: dict[str, Any]) -> Iterator[str]:
-    yield f"{told['configurations']} configurations compiled, {told['near_capacity']} near capacity; {told['failed']} failed"
-    if not told["configurations"]:
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['configurations']} configurations compiled, {result['near_capacity']} near capacity; {result['failed']} failed"
+    if not result["configurations"]:
         return
-    compile_s, near = told["compile_s"], told["verdict_agreement_near_capacity"]
+    compile_s, near = result["compile_s"], result["verdict_agreement_near_capacity"]
     yield (
         f"compiled in {compile_s['total'] / 60:.0f} min of workers' time, median {compile_s['median']:.1f} s, most "
         f"{compile_s['most']:.0f} s"
     )
     yield (
-        f"error: median {told['median_error_percent']:.2f}%, 95th percentile {told['p95_error_percent']:.2f}%, mean "
-        f"{told['mean_signed_error_percent']:+.2f}%"
+        f"error: median {result['median_error_percent']:.2f}%, 95th percentile {result['p95_error_percent']:.2f}%, mean "
+        f"{result['mean_signed_error_percent']:+.2f}%"
     )
     yield (
-        f"worst underestimate {told['worst_underestimate_percent']:.1f}%, overestimate "
-        f"{told['worst_overestimate_percent']:.1f}%; underestimated by more than 10%: "
-        f"{told['underestimated_by_more_than_10_percent']}"
+        f"worst underestimate {result['worst_underestimate_percent']:.1f}%, overestimate "
+        f"{result['worst_overestimate_percent']:.1f}%; underestimated by more than 10%: "
+        f"{result['underestimated_by_more_than_10_percent']}"
     )
     yield (
-        f"same verdict at 95% of capacity: {100 * told['verdict_agreement']:.1f}% of all, "
+        f"same verdict at 95% of capacity: {100 * result['verdict_agreement']:.1f}% of all, "
         f"{'none' if near is None else f'{100 * near:.1f}%'} of those near capacity"
     )
-    yield f"called safe (at most 95% of capacity) and above capacity: {told['called_safe_and_above_capacity']}"
+    yield f"called safe (at most 95% of capacity) and above capacity: {result['called_safe_and_above_capacity']}"
     yield ""
     yield "| | | configurations | median | 95th | signed mean | worst under | worst over | under by > 10% | same verdict |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for column, values in told["by"].items():
+    for column, values in result["by"].items():
         for value, f in values.items():
             keys = ("median", "p95", "mean_signed")
             cells = [f"{f[f'{key}_error_percent']:.2f}" for key in keys]
@@ -667,10 +667,10 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
             cells += [str(f["underestimated_by_more_than_10_percent"]), f"{100 * f['verdict_agreement']:.1f}%"]
             yield f"| {column} | {value} | {f['configurations']} | {' | '.join(cells)} |"
     for title in ("most_underestimated", "most_overestimated", "errors"):
-        if told[title]:
+        if result[title]:
             yield ""
             yield f"{title.replace('_', ' ')}:"
-            yield from (f"  {line}" for line in told[title])
+            yield from (f"  {line}" for line in result[title])
 
 
 # --------------------------------------------------------------------------------------------------------------- picture
@@ -734,8 +734,8 @@ def main() -> None:
         rows = compile_more(rows, options, say)
     if options.picture:
         picture(rows, options.picture)
-    told = summary(rows)
-    print(json.dumps(told) if options.json else "\n".join(lines(told)))
+    result = summary(rows)
+    print(json.dumps(result) if options.json else "\n".join(lines(result)))
     return None
 
 

@@ -137,17 +137,17 @@ def main() -> None:
     recipes, extra, most = RECIPES, (), 64
     if options.dry_run:
         recipes, extra, most = dict(list(RECIPES.items())[:1]), TINY, 1
-    told: dict[str, Any] = {"steps": {}}
+    result: dict[str, Any] = {"steps": {}}
     for name, overrides in recipes.items():
-        told["steps"][name] = run_in_subprocess((*overrides, *extra))
-        print(line(name, told["steps"][name]), file=sys.stderr if options.json else sys.stdout, flush=True)
-    told["ran"], told["failed"] = first_that_fails(extra, most)
-    for found in [*told["ran"], *([told["failed"]] if told["failed"] else [])]:
+        result["steps"][name] = run_in_subprocess((*overrides, *extra))
+        print(line(name, result["steps"][name]), file=sys.stderr if options.json else sys.stdout, flush=True)
+    result["ran"], result["failed"] = first_that_fails(extra, most)
+    for found in [*result["ran"], *([result["failed"]] if result["failed"] else [])]:
         text = line(f"1B, selective, one microbatch of {found['sequences']}", found)
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:
-        print(json.dumps(told))
-    if any("error" in found for found in told["steps"].values()):
+        print(json.dumps(result))
+    if any("error" in found for found in result["steps"].values()):
         sys.exit(1)
 
 

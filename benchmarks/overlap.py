@@ -77,8 +77,8 @@ def compiled(config: Config) -> tuple[tuple[Overlap, ...], int, float, int]:
     devices = gpu_devices(config.devices // GPUS_PER_HOST, GPUS_PER_HOST, GPU)
     step = compile_step(config, devices)
     module = Module(step.as_text(), axis_sizes(config.parallel))
-    lines, untold = by_kind(play(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
-    return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started, untold
+    lines, unknown_loops = by_kind(play(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
+    return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started, unknown_loops
 
 
 def rows_of(name: str, lines: Sequence[Overlap]) -> list[str]:
@@ -106,12 +106,12 @@ def compare_options(names: Sequence[str]) -> None:
     for name in names:
         for what in ("none", *OPTIONAL_GPU_OPTIONS):
             more = () if what == "none" else (f"run.xla_options=[{what}]",)
-            lines, temporary_bytes, _, untold = compiled(configured(name, *more))
+            lines, temporary_bytes, _, unknown_loops = compiled(configured(name, *more))
             every = total(lines)
             figures = [f"{every.sent_bytes / 2**30:.3g}", f"{every.bare_share:.0%}", f"{every.exposed_share:.0%}"]
             figures += [f"{every.exposed_s:.3f}"]
             # Transfers in a loop with an unknown number of iterations are counted once.
-            figures = ["not told"] * len(figures) if untold else figures
+            figures = ["unknown"] * len(figures) if unknown_loops else figures
             print(f"| {name} | {what} | {' | '.join([*figures, f'{temporary_bytes / 2**30:.2f}'])} |", flush=True)
 
 

@@ -93,14 +93,14 @@ def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str
 
 def rule_by_gpu(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
     """For each kind of GPU, the number of runs that the rule calls safe and how many of those ran; the same for unsafe ones."""
-    told: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = {}
     for row in rows:
         config = config_of(row.mesh, row.microbatch_sequences)
         safe, ran = megatron_fits(config, find_gpu(row.mesh.gpu)), row.tflops_per_gpu is not None
-        counts = told.setdefault(row.mesh.gpu, {"safe": 0, "safe_and_ran": 0, "unsafe": 0, "unsafe_and_ran": 0})
+        counts = result.setdefault(row.mesh.gpu, {"safe": 0, "safe_and_ran": 0, "unsafe": 0, "unsafe_and_ran": 0})
         counts["safe" if safe else "unsafe"] += 1
         counts["safe_and_ran" if safe else "unsafe_and_ran"] += ran
-    return told
+    return result
 
 
 def largest(admits: Callable[[int], bool]) -> int:
@@ -149,19 +149,19 @@ def safety(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     """Counts for compiled configurations (rows of memory_accuracy.csv): how many fit by XLA's figure, how many jaxllm's
     estimate admits by its own limit and by the published one, and how many of those are above capacity.
     """
-    told = dict.fromkeys(("compiled", "fit", "ours", "ours_above_capacity", "published", "published_above_capacity"), 0)
+    result = dict.fromkeys(("compiled", "fit", "ours", "ours_above_capacity", "published", "published_above_capacity"), 0)
     for row in rows:
         if row["error"]:
             continue
         fits = row["total_bytes"] <= row["capacity_bytes"]
         lines = {"ours": OUR_SHARE * row["capacity_bytes"], "published": SAFE_SHARE * nominal_bytes(find_gpu(row["gpu"]))}
-        told["compiled"] += 1
-        told["fit"] += fits
+        result["compiled"] += 1
+        result["fit"] += fits
         for name, line in lines.items():
             if row["estimate_bytes"] <= line:
-                told[name] += 1
-                told[f"{name}_above_capacity"] += not fits
-    return told
+                result[name] += 1
+                result[f"{name}_above_capacity"] += not fits
+    return result
 
 
 def gain(meshes: Iterable[Admitted], of: str) -> dict[str, Any]:
@@ -201,32 +201,32 @@ def report(rows: list[Row], remat: str = "selective") -> dict[str, Any]:
     }
 
 
-def lines(told: dict[str, Any]) -> Iterable[str]:
-    yield f"Of {told['safe']} runs that the published rule calls safe, {told['safe_and_ran']} ran:"
-    for gpu, counts in told["rule"].items():
+def lines(result: dict[str, Any]) -> Iterable[str]:
+    yield f"Of {result['safe']} runs that the published rule calls safe, {result['safe_and_ran']} ran:"
+    for gpu, counts in result["rule"].items():
         yield (
             f"  {gpu}: {counts['safe_and_ran']} of {counts['safe']}; and {counts['unsafe_and_ran']} of {counts['unsafe']} "
             f"that it calls unsafe"
         )
     yield (
-        f"Its percentages, printed without decimals, are reproduced within {told['largest_difference_percent']:.2f} on "
-        f"{told['rows']} rows."
+        f"Its percentages, printed without decimals, are reproduced within {result['largest_difference_percent']:.2f} on "
+        f"{result['rows']} rows."
     )
     yield ""
-    shares = ", ".join(f"{100 * share:.0f}% of {gpu}" for gpu, share in told["our_share"].items())
-    yield f"The published rule admits {100 * told['published_share']:.0f}% of the GPU's memory, jaxllm's {shares}."
-    yield f"Largest microbatch, and most layers at microbatch 1: published rule, and jaxllm's with remat={told['remat']}"
+    shares = ", ".join(f"{100 * share:.0f}% of {gpu}" for gpu, share in result["our_share"].items())
+    yield f"The published rule admits {100 * result['published_share']:.0f}% of the GPU's memory, jaxllm's {shares}."
+    yield f"Largest microbatch, and most layers at microbatch 1: published rule, and jaxllm's with remat={result['remat']}"
     yield ""
     yield "| GPU | GPUs | tensor | context | pipe | data | microbatch | jaxllm's | layers | jaxllm's |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     figures = ("published_microbatch", "our_microbatch", "published_layers", "our_layers")
-    for mesh in told["meshes"]:
+    for mesh in result["meshes"]:
         sizes = [mesh[key] for key in ("gpu", "gpus", "tensor", "context", "pipe")]
         data = mesh["gpus"] // (mesh["tensor"] * mesh["context"] * mesh["pipe"])
         yield f"| {' | '.join(map(str, [*sizes, data, *(mesh[key] or 'none' for key in figures)]))} |"
     yield ""
     for of in ("microbatch", "layers"):
-        found = told[of]
+        found = result[of]
         if not found["both"]:
             yield f"{of}: no mesh on which both rules admit one"
             continue
@@ -235,13 +235,13 @@ def lines(told: dict[str, Any]) -> Iterable[str]:
             f"{found['ours_smaller']}; alone on {found['ours_alone']}, missing on {found['published_alone']}; times "
             f"{found['geometric_mean_ratio']:.2f} (geometric mean), {found['least_ratio']:.2f} to {found['most_ratio']:.2f}"
         )
-    told = told["safety"]
-    if told["compiled"]:
+    result = result["safety"]
+    if result["compiled"]:
         yield ""
         yield (
-            f"Of {told['compiled']} configurations compiled by memory_accuracy.py {told['fit']} fit. By the same estimate, "
-            f"jaxllm's line admits {told['ours']}, of which {told['ours_above_capacity']} do not fit; the published one "
-            f"{told['published']}, of which {told['published_above_capacity']} do not."
+            f"Of {result['compiled']} configurations compiled by memory_accuracy.py {result['fit']} fit. By the same estimate, "
+            f"jaxllm's line admits {result['ours']}, of which {result['ours_above_capacity']} do not fit; the published one "
+            f"{result['published']}, of which {result['published_above_capacity']} do not."
         )
 
 
@@ -252,8 +252,8 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
-    told = report(read_rows(), arguments.remat)
-    print(json.dumps(told) if arguments.json else "\n".join(lines(told)))
+    result = report(read_rows(), arguments.remat)
+    print(json.dumps(result) if arguments.json else "\n".join(lines(result)))
 
 
 if __name__ == "__main__":

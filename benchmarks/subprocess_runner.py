@@ -44,21 +44,21 @@ def run(
     )
     late = False
     try:
-        out, told = process.communicate(timeout=limit_s)
+        out, stderr = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         late = True
         os.killpg(process.pid, signal.SIGKILL)
-        out, told = process.communicate()
+        out, stderr = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     if log is not None:
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"$ {' '.join(map(str, command))}\n{told}\n")
+            file.write(f"$ {' '.join(map(str, command))}\n{stderr}\n")
     said = [found for line in out.splitlines() if (found := _object(line)) is not None]
     if late:
         return said, f"{_LATE} {limit_s:.0f} s."
-    return said, reason(told) if process.returncode else None
+    return said, reason(stderr) if process.returncode else None
 
 
 def is_late(error: str | None) -> bool:
@@ -75,8 +75,8 @@ def _object(line: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def reason(told: str) -> str:
+def reason(stderr: str) -> str:
     """Reason of a program's failure, from its last output."""
-    if _RAN_OUT.search(told):
+    if _RAN_OUT.search(stderr):
         return OUT_OF_MEMORY
-    return " | ".join([line.strip() for line in told.splitlines() if line.strip()][-3:])[-500:] or "It ended without a word."
+    return " | ".join([line.strip() for line in stderr.splitlines() if line.strip()][-3:])[-500:] or "It ended without a word."

@@ -134,8 +134,8 @@ def packing(path: Path) -> None:
                 panel.text(left + (stop - start) / 2, sample, document, ha="center", va="center", **text)
                 left += stop - start
         panel.set(xlim=(0, 16), ylim=(packed.num_samples - 0.3, -0.7), yticks=range(packed.num_samples))
-        told = {"concat": "cut where a sequence is full (pale)", "best_fit": "none cut that fits, some room left"}[name]
-        panel.set_title(f"{name}: {told}", fontsize=9, loc="left")
+        meaning = {"concat": "cut where a sequence is full (pale)", "best_fit": "none cut that fits, some room left"}[name]
+        panel.set_title(f"{name}: {meaning}", fontsize=9, loc="left")
         panel.set_xlabel("tokens", fontsize=8)
         panel.set_ylabel("sequence", fontsize=8)
         panel.tick_params(labelsize=8)

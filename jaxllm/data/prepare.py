@@ -272,7 +272,7 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
 
 
 def _origin(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, shard_bytes: int, record_tokens: int) -> Origin:
-    told = json.dumps([(file.path, file.size, file.modified_ns) for file in files])
+    listing = json.dumps([(file.path, file.size, file.modified_ns) for file in files])
     return Origin(
         options={
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
@@ -283,7 +283,7 @@ def _origin(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, sha
         inputs={
             "count": len(files),
             "bytes": sum(file.size for file in files),
-            "sha256": hashlib.sha256(told.encode()).hexdigest(),
+            "sha256": hashlib.sha256(listing.encode()).hexdigest(),
         },
     )
 
