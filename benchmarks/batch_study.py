@@ -1,4 +1,4 @@
-"""What a larger batch gives: steps and tokens to a held-out loss over a 16x range of batches, and the measured noise scale.
+"""Gain of a larger batch: steps and tokens to a held-out loss over a 16x range of batches, and the measured noise scale.
 
 python benchmarks/batch_study.py RESULTS.jsonl [--workers 2] [--picture FILE.png]      on CPUs; resumes
 python benchmarks/batch_study.py RESULTS.jsonl --table                                 prints the results as Markdown
@@ -42,7 +42,7 @@ GIVEN_UP = 1.5
 SPACING = 1.04
 """Ratio of tokens between two evaluations."""
 NEAR = 0.25
-"""In nats: evaluation starts when the mean training loss is this close to the target."""
+"""Distance of the mean training loss from the target, in nats, at which evaluation starts."""
 KINDS = ("small", "large", "ramp")
 
 

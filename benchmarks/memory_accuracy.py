@@ -634,7 +634,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    yield f"{result['configurations']} configurations compiled, {result['near_capacity']} near capacity; {result['failed']} failed"
+    compiled = f"{result['configurations']} configurations compiled, {result['near_capacity']} near capacity"
+    yield f"{compiled}; {result['failed']} failed"
     if not result["configurations"]:
         return
     compile_s, near = result["compile_s"], result["verdict_agreement_near_capacity"]

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py at its smallest: its figures agree with each other, and it goes on where it stopped."""
+"""benchmarks/gpu.py at its smallest sizes: its figures agree with each other, and it resumes."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def run(*arguments) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory):
-    """(the file of rows, what was printed)"""
+    """Returns (the file of rows, the printed text)."""
     file = tmp_path_factory.mktemp("gpu") / "gpu.jsonl"
     finished = run("--dry-run", "--json", "--out", file)
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -63,7 +63,7 @@ def test_both_sides_agree_with_themselves_and_each_other(dry, modules):
             flops = train_flops_per_token(config.model, 32, causal=name == "causal")
             assert row[f"tflops_{name}"] == pytest.approx(row["tokens_per_s"] * flops / 1e12)
             assert row[f"mfu_{name}"] is None  # a CPU has no known peak
-        # Fresh weights know nothing; the batch is the same.
+        # The initial loss is that of random guessing, and both sides read the same batch.
         assert row["first_loss"] == pytest.approx(math.log(256), abs=0.2)
     assert min(ours["compile_s"], ours["estimate_bytes"], ours["compiled_bytes"]) > 0
     rows = {row["name"]: row for row in report["rows"]}
@@ -130,7 +130,7 @@ def test_what_a_process_says_before_it_dies_is_kept(modules, tmp_path):
 
 
 def test_a_microbatch_that_runs_out_of_memory_is_halved(modules, monkeypatch, tmp_path):
-    """And a case that was cut off by the end of the time is left for later."""
+    """A case that was cut off by the end of the time is left for later."""
     gpu = modules.gpu
     case = gpu.train(gpu.about("1B", 8192, []), "selective")
     asked = []
@@ -157,12 +157,12 @@ def test_a_microbatch_that_runs_out_of_memory_is_halved(modules, monkeypatch, tm
     runner.run([cut_off])
     assert runner.left == [cut_off.name]
     assert cut_off.name not in runner.rows
-    # Another start knows what was measured.
+    # A second start reads previous measurements.
     assert gpu.Runner(tmp_path / "rows", [], 0).is_done(case)
 
 
 def test_the_plan_of_an_h200(modules):
-    """Names are unique, configs valid, the first cases those that matter; 8B has the layers that fit and no more."""
+    """Names are unique, configs are valid, the most important cases come first, and 8B has the most layers that fit."""
     gpu, capacity = modules.gpu, 120 * 2**30
     found = {"device": "NVIDIA H200", "capacity_bytes": capacity}
     cases = gpu.cases(found, dry=False)
@@ -185,7 +185,7 @@ def test_the_plan_of_an_h200(modules):
 
 @pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
 def test_every_training_case_was_compiled_without_the_gpu(modules, name):
-    """RESULTS.md has today's cases, each with the layers and the microbatch that gpu.py would choose, and all fit."""
+    """RESULTS.md has today's cases with the layers and the microbatch that gpu.py would choose, and all fit."""
     predictions = modules.gpu_predictions
     gpu = GPUS[name]
     _, _, rest = (BENCHMARKS / "RESULTS.md").read_text().partition(f"{gpu.name}, of which a step may take")
@@ -200,7 +200,7 @@ def test_every_training_case_was_compiled_without_the_gpu(modules, name):
 
 
 def test_a_step_at_the_ceilings_takes_all_of_them(modules):
-    """Of made-up rows: the share of the ceilings, the targets, and the table."""
+    """Checks the share of the ceilings, the targets and the table for synthetic rows."""
     table = modules.gpu_table
     about = {"model": "1B", "sequence_length": 8192, "remat": "selective", "variant": ""}
     tokens, parameters, rate, copy = 65536, 10**9, 800e12, 4e12

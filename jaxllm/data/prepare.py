@@ -333,7 +333,7 @@ def _last(parts: int) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every worker needs to know."""
+    """Input of each worker process."""
 
     folder: Path
     tokenizer: str

@@ -1,6 +1,6 @@
-"""XLA's figure for a step against what the allocator of one NVIDIA GPU says was in use; and what cannot fit fails.
+"""Compares XLA's figure for a step with the peak that the allocator of one NVIDIA GPU reports. A step that cannot fit fails.
 
-Each step takes the GPU in a process of its own, so this process must not hold it: run this file alone.
+Each step uses the GPU in a new process, so this process must not hold it: run this file alone.
 """
 
 import pytest
