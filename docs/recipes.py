@@ -1,10 +1,10 @@
-"""The recipe cards of docs/recipes.md: each planned, confirmed by compiling, and written down by this script. No GPU is needed.
+"""Writes the recipe cards of docs/recipes.md. Each recipe is planned and confirmed by compiling. Needs no GPU.
 
-    python docs/recipes.py [NAME ...]     plans and compiles (extra aot; minutes for each card), then writes docs/recipes.md
-    python docs/recipes.py --render       writes docs/recipes.md from what is kept
+    python docs/recipes.py [NAME ...]     plans and compiles (extra aot; minutes per card), then writes docs/recipes.md
+    python docs/recipes.py --render       writes docs/recipes.md from the stored figures
 
-docs/recipes/NAME.yaml is the question: model, text and batch. NAME-best.yaml is the planner's answer, a recipe to train with,
-and NAME.json the figures, with the commands they come from. tests/test_pages.py holds all of it to this script.
+docs/recipes/NAME.yaml is the question: model, text and batch. NAME-best.yaml is the planner's answer, a recipe to train with.
+NAME.json has the figures and the commands that produced them. tests/test_pages.py checks that they match this script.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "recipes.md"
 GPU = "h100-80gb"
 CONFIRMED = 4
-"""Of each plan's best."""
+"""Number of each plan's best candidates to compile."""
 GIB = 2**30
 PLANNED = ("configurations", "candidates_that_fit", "confirmed", "unconfirmed_because", "cost")
 COMPILED = (
     *("total_bytes", "host_bytes", "capacity_bytes", "share_of_capacity", "fits", "attention", "hlo_instructions"),
     *("warnings", "jax_version"),
 )
-"""What is kept of the two commands' JSON."""
+"""Stored keys of the two commands' JSON."""
 
 HEAD = f"""# Recipe cards
 
@@ -54,10 +54,10 @@ class Card:
     title: str
     gpus: int
     tokens: str
-    """What the days and GPU-hours are for."""
+    """Number of tokens for the days and GPU-hours."""
     about: str
     options: str = ""
-    """More, for the plan."""
+    """Extra options of the plan."""
 
     @property
     def question(self) -> str:
@@ -133,15 +133,15 @@ CARDS = (
 
 
 def run(card: Card) -> None:
-    """Plans, compiles, and keeps the answer and the figures. The old ones stay if either fails."""
+    """Plans, compiles, and stores the answer and the figures. The old ones stay if either fails."""
     answer = CHECKOUT / card.answer
     before = answer.with_suffix(".before")
     if answer.exists():
-        # A plan overwrites nothing.
+        # A plan never overwrites a file.
         answer.replace(before)
     try:
         plan, plan_s = _json_of(card.plan)
-        # What a reader would type.
+        # The command that a reader would type.
         answer.write_text(answer.read_text().replace(" --json\n", "\n", 1))
         compiled, _ = _json_of(card.compile)
     except BaseException:
@@ -159,15 +159,15 @@ def run(card: Card) -> None:
 
 
 def hidden_share(collectives: list[Mapping[str, Any]]) -> float | None:
-    """Of the bytes that one GPU sends in a step, those of collectives with a matmul between start and done; None: it sends
-    none."""
+    """Fraction of the bytes that one GPU sends in a step in collectives with a matmul between start and done. None if it sends
+    nothing."""
     sent = sum(line["sent_bytes"] for line in collectives)
     hidden = sum(line["sent_bytes"] for line in collectives if line["asynchronous"] and line["behind_matmuls"])
     return hidden / sent if sent else None
 
 
 def _json_of(command: str) -> tuple[dict[str, Any], float]:
-    """(what a command of jaxllm's prints with --json, the seconds it took)"""
+    """(JSON that a jaxllm command prints with --json, seconds that it took)"""
     began = time.perf_counter()
     words = [sys.executable, "-m", "jaxllm.cli", *command.split()[1:], "--json"]
     done = subprocess.run(words, cwd=CHECKOUT, stdout=subprocess.PIPE, check=True)
@@ -175,7 +175,7 @@ def _json_of(command: str) -> tuple[dict[str, Any], float]:
 
 
 def _origin(card: Card) -> dict[str, str]:
-    """What figures are of: those of another command or question are no figures of this card."""
+    """Origin of the figures. Figures from another command or question do not belong to this card."""
     question = (CHECKOUT / card.question).read_bytes()
     return {"command": card.plan, "question_sha256": hashlib.sha256(question).hexdigest()}
 
@@ -184,18 +184,18 @@ def _origin(card: Card) -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/recipes.md, from the questions and the figures that are kept."""
+    """Text of docs/recipes.md, from the questions and the stored figures."""
     contents = [f"- [{card.title}](#{slug(card.title)})" for card in CARDS]
     return "\n".join([HEAD, *contents, *(line for card in CARDS for line in _card_lines(card))]) + "\n"
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading of letters, digits, spaces and punctuation."""
+    """GitHub's anchor for a heading of letters, digits, spaces and punctuation."""
     return "".join(c for c in heading.lower() if c.isalnum() or c in " -_").replace(" ", "-")
 
 
 def is_current(card: Card) -> bool:
-    """Whether the figures that are kept are of today's commands and question."""
+    """Whether the stored figures belong to today's commands and question."""
     return card.kept.exists() and _origin(card).items() <= json.loads(card.kept.read_text()).items()
 
 
@@ -269,16 +269,16 @@ def _layout(candidate: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [card.name for card in CARDS]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}; default: all")
     parser.add_argument("--render", action="store_true", help="run nothing")
     options = parser.parse_args()
     if unknown := set(options.names) - set(names):
-        parser.error(f"there is no card {min(unknown)}: choose of {', '.join(names)}")
+        parser.error(f"there is no card {min(unknown)}: choose from {', '.join(names)}")
     for card in () if options.render else CARDS:
         if not options.names or card.name in options.names:
             print(card.plan, card.compile, sep="\n", flush=True)
             run(card)
-            # After each: what is done is kept.
+            # After each card, so that finished ones are kept.
             PAGE.write_text(page())
     PAGE.write_text(page())
 

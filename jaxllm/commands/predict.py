@@ -32,7 +32,7 @@ from jaxllm.runtime import distributed
 USUAL_LENGTH = 1024
 """Tokens per window, unless the model was made for fewer."""
 BYTE_VOCABULARY = 512
-"""Without a tokenizer, a model with at most this many ids reads bytes."""
+"""Largest vocabulary of a model that reads bytes if it has no tokenizer."""
 
 
 def evaluate(

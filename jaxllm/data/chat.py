@@ -41,7 +41,7 @@ class ChatTemplate:
     source: str
     """The Jinja program."""
     origin: str
-    """Where the template was found, for error messages."""
+    """Path of the template, for error messages."""
     special_tokens: Mapping[str, str]
     """Special tokens by the names that templates use: bos_token, eos_token and so on."""
     knows_date: bool = True

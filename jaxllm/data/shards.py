@@ -61,7 +61,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Origin:
-    """What all shards of one folder have in common, as recorded in their .json."""
+    """Properties that all shards of one folder share, as recorded in their .json."""
 
     options: dict[str, Any]
     """tokenizer {name, sha256}, text_key, shard_bytes, record_tokens."""

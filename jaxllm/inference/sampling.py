@@ -49,7 +49,7 @@ class Sampling:
 
     @property
     def kind(self) -> str:
-        """What the program is compiled for. The numbers are its inputs."""
+        """The static part, for which a program is compiled. The numbers are its inputs."""
         if self.temperature == 0:
             return GREEDY
         return ALL if self.top_p == 1 and self.top_k is None else CUT

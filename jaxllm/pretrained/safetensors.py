@@ -28,7 +28,7 @@ DTYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": n
 """Supported dtypes of weights, by their names in a header."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
-"""In bytes; the limit of the library's reader."""
+"""Bytes; the limit of the library's reader."""
 
 Box = Sequence[tuple[int, int]]
 """[begin, end) of each dim."""

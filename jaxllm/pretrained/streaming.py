@@ -24,7 +24,7 @@ from jaxllm.pretrained.safetensors import DTYPES, TensorFile, TensorWriter
 BLOCK_BYTES = 32 * 2**20
 TILE = 64
 LARGEST_FILE = 5 * 10**9
-"""In bytes. A larger tensor gets its own file."""
+"""Limit in bytes. A larger tensor gets its own file."""
 EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80), DTYPES["F16"]: ("<u2", 0x7C00)}
 """The exponent bits. All of them are set in values that are not finite."""
 

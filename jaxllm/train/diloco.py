@@ -73,8 +73,8 @@ def without(config: Config) -> Config:
 
 def begin(state: TrainState, replicas: int) -> DilocoState:
     """The state at the start of the first round: each replica has a copy of `state`, and v is 0."""
-    islands = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), state)
-    return DilocoState(state.step, state.params, jax.tree.map(jnp.zeros_like, state.params), islands)
+    own = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), state)
+    return DilocoState(state.step, state.params, jax.tree.map(jnp.zeros_like, state.params), own)
 
 
 def state_shardings(shardings: TrainState, replicas: int) -> DilocoState:
@@ -100,8 +100,8 @@ def inner_step(
     """Wraps a train step over the replicas' arrays as a step of a DilocoState. t and v pass through."""
 
     def take(state: DilocoState, batch: Any) -> tuple[DilocoState, Metrics]:
-        islands, metrics = step(state.islands, batch)
-        return dataclasses.replace(state, step=state.step + 1, islands=islands), {ISLANDS: metrics}
+        own, metrics = step(state.islands, batch)
+        return dataclasses.replace(state, step=state.step + 1, islands=own), {ISLANDS: metrics}
 
     return take
 
@@ -119,11 +119,11 @@ def outer_step(state: DilocoState, rate: float, momentum: float) -> tuple[Diloco
     own = state.islands.params
     with jax.named_scope("outer_step"):
         # Subtract before the mean: the differences are small, so their sum keeps more digits.
-        changes = jax.tree.map(lambda t, of_island: t[None] - of_island, state.params, own)
+        changes = jax.tree.map(lambda t, own_t: t[None] - own_t, state.params, own)
         change = jax.tree.map(lambda d: d.mean(0), changes)
         velocity = jax.tree.map(lambda v, d: momentum * v + d, state.momentum, change)
         params = jax.tree.map(lambda t, d, v: t - rate * (d + momentum * v), state.params, change, velocity)
-        islands = jax.tree.map(lambda t, of_island: jnp.broadcast_to(t[None], of_island.shape), params, own)
+        synced = jax.tree.map(lambda t, own_t: jnp.broadcast_to(t[None], own_t.shape), params, own)
         count = jax.tree.leaves(own)[0].shape[0]
         norm, square = optax.global_norm(change), jnp.square(optax.global_norm(changes)) / count
         metrics = {"outer_grad_norm": norm, "island_drift": jnp.sqrt(square)}
@@ -131,7 +131,7 @@ def outer_step(state: DilocoState, rate: float, momentum: float) -> tuple[Diloco
             # |sum of d|^2 = K^2 |D|^2 is K squares and K (K - 1) products.
             products = (count * jnp.square(norm) - square) / (count - 1)
             metrics["island_cosine"] = products / jnp.maximum(square, jnp.finfo(jnp.float32).tiny)
-    moved = dataclasses.replace(state.islands, params=islands)
+    moved = dataclasses.replace(state.islands, params=synced)
     return DilocoState(state.step, params, velocity, moved), metrics
 
 
@@ -204,11 +204,11 @@ def require_same_replicas(meta: Mapping[str, Any], config: Config) -> None:
     if not in_rounds(meta):
         return
     step, parallel, train = meta["step"], meta["config"]["parallel"], meta["config"]["train"]
-    where, islands = f"Step {step} of this run was saved", parallel["replica"]
-    if config.train.diloco_steps is None or config.parallel.replica != islands:
+    where, replicas = f"Step {step} of this run was saved", parallel["replica"]
+    if config.train.diloco_steps is None or config.parallel.replica != replicas:
         raise ConfigError(
-            f"{where} by {islands} DiLoCo replicas: set train.diloco_steps={train['diloco_steps']} and "
-            f"parallel.replica={islands}, or start a new run.dir from its weights with train.init_from."
+            f"{where} by {replicas} DiLoCo replicas: set train.diloco_steps={train['diloco_steps']} and "
+            f"parallel.replica={replicas}, or start a new run.dir from its weights with train.init_from."
         )
     if config.train.diloco_after_steps >= step:
         raise ConfigError(

@@ -25,9 +25,9 @@ def best_of(run):
 def line(batch_study, run):
     away = (run.rate - best_of(run)) ** 2
     tokens = None if away > 20 else 1000.0 * run.batch * (1 + away) + run.seed
-    told = {"tokens": tokens, "steps": tokens and tokens / run.batch / 64, "loss": 2 + away / 10}
+    found = {"tokens": tokens, "steps": tokens and tokens / run.batch / 64, "loss": 2 + away / 10}
     known = {"noise": [2000.0, 1000.0, None], "least_steps": 90.0, "least_tokens": 90000.0}
-    return {**batch_study.asdict(run), **told, **known}
+    return {**batch_study.asdict(run), **found, **known}
 
 
 def carried_out(batch_study, path):
@@ -67,13 +67,13 @@ def test_a_run_stops_where_it_reaches_the_target(tmp_path):
     environment = outside.environment(JAX_PLATFORMS="cpu")
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
-    told = json.loads(finished.stdout.splitlines()[-1])
-    assert 0 < told["tokens"] < 40_000
-    assert told["steps"] == pytest.approx(told["tokens"] / 512)
-    scale, low, high = told["noise"]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    assert 0 < found["tokens"] < 40_000
+    assert found["steps"] == pytest.approx(found["tokens"] / 512)
+    scale, low, high = found["noise"]
     assert 0 <= low <= scale <= (high or float("inf"))
     # A step is worth less than one without noise.
-    assert told["least_steps"] <= told["steps"] + 1
+    assert found["least_steps"] <= found["steps"] + 1
 
 
 def test_the_law_is_found_again(batch_study):

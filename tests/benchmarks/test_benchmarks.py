@@ -1,4 +1,4 @@
-"""The benchmarks at their smallest: they run, and their figures agree with each other."""
+"""The benchmarks at their smallest sizes: they run, and their figures agree with each other."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ CHECKPOINT = STEP.with_name("checkpoint.py")
 
 
 def run(*arguments, script=STEP) -> subprocess.CompletedProcess:
-    """On one CPU device, whatever the tests around it forced."""
+    """Runs on one CPU device, independent of the devices that conftest.py forces."""
     environment = outside.environment(JAX_PLATFORMS="cpu")
     command = [sys.executable, script, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -23,7 +23,7 @@ HAS_TORCH = bool(find_spec("torch") and find_spec("transformers"))
 
 @pytest.fixture(scope="module")
 def modules():
-    names = ("apart", "gpu", "gpu_cases", "gpu_foretold", "gpu_table")
+    names = ("subprocess_runner", "gpu", "gpu_cases", "gpu_predictions", "gpu_table")
     return SimpleNamespace(**{name: scripts.load(f"benchmarks/{name}.py") for name in names})
 
 
@@ -61,7 +61,7 @@ def test_both_sides_agree_with_themselves_and_each_other(dry, modules):
             flops = train_flops_per_token(config.model, 32, causal=name == "causal")
             assert row[f"tflops_{name}"] == pytest.approx(row["tokens_per_s"] * flops / 1e12)
             assert row[f"mfu_{name}"] is None  # a CPU has no known peak
-        # Fresh weights know nothing; the batch is the same.
+        # The initial loss is that of random guessing, and both sides read the same batch.
         assert row["first_loss"] == pytest.approx(math.log(256), abs=0.2)
     assert min(ours["compile_s"], ours["estimate_bytes"], ours["compiled_bytes"]) > 0
     rows = {row["name"]: row for row in dry["rows"]}
@@ -98,7 +98,7 @@ def test_parts_and_ceilings(dry):
 
 
 def test_the_plan_of_an_h200(modules):
-    """Names are unique, configs valid, the first cases those that matter; 8B has the layers that fit and no more."""
+    """Names are unique, configs are valid, the most important cases come first, and 8B has the most layers that fit."""
     gpu, capacity = modules.gpu, 120 * 2**30
     found = {"device": "NVIDIA H200", "capacity_bytes": capacity}
     cases = gpu.cases(found, dry=False)
@@ -121,22 +121,22 @@ def test_the_plan_of_an_h200(modules):
 
 @pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
 def test_every_training_case_was_compiled_without_the_gpu(modules, name):
-    """RESULTS.md has today's cases, each with the layers and the microbatch that gpu.py would choose, and all fit."""
-    foretold = modules.gpu_foretold
+    """RESULTS.md has today's cases with the layers and the microbatch that gpu.py would choose, and all fit."""
+    predictions = modules.gpu_predictions
     gpu = GPUS[name]
     _, _, rest = (BENCHMARKS / "RESULTS.md").read_text().partition(f"{gpu.name}, of which a step may take")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.partition("\n\n")[2].splitlines()[2:]]
     table = {row[0]: row[1:] for row in itertools.takewhile(lambda row: len(row) > 1, rows)}
-    cases = dict(foretold.training_cases(gpu))
+    cases = dict(predictions.training_cases(gpu))
     assert table.keys() == cases.keys()
     for case, config in cases.items():
         layers, microbatch, compiled, *_ = table[case]
         assert (int(layers), int(microbatch)) == (config.model.num_layers, config.train.microbatch_sequences), case
-        assert float(compiled) * foretold.GIB <= gpu.capacity_bytes, case
+        assert float(compiled) * predictions.GIB <= gpu.capacity_bytes, case
 
 
 def test_a_step_at_the_ceilings_takes_all_of_them(modules):
-    """Of made-up rows: the share of the ceilings, the targets, and the table."""
+    """Checks the share of the ceilings, the targets and the table for synthetic rows."""
     table = modules.gpu_table
     about = {"model": "1B", "sequence_length": 8192, "remat": "selective", "variant": ""}
     tokens, parameters, rate, copy = 65536, 10**9, 800e12, 4e12

@@ -23,7 +23,7 @@ def accuracy():
 
 @pytest.fixture(scope="module")
 def cases(accuracy):
-    """All that a run would draw, by a formula that is not to be tuned, so that these tests do not move with the one that is."""
+    """All cases of a draw by a formula that is not tuned, so that these tests do not change with the estimate."""
     return accuracy.draw(SEED, accuracy.COUNT, accuracy.ESTIMATES["megatron"])
 
 
@@ -54,7 +54,7 @@ def test_as_many_as_the_published_study_and_enough_near_capacity(accuracy, cases
 @pytest.mark.slow
 def test_every_draw_is_the_planners(accuracy, cases):
     assert all(accuracy.belongs(case) for case in cases)
-    # By the whole list of choices too, where it is short.
+    # Compares with the complete list of choices too, if it is short.
     short = [case for case in cases if case.gpus <= 8][:12]
     for case in short:
         assert choice_in(case.config) in list(choices_of(case.config, case.gpus)), case
@@ -99,7 +99,7 @@ def test_every_value_of_every_axis_is_drawn(accuracy, cases):
 
 
 class FakeWorker:
-    """Calls every estimate 2% too small; notes what it was asked."""
+    """Makes every estimate 2% smaller, and records its arguments."""
 
     asked: list[int]
     stopped = False
@@ -119,7 +119,7 @@ class FakeWorker:
 
 @pytest.fixture
 def asked(accuracy, monkeypatch):
-    """The indices that were compiled, in order; nothing really is."""
+    """Indices that were compiled, in order. Compilation is simulated."""
     FakeWorker.asked = []
     monkeypatch.setattr(accuracy, "Worker", FakeWorker)
     return FakeWorker.asked
@@ -127,7 +127,7 @@ def asked(accuracy, monkeypatch):
 
 @pytest.fixture
 def command(accuracy, asked, monkeypatch, tmp_path, capsys):
-    """command(arguments...) -> the summary of a run on a table of 12."""
+    """Returns command(arguments...) -> the summary of a run on a table of 12."""
     table = tmp_path / "table.csv"
 
     def call(*arguments: str) -> dict:
@@ -267,7 +267,7 @@ def test_the_summary_counts_verdicts(accuracy):
 
 
 TABLES = ("memory_calibration.csv", "memory_accuracy.csv")
-"""Steps that the estimate was made with (seed 456), and steps that nobody looked at before (SEED)."""
+"""Steps that the estimate was fitted to (seed 456), and steps that were left out (SEED)."""
 
 
 @pytest.fixture(scope="module", params=TABLES)
@@ -287,7 +287,7 @@ def require_bounds(told):
 
 
 def test_the_stored_estimates_are_todays(accuracy, table):
-    """Else: python benchmarks/memory_accuracy.py --rescore [--table benchmarks/memory_calibration.csv]"""
+    """If this fails: python benchmarks/memory_accuracy.py --rescore [--table benchmarks/memory_calibration.csv]"""
     stale = [
         row["index"] for row in table if accuracy.estimated(accuracy.case_of(row))["estimate_bytes"] != row["estimate_bytes"]
     ]

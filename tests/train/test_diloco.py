@@ -83,7 +83,7 @@ def test_the_outer_step_is_nesterovs():
         assert float(metrics["island_cosine"]) == pytest.approx(np.mean(products) / squares.mean(), rel=1e-3, abs=1e-5)
 
 
-def test_islands_that_went_the_same_way_have_cosine_one():
+def test_replicas_that_went_the_same_way_have_cosine_one():
     plain = TrainState(jnp.zeros((), jnp.int32), {"w": jnp.ones((3,))}, ())
     state = begin(plain, 4)
     moved = dataclasses.replace(state.islands, params={"w": jnp.full((4, 3), 0.5)})
@@ -100,20 +100,20 @@ MESHES = {
     "pipe x data, ZeRO 2": ("parallel.pipe=2", "parallel.data=2", "parallel.zero=2"),
     "data x context, ZeRO 1": ("parallel.data=2", "parallel.context=2", "parallel.zero=1"),
 }
-ISLANDS = ("parallel.replica=2", "train.global_batch_sequences=16", "train.microbatch_sequences=1", "model.vocab_size=2048")
+REPLICAS = ("parallel.replica=2", "train.global_batch_sequences=16", "train.microbatch_sequences=1", "model.vocab_size=2048")
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_inner_step_sends_nothing_between_islands(tiny_config, mesh):
+def test_the_inner_step_sends_nothing_between_replicas(tiny_config, mesh):
     """Loss, norms and the noise scale's parts are computed within a replica, as the rest of the step."""
     more = ("train.diloco_steps=5", "train.skip_spikes=true", "log.noise_scale_every=1", "log.layer_norms_every=1")
-    config = tiny_config(*ISLANDS, *MESHES[mesh], *more).resolve(8)
+    config = tiny_config(*REPLICAS, *MESHES[mesh], *more).resolve(8)
     found = Module(compile_step(config, jax.devices()).as_text(), axis_sizes(config.parallel)).collectives()
     assert {c.axes for c in found if "data" in c.axes}
     assert [c for c in found if "replica" in c.axes] == []
 
 
-def test_bytes_between_islands_fall_by_the_length_of_a_round(tiny_config):
+def test_bytes_between_replicas_fall_by_the_length_of_a_round(tiny_config):
     """One outer step communicates as much as one step of hybrid sharding."""
 
     def across(text, config):
@@ -121,9 +121,9 @@ def test_bytes_between_islands_fall_by_the_length_of_a_round(tiny_config):
         # Skips the scalars of metrics.
         return sum(c.elements * c.executed for c in found if "replica" in c.axes and c.elements > 20)
 
-    together = tiny_config(*ISLANDS, *MESHES["data, ZeRO 1"]).resolve(8)
+    together = tiny_config(*REPLICAS, *MESHES["data, ZeRO 1"]).resolve(8)
     every_step = across(compile_step(together, jax.devices()).as_text(), together)
-    config = tiny_config(*ISLANDS, *MESHES["data, ZeRO 1"], "train.diloco_steps=5").resolve(8)
+    config = tiny_config(*REPLICAS, *MESHES["data, ZeRO 1"], "train.diloco_steps=5").resolve(8)
     mesh = make_mesh(config.parallel, jax.devices())
     training = build_training(config, mesh)
     with jax.set_mesh(mesh):
@@ -136,7 +136,7 @@ def test_bytes_between_islands_fall_by_the_length_of_a_round(tiny_config):
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 @pytest.mark.slow
-def test_on_gpus_an_islands_step_is_that_of_a_run_of_its_own(tiny_config):
+def test_on_gpus_an_replicas_step_is_that_of_a_run_of_its_own(tiny_config):
     """Compiled for two hosts of four H100s with a replica each, and for one host with half the batch: the transfers are the
     same, all within a replica, and memory grows by t and v, which pass through unchanged."""
     shared = ("model.hidden_size=256", "model.intermediate_size=512", "model.vocab_size=2048", "model.compute_dtype=bfloat16")
@@ -163,11 +163,11 @@ def test_on_gpus_an_islands_step_is_that_of_a_run_of_its_own(tiny_config):
 
 
 @pytest.fixture(scope="module")
-def mean_of_islands():
+def mean_of_replicas():
     return jax.jit(partial(outer_step, rate=1.0, momentum=0.0))
 
 
-def test_inner_sgd_equals_data_parallel(tiny_config, mean_of_islands):
+def test_inner_sgd_equals_data_parallel(tiny_config, mean_of_replicas):
     """Every row has the same number of targets, so the mean of the replicas' losses is the overall mean."""
 
     def run(config, each=None):
@@ -195,7 +195,7 @@ def test_inner_sgd_equals_data_parallel(tiny_config, mean_of_islands):
     with jax.set_mesh(mesh):
         for seed in range(3):
             state, _ = step(state, placed(mesh, seed))
-            state, _ = mean_of_islands(state)
+            state, _ = mean_of_replicas(state)
     assert_near(state.params, together.params, 1e-4, 1e-6)
     assert int(state.step) == 3
 
@@ -208,7 +208,7 @@ APART = {
 
 
 @pytest.mark.parametrize("mesh", [name if name == "data" else pytest.param(name, marks=pytest.mark.slow) for name in APART])
-def test_inner_adamw_equals_the_mean_of_islands_apart(tiny_config, mean_of_islands, mesh):
+def test_inner_adamw_equals_the_mean_of_islands_apart(tiny_config, mean_of_replicas, mesh):
     """With unequal masks, for any mesh: a replica's loss is the mean over its own targets, and its moments are its own."""
     both = Run(tiny_config("parallel.replica=2", *COMMON, *APART[mesh], "train.diloco_steps=1"), batch)
     apart = Run(tiny_config("parallel.data=2", *COMMON[1:], "train.global_batch_sequences=8", "train.steps=4"), batch)
@@ -229,7 +229,7 @@ def test_inner_adamw_equals_the_mean_of_islands_apart(tiny_config, mean_of_islan
         np.testing.assert_allclose(metrics["islands"]["loss"], losses, rtol=1e-5)
         assert losses[0] != losses[1]
         with jax.set_mesh(both.mesh):
-            state, _ = mean_of_islands(state)
+            state, _ = mean_of_replicas(state)
         mean = jax.tree.map(lambda a, b: (np.asarray(a) + np.asarray(b)) / 2, *(island.params for island in islands))
         assert_near(both.plain(state.params), apart.plain(mean), 1e-4, 2e-6)
         for number, island in enumerate(islands):
@@ -272,7 +272,7 @@ def test_rounds_begin_and_end_where_they_should(whole, tiny_config, tmp_path):
     assert plain.rounds is None
 
 
-def test_after_a_round_all_islands_have_the_weights_that_are_evaluated(whole):
+def test_after_a_round_all_replicas_have_the_weights_that_are_evaluated(whole):
     _, trainer = whole
     state = trainer.state
     assert isinstance(state, DilocoState)
@@ -317,7 +317,7 @@ def test_others_read_the_weights_of_the_last_outer_step(whole, tiny_config):
     assert_equal(jax.device_get(started.state.params), jax.device_get(trainer.state.params))
 
 
-def test_an_islands_mesh_may_change(whole, tiny_config):
+def test_an_replicas_mesh_may_change(whole, tiny_config):
     """Two replicas of four data ranks, resumed as two of data x tensor."""
     folder, trainer = whole
     mesh = ("run.cpu_devices=8", "parallel.replica=2", "parallel.data=2", "parallel.tensor=2", "parallel.zero=3")
@@ -330,7 +330,7 @@ def test_an_islands_mesh_may_change(whole, tiny_config):
     assert other.rounds is not None
 
 
-def test_other_islands_are_refused(whole, tiny_config):
+def test_other_replicas_are_refused(whole, tiny_config):
     folder, _ = whole
     rest = [override for override in ROUNDS if not override.startswith("parallel.")]
     theirs = "by 2 DiLoCo replicas: set train.diloco_steps=3 and parallel.replica=2"
@@ -361,7 +361,7 @@ def test_a_plain_run_can_go_on_in_rounds(tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_island_with_a_step_of_one_is_plain_training(tiny_config):
+def test_one_replica_with_a_step_of_one_is_plain_training(tiny_config):
     config = ("run.cpu_devices=8", "parallel.data=8", "train.steps=4")
     outer = ("train.diloco_steps=2", "train.diloco_lr=1.0", "train.diloco_momentum=0.0")
     plain, rounds = (jaxllm.Trainer(tiny_config(*config, *more)) for more in ((), outer))
@@ -376,7 +376,7 @@ def test_one_island_with_a_step_of_one_is_plain_training(tiny_config):
 # ------------------------------------------------------------------------------------------------------------------ metrics
 
 
-def test_metrics_of_islands_are_those_of_one_run():
+def test_metrics_of_replicas_are_those_of_one_run():
     found = diloco.combine_replicas(
         {
             "islands": {
@@ -404,7 +404,7 @@ def test_what_cannot_be_is_refused(tiny_config):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_four_islands_learn_as_well_as_one(tmp_path):
+def test_four_replicas_learn_as_well_as_one(tmp_path):
     """H = 50, batch global / K each, after a fifth of synchronous steps: the held-out loss is within 2% of data parallel at
     equal tokens, on the bytes of Python's own library. It needs 32 rounds: after 16, four replicas were 3.8% behind. Two
     replicas are closer to one (1.224, 1.222 and, with four, 1.238). Test them when the outer step changes: three minutes.
@@ -433,7 +433,7 @@ def test_four_islands_learn_as_well_as_one(tmp_path):
 
 
 @pytest.mark.launcher
-def test_two_processes_are_two_islands(whole, text_file, tmp_path):
+def test_two_processes_are_two_replicas(whole, text_file, tmp_path):
     """Equals the run in one process. Each process sees its own replica's loss, and all see the outer steps."""
     folder, _ = whole
     recipe = tmp_path / "tiny.yaml"

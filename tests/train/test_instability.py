@@ -155,8 +155,8 @@ def test_a_spike_is_skipped_and_remembered():
 
 def see_usual(watch, count):
     for step, (loss, norm) in enumerate(USUAL[:count], 1):
-        told = watch.see(step, {"loss": loss, "grad_norm": norm, "skipped": 0.0})
-    return told
+        row = watch.see(step, {"loss": loss, "grad_norm": norm, "skipped": 0.0})
+    return row
 
 
 def test_the_host_marks_spikes_and_counts_skipped_steps(tiny_config):
@@ -166,8 +166,8 @@ def test_the_host_marks_spikes_and_counts_skipped_steps(tiny_config):
     nan = {"loss": np.nan, "grad_norm": np.nan, "skipped": 1.0}
     assert watch.see(102, nan) == {"skipped": 1, "skipped_steps": 1, "loss_spike": 0}
     # If the step itself looks for spikes, its decision counts.
-    told = watch.see(103, {"loss": 2.0, "grad_norm": 0.5, "skipped": 1.0, "loss_spike": 1.0})
-    assert told == {"skipped": 1, "skipped_steps": 2, "loss_spike": 1}
+    row = watch.see(103, {"loss": 2.0, "grad_norm": 0.5, "skipped": 1.0, "loss_spike": 1.0})
+    assert row == {"skipped": 1, "skipped_steps": 2, "loss_spike": 1}
     quiet = Watch(tiny_config("train.spike_deviations=null"))
     see_usual(quiet, 100)
     assert quiet.see(101, {"loss": 2.0, "grad_norm": 5.0, "skipped": 0.0})["loss_spike"] == 0

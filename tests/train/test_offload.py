@@ -46,11 +46,15 @@ def after_three_steps(config):
     """
     run = Run(config, batch)
     config, state, table, losses = run.config, run.state, run.functions.table, []
-    lies = build_training(config, run.mesh).shardings
+    shardings = build_training(config, run.mesh).shardings
     plain = config.parallel.offload_state == "none"
-    chosen = make_update(make_optimizer(config, table)) if plain else offload.streamed_update(config, table, lies, run.mesh)
+    chosen = (
+        make_update(make_optimizer(config, table)) if plain else offload.streamed_update(config, table, shardings, run.mesh)
+    )
     gradient, params, opt_state = jax.jit(run.functions.value_and_grad), state.params, state.opt_state
-    update = jax.jit(chosen, donate_argnums=(1, 2), out_shardings=(lies.params, lies.opt_state), compiler_options=AS_WRITTEN)
+    update = jax.jit(
+        chosen, donate_argnums=(1, 2), out_shardings=(shardings.params, shardings.opt_state), compiler_options=AS_WRITTEN
+    )
     with jax.set_mesh(run.mesh):
         for seed in range(3):
             loss, gradients = gradient(params, run.place(batch(seed)))
@@ -174,15 +178,15 @@ def test_the_update_alone_needs_a_few_layers(tiny_config):
         config = tiny_config(*overrides).resolve(1)
         mesh = make_mesh(config.parallel, gpu_devices(1, 1))
         training = build_training(config, mesh)
-        lies = training.shardings
-        update = offload.streamed_update(config, training.functions.table, lies, mesh)
+        shardings = training.shardings
+        update = offload.streamed_update(config, training.functions.table, shardings, mesh)
 
         def placed(x, sharding):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         with jax.set_mesh(mesh):
-            state = jax.tree.map(placed, jax.eval_shape(training.create, 0), lies)
-            jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=(lies.params, lies.opt_state))
+            state = jax.tree.map(placed, jax.eval_shape(training.create, 0), shardings)
+            jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=(shardings.params, shardings.opt_state))
             how = (jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_))
             traced = jitted.trace(state.params, state.opt_state, state.params, *how)
             program = traced.lower(lowering_platforms=("cuda",)).compile()

@@ -1,11 +1,11 @@
-"""What benchmarks/gpu.py is to find on a GPU that is not here: each of its training cases compiled for that kind, with XLA's
-memory beside the estimate by which the case's microbatch is chosen, and the speed that the step-time model predicts. MFU counts
-attention's full square, and is of bfloat16's peak for FP8 too.
+"""Predictions for benchmarks/gpu.py without the GPU: each training case is compiled for that kind of GPU. Compares XLA's memory
+with the estimate that chooses the case's microbatch, and predicts the speed by the step-time model. MFU counts attention's full
+square, and refers to bfloat16's peak for FP8 too.
 
-    python benchmarks/gpu_foretold.py h100-80gb h200-141gb [--only PATTERN] [--write]      (extra aot; seconds for each case)
+    python benchmarks/gpu_predictions.py h100-80gb h200-141gb [--only PATTERN] [--write]      (extra aot; seconds for each case)
 
-Nothing is run. --write puts the tables into benchmarks/RESULTS.md, between their marks. The exit code is 1 where a step would
-not fit: gpu.py would then spend a GPU's minutes on a case that runs out of memory.
+It runs nothing on a GPU. --write puts the tables into benchmarks/RESULTS.md, between their markers. The exit code is 1 if a
+step does not fit: gpu.py would then spend a GPU's minutes on a case that runs out of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import gpu as benchmark
 from gpu_cases import config_of, largest_microbatch
-from marks import write_between
+from markdown_sections import write_between
 
 from jaxllm.compile.report import CompileReport, compile_report
 from jaxllm.config import Config
@@ -40,7 +40,7 @@ HEAD = (
 
 
 def training_cases(gpu: Gpu, only: str = "") -> Iterator[tuple[str, Config]]:
-    """(name, config with the microbatch that gpu.py would choose) of each case that trains jaxllm."""
+    """(name, config with the microbatch that gpu.py would choose) of each training case of jaxllm."""
     found = {"device": gpu.device_kind, "capacity_bytes": gpu.capacity_bytes}
     for case in benchmark.cases(found, dry=False):
         if case.kind == "train" and re.search(only, case.name):
@@ -62,9 +62,9 @@ def row(name: str, config: Config, gpu: Gpu, report: CompileReport) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("gpus", nargs="+", metavar="GPU", help="as jaxllm compile --gpu takes them")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="cases of such names")
-    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("gpus", nargs="+", metavar="GPU", help="kinds of GPU, as for jaxllm compile --gpu")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only cases with matching names")
+    parser.add_argument("--write", action="store_true", help="write the tables into benchmarks/RESULTS.md")
     options = parser.parse_args()
     lines, misfits = [], 0
     for gpu in map(find_gpu, options.gpus):
@@ -77,7 +77,7 @@ def main() -> None:
             misfits += not report.fits
         lines += [*new, ""]
     if options.write:
-        write_between(RESULTS, "foretold", "\n".join(lines).rstrip())
+        write_between(RESULTS, "predictions", "\n".join(lines).rstrip())
     sys.exit(bool(misfits))
 
 

@@ -1,9 +1,9 @@
-"""Runs a program in a process of its own, so that what it breaks, or runs out of, is its own affair.
+"""Runs a program in a process of its own, so that its crashes and out-of-memory errors do not affect the caller.
 
-    said, error = apart.run([sys.executable, "measure.py"], limit_s=600)
+    said, error = subprocess_runner.run([sys.executable, "measure.py"], limit_s=600)
 
-What such a program found it says on standard output as JSON objects, a line each, as early as it knows it: what was said before
-a crash is kept.
+The program prints its results to standard output as JSON objects, one per line, as early as it knows them. Results before a
+crash are kept.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 OUT_OF_MEMORY = "A device ran out of memory"
 _LATE = "It took more than"
 _RAN_OUT = re.compile(r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|[Oo]ut of memory|OutOfMemoryError")
-"""In what JAX, the driver and PyTorch say of it."""
+"""Pattern of out-of-memory messages from JAX, the driver and PyTorch."""
 
 
 def run(
     command: Sequence[str], limit_s: float, variables: Mapping[str, str] | None = None, log: Path | None = None
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """(what it said, why it failed or None). A timeout ends the process and all that it started.
+    """Returns (the objects it printed, the reason of its failure or None). After the time limit its process group is killed.
 
     Args:
-      variables: of the environment, beside those here.
-      log: a file to which its standard error is added.
+      variables: extra environment variables.
+      log: a file to which its standard error is appended.
     """
-    # A group of its own, not a session: what ends our session ends it too.
+    # A new process group, not a new session: it still ends with our session.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -44,30 +44,30 @@ def run(
     )
     late = False
     try:
-        out, told = process.communicate(timeout=limit_s)
+        out, stderr = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         late = True
         os.killpg(process.pid, signal.SIGKILL)
-        out, told = process.communicate()
+        out, stderr = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     if log is not None:
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"$ {' '.join(map(str, command))}\n{told}\n")
+            file.write(f"$ {' '.join(map(str, command))}\n{stderr}\n")
     said = [found for line in out.splitlines() if (found := _object(line)) is not None]
     if late:
         return said, f"{_LATE} {limit_s:.0f} s."
-    return said, reason(told) if process.returncode else None
+    return said, reason(stderr) if process.returncode else None
 
 
 def is_late(error: str | None) -> bool:
-    """Whether this is what `run` says of a program that took too long."""
+    """Whether the error of `run` is that a program took too long."""
     return error is not None and error.startswith(_LATE)
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """None where it is something else: a library's chatter, or half a line."""
+    """Parses a line as a JSON object. None for anything else: messages of a library, or an incomplete line."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -75,8 +75,8 @@ def _object(line: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def reason(told: str) -> str:
-    """Why a program failed, from what it wrote last."""
-    if _RAN_OUT.search(told):
+def reason(stderr: str) -> str:
+    """Reason of a program's failure, from its last output."""
+    if _RAN_OUT.search(stderr):
         return OUT_OF_MEMORY
-    return " | ".join([line.strip() for line in told.splitlines() if line.strip()][-3:])[-500:] or "It ended without a word."
+    return " | ".join([line.strip() for line in stderr.splitlines() if line.strip()][-3:])[-500:] or "It ended without a word."
