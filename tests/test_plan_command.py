@@ -113,7 +113,7 @@ def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
     out.write_text("mine")
     result = cli(recipe, "--gpus", "16", "--compile", "0", "--out", str(out))
     assert result.returncode == 2
-    assert result.stderr == f"jaxllm: --out={out} exists already, and a plan overwrites nothing: choose another file.\n"
+    assert result.stderr == f"jaxllm: --out={out} exists already, and a plan never overwrites a file: choose another file.\n"
     assert result.stdout == ""
     assert out.read_text() == "mine"
 
@@ -123,15 +123,15 @@ def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
     [
         (["--gpu", "h100"], "There is no GPU h100: did you mean h100-80gb?"),
         (["--objective", "cheap"], "--objective=cheap is not one of the choices: use speed, gpus, sequence, microbatch."),
-        (["--sweep", "hosts"], "--sweep=hosts is nothing to sweep: use --sweep gpus."),
+        (["--sweep", "hosts"], "--sweep=hosts cannot be swept: use --sweep gpus."),
         (["--tokens", "many"], "--tokens=many is not a number of tokens"),
-        (["--keep", "tensr"], "--keep=tensr is nothing that is searched: did you mean tensor?"),
+        (["--keep", "tensr"], "--keep=tensr is not a searched setting: did you mean tensor?"),
         (["--compile", "-1"], "--compile=-1 is not valid"),
         (["--gpus", "0"], "--gpus=0 is not valid"),
         (["--gpus-per-host", "5"], "--gpus-per-host=5 does not divide the 16 GPUs"),
         (["parallel.tensor=16", "--gpus", "8", "--keep", "tensor"], "What --keep holds leaves no configuration of 8 GPUs"),
         (["--tokens", "1,5T"], "--tokens=1,5T is not a number of tokens"),
-        (["--out", "/nowhere/best.yaml"], "--out=/nowhere/best.yaml: there is no folder /nowhere"),
+        (["--out", "/nowhere/best.yaml"], "--out=/nowhere/best.yaml: the folder /nowhere does not exist"),
     ],
 )
 def test_mistakes_are_one_sentence(recipe, arguments, sentence):
@@ -394,7 +394,7 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
         executor = start()
         assert isinstance(executor, Here)
         assert executor.submit(os.getpid).result() == os.getpid()
-    assert "No processes to compile in (no more processes)" in caplog.text
+    assert "no processes could be started (no more processes)" in caplog.text
 
 
 def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):

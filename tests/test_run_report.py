@@ -309,13 +309,13 @@ def test_the_noise_scales_interval_gives_one_of_ranks(run):
     )
     unknown = report_on(run(steps(20, noise_scale_tokens=1100.0, noise_scale_low=0.0, noise_scale_high=None)))
     assert unknown.by_interval == ()
-    assert "The noise scale has no interval, so that may be far off: measure it over more steps." in unknown.verdict()
+    assert "The noise scale has no interval, so this may be far off: measure it over more steps." in unknown.verdict()
     assert "about 1.1k tokens: too few or too noisy estimates to read it" in " ".join(unknown.notes())
 
 
 def test_without_a_noise_scale_it_says_what_to_set(run):
     assert report_on(run(steps(5))).verdict() == [
-        "What more data ranks would give is not known: the noise scale was not measured; set log.noise_scale_every."
+        "The effect of more data ranks is not known: the noise scale was not measured; set log.noise_scale_every."
     ]
     below = report_on(run(steps(5, noise_scale_tokens=-3.0)))
     assert "never above 0" in below.why_not
@@ -326,7 +326,7 @@ def test_without_a_noise_scale_it_says_what_to_set(run):
 def test_dilocos_islands_are_under_another_law(run):
     overrides = ("parallel.replica=2", "train.diloco_steps=2", "train.diloco_after_steps=1")
     report = report_on(run(steps(4, noise_scale_tokens=1100.0), *overrides))
-    assert "with DiLoCo islands step on their own" in report.why_not
+    assert "with DiLoCo, replicas step independently" in report.why_not
     assert report.noise == (1100.0, BATCH / 2)
 
 
@@ -391,7 +391,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(run, tmp_path):
     assert "a &lt;b&gt; &amp; &quot;c&quot;" in text
     titles = [svg.find("{*}title").text for svg in pictures(text)]
     assert titles[:5] == ["Loss", "Learning rate", "Batch and noise scale", "Gradient norm", "Speed"]
-    assert titles[5] == "Memory (not told: in use)"
+    assert titles[5] == "Memory (not logged: in use)"
     assert titles[6] == "From the first start to the last step"
     assert [title.split(" to ")[0] for title in titles[7:]] == ["Hours", "GPU-hours"]
     assert "nan" not in text.lower()
@@ -418,7 +418,7 @@ def test_the_command_writes_the_page_and_prints_json_alone(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere"], "nowhere is no run directory, for it has no metrics.jsonl: give what run.dir was."),
+        (["nowhere"], "nowhere is not a run directory, because it has no metrics.jsonl: give the run's run.dir."),
         (["RUN", "--loss", "0.5"], "--loss=0.5 was not reached: the least smoothed loss of RUN is 4"),
         (["RUN", "--gpu", "h101"], "There is no GPU h101"),
         (["RUN", "--out", "/proc/nowhere.html"], "--out=/proc/nowhere.html cannot be written"),
@@ -433,7 +433,7 @@ def test_mistakes_end_in_one_sentence(run, arguments, sentence):
 
 def test_a_run_without_steps_or_config_is_refused(run):
     folder = run([{"step": 0, "eval_loss": 5.0}])
-    with pytest.raises(ConfigError, match="has no step yet: look again when the first is done"):
+    with pytest.raises(ConfigError, match="has no step yet: try again when the first step is done"):
         report_on(folder)
     (folder / "config.yaml").write_text("a: [")
     write_lines(folder / "metrics.jsonl", steps(1))

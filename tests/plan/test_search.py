@@ -253,9 +253,9 @@ def test_what_is_kept_is_not_searched():
 @pytest.mark.parametrize(
     ("keep", "sentence"),
     [
-        ("tenser", "--keep=tenser is nothing that is searched: did you mean tensor?"),
+        ("tenser", "--keep=tenser is not a searched setting: did you mean tensor?"),
         ("colour", "choose among pipe, data, context, tensor, zero, schedule, remat, microbatch_sequences."),
-        ("data", "--keep=data needs a number there: set parallel.data"),
+        ("data", "--keep=data needs a number: set parallel.data"),
         ("microbatch_sequences", "set train.microbatch_sequences, or leave it out."),
     ],
 )
