@@ -76,7 +76,8 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
 
     import jaxllm
     from jaxllm.pretrained.folder import versions
-    from jaxllm.train.checkpoint import Checkpoints, describe_run, saved_steps
+    from jaxllm.train.checkpoint import Checkpoints
+    from jaxllm.train.checkpoint_files import describe_run, saved_steps
 
     trainer = jaxllm.Trainer(config)
     for _ in trainer.steps(3):

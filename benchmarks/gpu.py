@@ -41,9 +41,9 @@ import gpu_table
 from gpu_cases import config_of, largest_microbatch
 
 from jaxllm.config import ConfigError
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import gpu_from_device_kind
 from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.search import FIT_SHARE
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 CASES = Path(__file__).with_name("gpu_cases.py")

@@ -34,9 +34,9 @@ import step
 import jaxllm
 from jaxllm.config import Config, ModelConfig, load_config
 from jaxllm.plan.flops import attention_flops_per_token, parameter_count, train_flops_per_token
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
 from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.search import FIT_SHARE
 
 Figures = dict[str, Any]
 Tell = Callable[..., None]

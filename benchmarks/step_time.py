@@ -22,7 +22,8 @@ from pathlib import Path
 
 from jaxllm.config import Config, load_config
 from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.step_time import FITTED, Fitted, estimate_step_time
+from jaxllm.plan.step_parts import FITTED, Fitted
+from jaxllm.plan.step_time import estimate_step_time
 
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
 ROUNDING = 0.01

@@ -67,6 +67,18 @@ convert_app = typer.Typer(
 )
 app.add_typer(convert_app, name="convert")
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+GpuCount = Annotated[
+    int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
+]
+GpusPerHost = Annotated[
+    int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
+]
+CacheDir = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Where compile reports are kept; default: jaxllm/compile in the user's cache.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")]
+SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
 Verify = Annotated[
     bool,
@@ -122,11 +134,12 @@ def inspect(
         str | None,
         typer.Option(metavar="FILE.png", help="Draw which context rank computes which block of attention, and when."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows the mesh and the parameters, and where work is wasted. Every parameter with its shardings and bytes per device."""
     loaded = load(recipe)
-    from jaxllm.report import inspect_config, render
+    from jaxllm.inspect_text import render
+    from jaxllm.report import inspect_config
 
     report = inspect_config(loaded, gpus, gpus_per_host)
     if picture is not None:
@@ -148,12 +161,8 @@ def estimate(
         str | None,
         typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: bytes alone."),
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
-    ] = None,
-    gpus_per_host: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
-    ] = None,
+    gpus: GpuCount = None,
+    gpus_per_host: GpusPerHost = None,
     convention: Annotated[
         str,
         typer.Option(
@@ -169,7 +178,7 @@ def estimate(
             metavar="WHAT", help="Draw bytes over sequence, microbatch or step instead; step compiles for --gpu (extra aot)."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Says what memory a device needs, and how fast it will be. Bytes by term and stage, by closed forms, in a moment."""
     from jaxllm.plan.estimate import estimate as estimate_config
@@ -195,20 +204,14 @@ def compile_(
         str | None,
         typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the devices here."),
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
-    ] = None,
-    gpus_per_host: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
-    ] = None,
+    gpus: GpuCount = None,
+    gpus_per_host: GpusPerHost = None,
     real_memory: Annotated[
         bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory: does XLA rematerialise?")
     ] = False,
-    cache: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where reports are kept; default: jaxllm/compile in the user's cache.")
-    ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    cache: CacheDir = None,
+    no_cache: NoCache = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compiles the real train step for GPUs that need not be here. Says its bytes, what it sends, and whether it fits."""
     from jaxllm.plan.hardware import find_gpu
@@ -233,12 +236,8 @@ def compile_(
 def plan(
     recipe: Recipe,
     gpu: Annotated[str, typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h200-141gb.")] = "h100-80gb",
-    gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
-    ] = None,
-    gpus_per_host: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
-    ] = None,
+    gpus: GpuCount = None,
+    gpus_per_host: GpusPerHost = None,
     compile_: Annotated[
         int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates alone.")
     ] = 8,
@@ -264,11 +263,9 @@ def plan(
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the winner as a recipe; a new file.")] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=0, help="Candidates in the table.")] = 10,
-    cache: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where compile reports are kept; default: as `jaxllm compile`.")
-    ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    cache: CacheDir = None,
+    no_cache: NoCache = False,
+    as_json: AsJson = False,
 ) -> None:
     """Searches for what fits and is fastest. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
     loaded = load(recipe)
@@ -313,7 +310,7 @@ def plan(
 def schedule(
     recipe: Recipe,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows the pipeline's schedule. What each stage does when, how much of the step it is idle, what it must remember."""
     loaded = load(recipe)
@@ -361,7 +358,7 @@ def report_(
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
-    step: Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")] = None,
+    step: SavedStep = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     force: Force = False,
 ) -> None:
@@ -404,7 +401,7 @@ def evaluate(
         ),
     ] = None,
     tokenizer: OtherTokenizer = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Scores a text: nats per token, perplexity, bits per byte. Windows overlap by --stride alone; the rest is dropped."""
     from jaxllm import predict
@@ -442,7 +439,7 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, besides stop tokens; may be given again.")
     ] = None,
     tokenizer: OtherTokenizer = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Continues prompts, to see what a model has learned. With a key-value cache; shows text as it comes."""
     from jaxllm import predict
@@ -479,7 +476,7 @@ def doctor(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME|FILE.yaml", help="What to expect of the devices; default: by their kind.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Checks devices, network, clocks and run directory. Here, or on all processes of a launch; exit code 1 if one fails."""
     from jaxllm.doctor import examine, read, render
@@ -521,7 +518,7 @@ def data_prepare(
         typer.Option(metavar="MIB", help="MiB of input that become one shard, about; default: a 64th of it, but 4 to 256."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tokenizes text once into a folder to train on. With several processes; run it again to go on."""
     from jaxllm.data.prepare import parse_shard, prepare
@@ -561,7 +558,7 @@ def convert_from_hf(
 def convert_to_hf(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A folder of jaxllm's, a run directory or a checkpoint.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, as transformers loads it.")],
-    step: Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")] = None,
+    step: SavedStep = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
     ] = None,

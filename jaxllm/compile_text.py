@@ -14,6 +14,7 @@ from rich.text import Text
 
 from jaxllm.compile_report import CompileReport
 from jaxllm.overlap import total
+from jaxllm.plan.cluster import hosts_text
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, readable
 from jaxllm.report import axes_line
 
@@ -24,12 +25,11 @@ ROWS = 14
 
 def render(report: CompileReport) -> Group:
     """The report for a terminal of at least 80 columns."""
-    hosts = report.gpus // report.gpus_per_host
     taken = f"compiled in {report.compile_s:.1f} s" + (", earlier (from the cache)" if report.cached else "")
     parts = [
         Text(
-            f"The train step for {report.gpus} x {report.gpu}, {hosts} {'host' if hosts == 1 else 'hosts'} of "
-            f"{report.gpus_per_host} ({report.hosts_because}), {taken}"
+            f"The train step for {report.gpus} x {report.gpu}, "
+            f"{hosts_text(report.gpus, report.gpus_per_host)} ({report.hosts_because}), {taken}"
         ),
         Text(f"  {axes_line(report.mesh)}; attention {report.attention}"),
         Text("\nBytes on one device, by XLA"),

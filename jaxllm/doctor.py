@@ -34,7 +34,7 @@ from jaxllm.peers import print_sentence
 from jaxllm.plan.flops import parameter_count
 from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
 from jaxllm.plan.network import links_of
-from jaxllm.plan.step_time import BANDWIDTH_SHARE
+from jaxllm.plan.step_parts import BANDWIDTH_SHARE
 from jaxllm.probes import Collective, Facts
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20

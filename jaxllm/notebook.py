@@ -1,7 +1,8 @@
-"""How a notebook shows what cannot bring its own `_repr_html_`: JAX's mesh, and a compile report, whose text lies above it.
+"""How a notebook shows what cannot bring its own `_repr_html_`: JAX's mesh, and a plan and the reports of `inspect` and
+`compile`, whose texts are written by modules above them.
 
-Config, model, plan, estimate and the report of `inspect_config` bring theirs. `import jaxllm` in a notebook registers the
-compile report, and jaxllm.api, which brings JAX in, the mesh.
+Config, model and estimate bring theirs. `import jaxllm` in a notebook registers the plan and the reports, and jaxllm.api, which
+brings JAX in, the mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def register() -> None:
     shell = None if ipython is None else ipython.get_ipython()
     if shell is not None:
         formatter = shell.display_formatter.formatters["text/html"]
-        # By name: few notebooks use the compiler's part of jaxllm.
+        # By name: few notebooks use the planner or the compiler's part of jaxllm.
+        formatter.for_type_by_name("jaxllm.plan.found", "Plan", plan_html)
+        formatter.for_type_by_name("jaxllm.report", "Report", inspect_html)
         formatter.for_type_by_name("jaxllm.compile_report", "CompileReport", compile_html)
         if "jax" in sys.modules:
             from jax.sharding import Mesh
@@ -53,9 +56,23 @@ def mesh_html(mesh: Mesh) -> str:
     return table(shown, ["", *(f"{fast} {i}" for i in range(width))], caption=caption)
 
 
+def plan_html(plan: Any) -> str:
+    """The heading, the best candidates and what was left out."""
+    from jaxllm.plan.search_text import as_html
+
+    return as_html(plan)
+
+
+def inspect_html(report: Any) -> str:
+    """What `jaxllm inspect` prints."""
+    from jaxllm.inspect_text import in_columns, render
+
+    return preformatted(in_columns(render(report)))
+
+
 def compile_html(report: Any) -> str:
     """What `jaxllm compile` prints."""
     from jaxllm.compile_text import render
-    from jaxllm.report import in_columns
+    from jaxllm.inspect_text import in_columns
 
     return preformatted(in_columns(render(report)))

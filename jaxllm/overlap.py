@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from jaxllm.hlo import Collective, Instruction, Module, byte_size, turns
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.network import Links, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
-from jaxllm.plan.step_time import BANDWIDTH_SHARE, FITTED
+from jaxllm.plan.step_parts import BANDWIDTH_SHARE, FITTED
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxllm import exits, progress
 from jaxllm.config import ConfigError
+from jaxllm.socket_messages import Reader
 
 BEAT_S = 1.0
 MOST_NAMED = 16
@@ -91,7 +92,7 @@ class _Link:
     rank: int | None
     """None until it has said who it is."""
     heard_s: float
-    buffer: bytes = b""
+    reader: Reader = field(default_factory=lambda: Reader(LONGEST_BYTES))
     excused: bool = False
     """It said farewell, or that it fails: nothing more is expected of it."""
 
@@ -99,21 +100,6 @@ class _Link:
         # Closed, or so full that the other has not read for minutes: both are found on the receiving side.
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; None if the other end is closed."""
-        try:
-            received = self.socket.recv(65536)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not received:
-            return None
-        *lines, self.buffer = (self.buffer + received).split(b"\n")
-        if len(self.buffer) > LONGEST_BYTES:
-            raise ValueError("none of our messages")
-        return [json.loads(line) for line in lines]
 
 
 class Line:
@@ -342,7 +328,7 @@ class Line:
 
     def _read(self, link: _Link) -> None:
         try:
-            messages = link.receive()
+            messages = link.reader.receive(link.socket)
             if messages is None:
                 self._closed(link)
                 return

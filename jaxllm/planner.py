@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,8 +24,9 @@ from jaxllm.plan.cluster import require_devices
 from jaxllm.plan.confirm import Here, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
+from jaxllm.plan.found import Plan
 from jaxllm.plan.hardware import Gpu, find_gpu
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, Plan, Progress, search, why_nothing
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,
@@ -50,12 +51,10 @@ def plan(
     *,
     compile: int = 0,
     objective: Objective = "speed",
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
     cache: Path | None = None,
     workers: int = WORKERS,
     progress: Progress | None = None,
+    **rules: Any,
 ) -> Plan:
     """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for the fastest config that fits.
 
@@ -70,12 +69,11 @@ def plan(
         is marked as not confirmed.
       objective: speed: tokens/s/GPU; gpus: the fewest GPUs on which any config fits; sequence: the longest sequence with which
         any config fits; microbatch: the largest. Ties go to the fastest.
-      keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero, schedule, remat,
-        microbatch_sequences.
-      across_hosts: whether context x tensor may cross hosts; None: only if nothing fits otherwise.
-      host_bytes_per_gpu: limit of host memory for offloading.
       cache: folder of compile reports, read and extended.
       workers: compilations at the same time.
+      rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
+        schedule, remat, microbatch_sequences. across_hosts: whether context x tensor may cross hosts; None: only if nothing
+        fits otherwise. host_bytes_per_gpu: limit of host memory for offloading.
 
     Raises:
       ConfigError: nothing fits (with the cheapest change that would), or an argument is invalid.
@@ -90,16 +88,15 @@ def plan(
         )
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)
-    rules: dict[str, Any] = {"keep": keep, "across_hosts": across_hosts, "host_bytes_per_gpu": host_bytes_per_gpu}
-    options = {**rules, "progress": progress}
+    options = SearchOptions(**{"largest_microbatch": objective == "microbatch", **rules})
     if objective == "gpus":
-        found = smallest_cluster(config, kind, count, gpus_per_host, **options)
+        found = smallest_cluster(config, kind, count, gpus_per_host, options, progress=progress)
     elif objective == "sequence":
-        found = longest_sequence(config, kind, count, gpus_per_host, **options)
+        found = longest_sequence(config, kind, count, gpus_per_host, options, progress=progress)
     else:
-        found = search(config, kind, count, gpus_per_host, largest_microbatch=objective == "microbatch", **options)
+        found = search(config, kind, count, gpus_per_host, options, progress=progress)
     if not found.candidates and not found.interrupted:
-        raise ConfigError(why_nothing(found, **rules))
+        raise ConfigError(why_nothing(found, options))
     if compile and not found.interrupted:
         found = _confirmed(found, compile, cache, workers, progress)
         if not found.candidates and not found.interrupted:
@@ -130,6 +127,12 @@ class Request:
     cache: str | None = None
     """None: jaxllm/compile in the user's cache folder."""
     no_cache: bool = False
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Fields of SearchOptions."""
+        host_bytes = self.host_gib_per_gpu * 2**30
+        return {"keep": self.keep, "across_hosts": self.across_hosts, "host_bytes_per_gpu": host_bytes}
 
 
 @dataclass(frozen=True)
@@ -188,11 +191,9 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
         request.gpus_per_host,
         compile=request.compile,
         objective=request.objective,
-        keep=request.keep,
-        across_hosts=request.across_hosts,
-        host_bytes_per_gpu=request.host_gib_per_gpu * 2**30,
         cache=cache,
         progress=progress,
+        **request.rules,
     )
     if not found.candidates:
         raise KeyboardInterrupt
@@ -203,13 +204,10 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
             found.gpu,
             most,
             request.gpus_per_host,
+            SearchOptions(**request.rules, largest_microbatch=request.objective == "microbatch"),
             known=found,
             tokens=tokens,
             progress=progress,
-            keep=request.keep,
-            across_hosts=request.across_hosts,
-            host_bytes_per_gpu=request.host_gib_per_gpu * 2**30,
-            largest_microbatch=request.objective == "microbatch",
         )
     cost = None if tokens is None else cost_of(found, tokens)
     return Outcome(found, request.objective, objective_line(request.objective, config, most), cost, sweep)

@@ -10,7 +10,9 @@ What is wrong with a text or an option is said before a device is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -73,62 +75,86 @@ def evaluate(
     return score(loaded.functions, loaded.params, loaded.mesh, windows, width=width, progress=progress)
 
 
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How prompts are continued.
+
+    Raises:
+      ConfigError: an option makes no sense.
+    """
+
+    chat: bool = False
+    """Each prompt is what a user says, and the answer is generated."""
+    system: str | None = None
+    """With `chat`, the system message; default: the template's own, if it has one."""
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """This, top_p, top_k and seed: see Sampling; by default the likeliest token is taken."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    stop: str | Sequence[str] = ()
+    """A text, or several, that end a continuation and are not part of it; one that spells a special token is that token."""
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens={self.max_new_tokens} leaves nothing to generate: use 1 or more.")
+        if "" in self.stops:
+            raise ConfigError("--stop is empty, and would end every text before it begins: give at least one character.")
+
+    @property
+    def stops(self) -> Sequence[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+
+
 def generate(
     model: str | Path,
     prompts: str | Sequence[str],
     overrides: Sequence[str] = (),
     *,
-    chat: bool = False,
-    system: str | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
     tokenizer: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     on_text: Callable[[int, str, bool], None] = lambda row, text, ended: None,
+    **options: Any,
 ) -> list[Completion]:
     """Continues each prompt, all at once and each as if it were alone, up to a stop token, a stop text or max_new_tokens.
 
     Args:
       model, overrides, tokenizer, say: as for `evaluate`.
       prompts: a text to go on with, or several; with `chat` each is what a user says, and the answer is generated.
-      system: with `chat`, the system message; default: the template's own, if it has one.
-      temperature, top_p, top_k, seed: see Sampling; by default the likeliest token is taken.
-      stop: a text, or several, that end a continuation and are not part of it; one that spells a special token is that token.
       on_text: called with (number of the prompt, text that has come, whether that was all) as it comes.
+      options: fields of GenerateOptions: chat, system, max_new_tokens, temperature, top_p, top_k, seed, stop.
 
     Raises:
       ConfigError: a prompt or an option makes no sense, or the model does not fit the mesh.
     """
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    prompts, stop = ([texts] if isinstance(texts, str) else texts for texts in (prompts, stop))
+    how = GenerateOptions(**options)
+    sampling = how.sampling
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise ConfigError("There is no prompt: give one with --prompt.")
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens={max_new_tokens} leaves nothing to generate: use 1 or more.")
-    if "" in stop:
-        raise ConfigError("--stop is empty, and would end every text before it begins: give at least one character.")
     home = find_weights(KEY, str(model)).outline()
     reader, vocab_size = _tokenizer(home, tokenizer, say), home.model["vocab_size"]
-    template = _template(home, reader, chat, system)
+    template = _template(home, reader, how.chat, how.system)
     if template is None:
         ids = [encode_prompt(reader, prompt, vocab_size) for prompt in prompts]
     else:
-        ids = [encode_chat(reader, template, prompt, vocab_size, system) for prompt in prompts]
+        ids = [encode_chat(reader, template, prompt, vocab_size, how.system) for prompt in prompts]
     # A folder without a generation_config.json says it in its config.json.
-    ends = stop_ids(reader, {**home.original_config, **home.generation}, template, stop)
-    most = max(map(len, ids)) + max_new_tokens
+    ends = stop_ids(reader, {**home.original_config, **home.generation}, template, how.stops)
+    most = max(map(len, ids)) + how.max_new_tokens
     loaded = _open(model, overrides, _divisible(bucket(most), overrides))
     _announce(say, loaded)
     _note_length(say, home, most)
     generator = Generator(loaded.model)
     # The generator has what it needs, and in another dtype than this where they differ.
     del loaded
-    options = {"sampling": sampling, "stop_ids": ends, "stop_texts": stop, "on_text": on_text}
-    return complete(generator, reader, ids, new_tokens=max_new_tokens, **options)
+    rest = {"sampling": sampling, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text}
+    return complete(generator, reader, ids, new_tokens=how.max_new_tokens, **rest)
 
 
 def _longest(home: Folder) -> int | None:

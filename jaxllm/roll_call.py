@@ -25,6 +25,7 @@ from typing import Any
 from jaxllm.config_errors import ConfigError
 from jaxllm.launchers import COORDINATOR, Launch, is_loopback
 from jaxllm.roll_verdicts import Call, is_here, missing, shares, stranger, unfit
+from jaxllm.socket_messages import Reader
 
 MAGIC = "jaxllm roll call "
 LONGEST_CALL, LONGEST_ANSWER = 2**16, 2**24
@@ -260,7 +261,7 @@ class _Guest:
     """A connection to process 0."""
 
     def __init__(self, connection: socket.socket):
-        self.socket, self.buffer = connection, b""
+        self.socket, self.reader = connection, Reader(LONGEST_CALL, MAGIC)
         self.call: Call | None = None
         self.ready = False
         """It has said that it is still there."""
@@ -268,16 +269,7 @@ class _Guest:
     def receive(self) -> list[dict[str, Any]] | None:
         """What came since; None: it hung up, or is none of ours."""
         try:
-            received = self.socket.recv(LONGEST_CALL)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        *lines, self.buffer = (self.buffer + received).split(b"\n")
-        if not received or len(self.buffer) > LONGEST_CALL:
-            return None
-        try:
-            return [_parsed(line) for line in lines]
+            return self.reader.receive(self.socket)
         except ValueError:
             return None
 
@@ -344,9 +336,10 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
 
 def _converse(connection: socket.socket, own: Call, until_s: float) -> Answer:
     connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
-    answer, buffer = None, bytearray()
-    message = _next(connection, buffer, min(until_s, time.monotonic() + FIRST_WORD_S))
+    answer, reader = None, Reader(LONGEST_ANSWER, MAGIC)
+    messages = _next(connection, reader, min(until_s, time.monotonic() + FIRST_WORD_S))
     while True:
+        message = messages.pop(0)
         if "wait_s" in message:
             # Process 0 may have been started later, and then waits longer.
             until_s = max(until_s, time.monotonic() + float(message["wait_s"]) + 2 * GRACE_S)
@@ -362,12 +355,13 @@ def _converse(connection: socket.socket, own: Call, until_s: float) -> Answer:
             connection.sendall(f'{MAGIC}{{"ready": true}}\n'.encode())
         elif "start" in message and answer is not None:
             return answer
-        message = _next(connection, buffer, until_s)
+        messages = messages or _next(connection, reader, until_s)
 
 
-def _next(connection: socket.socket, buffer: bytearray, until_s: float) -> dict[str, Any]:
-    """The next message; OSError or _NotYet: there is none."""
-    while b"\n" not in buffer:
+def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[dict[str, Any]]:
+    """The next message, and those that came with it; OSError or _NotYet: there is none."""
+    messages: list[dict[str, Any]] = []
+    while not messages:
         connection.settimeout(max(until_s - time.monotonic(), 0.1))
         try:
             received = connection.recv(65536)
@@ -375,15 +369,11 @@ def _next(connection: socket.socket, buffer: bytearray, until_s: float) -> dict[
             raise _NotYet("it does not answer") from None
         if not received:
             raise _NotYet("it hung up")
-        buffer += received
-        if len(buffer) > LONGEST_ANSWER or not buffer.startswith(MAGIC.encode()[: len(buffer)]):
-            raise _NotYet("something else answers there")
-    line, _, rest = bytes(buffer).partition(b"\n")
-    buffer[:] = rest
-    try:
-        return _parsed(line)
-    except ValueError:
-        raise _NotYet("something else answers there") from None
+        try:
+            messages = reader.read(received)
+        except ValueError:
+            raise _NotYet("something else answers there") from None
+    return messages
 
 
 def _ask(address: str, launch: Launch, own: Call) -> str:
@@ -400,17 +390,6 @@ def _ask(address: str, launch: Launch, own: Call) -> str:
     except (OSError, _NotYet):
         pass
     return ""
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """ValueError: it is no message of ours."""
-    text = line.decode()
-    if not text.startswith(MAGIC):
-        raise ValueError(text)
-    message = json.loads(text.removeprefix(MAGIC))
-    if not isinstance(message, dict):
-        raise ValueError(text)
-    return message
 
 
 def _call_of(message: dict[str, Any]) -> Call | None:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
 from jaxllm.mesh import PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
-from jaxllm.plan.memory import ZERO_DIMS
+from jaxllm.plan.parameters import ZERO_DIMS
 
 Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]

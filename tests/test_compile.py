@@ -21,7 +21,8 @@ from tiny import SMALL_MODEL
 from jaxllm import compile_report as module
 from jaxllm import xla_flags
 from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, trace_step
-from jaxllm.compile_report import compile_report, kernel_flops, origin, report_from_json
+from jaxllm.compile_program import kernel_flops, origin
+from jaxllm.compile_report import compile_report, report_from_json
 from jaxllm.compile_text import render
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.plan.hardware import GPUS, find_gpu

@@ -19,6 +19,7 @@ SECTIONS: dict[str, type[BaseModel]] = {name: field.annotation for name, field i
 OTHERS = {"rope_scaling": RopeScaling, "sources": SourceConfig, "mixture": SourceConfig}
 CLASSES = {cls.__name__: cls for cls in (*SECTIONS.values(), *OTHERS.values())}
 NAMED = {**SECTIONS, **OTHERS}
+CHECKS = ("_check", "_derive", "check_split", "check_diloco", "check_batch_schedule")
 
 
 def keys() -> list[tuple[str, str]]:
@@ -27,7 +28,7 @@ def keys() -> list[tuple[str, str]]:
 
 def is_checked_only(function: ast.AST) -> bool:
     """Validators, and the functions they call, refuse configs; reading a key there gives it no meaning."""
-    return isinstance(function, ast.FunctionDef) and function.name.startswith(("_check", "_derive"))
+    return isinstance(function, ast.FunctionDef) and function.name.startswith(CHECKS)
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:

@@ -18,7 +18,7 @@ from jaxllm.diagnosis import FAIL, OK, WARN, Row, named
 from jaxllm.launchers import Place
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
-from jaxllm.plan.step_time import BANDWIDTH_SHARE
+from jaxllm.plan.step_parts import BANDWIDTH_SHARE
 from jaxllm.probes import Card, Collective, Facts, Folder
 
 CHECKOUT = Path(__file__).parents[1]

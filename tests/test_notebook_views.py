@@ -22,11 +22,13 @@ from jaxllm import notebook
 from jaxllm.compile_report import CompileReport
 from jaxllm.config import load_config
 from jaxllm.html_tables import table
+from jaxllm.inspect_text import in_columns
 from jaxllm.model.llama import Llama
 from jaxllm.plan.estimate import estimate
+from jaxllm.plan.found import Plan
 from jaxllm.plan.search_text import WIDTH, render
 from jaxllm.planner import plan
-from jaxllm.report import in_columns, inspect_config
+from jaxllm.report import Report, inspect_config
 from jaxllm.train.console import Console
 
 LARGE = {
@@ -79,9 +81,12 @@ def test_a_kernel_learns_how_to_show_a_mesh(monkeypatch):
     shell = SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": Formatter}))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     notebook.register()
-    named = ("jaxllm.compile_report", "CompileReport")
-    assert known == {Mesh: notebook.mesh_html, named: notebook.compile_html}
-    assert (CompileReport.__module__, CompileReport.__qualname__) == named
+    assert known == {
+        Mesh: notebook.mesh_html,
+        (Plan.__module__, Plan.__qualname__): notebook.plan_html,
+        (Report.__module__, Report.__qualname__): notebook.inspect_html,
+        (CompileReport.__module__, CompileReport.__qualname__): notebook.compile_html,
+    }
 
 
 def test_a_model_shows_every_parameter_by_its_dims():
@@ -97,7 +102,7 @@ def test_a_plan_shows_a_line_alone_and_a_table_in_a_notebook(found):
         f"<Plan for 32 x h100-80gb: {len(found.candidates):,} configurations fit; the best <pipe 4 x "
     )
     assert "\n" not in repr(found)
-    shown = found._repr_html_()
+    shown = notebook.plan_html(found)
     assert shown.count("tokens/s") >= 1
     assert f"{found.candidates[0].tokens_per_s_per_gpu:,.0f}" in shown
 
@@ -108,7 +113,7 @@ def test_an_estimate_and_a_report_show_what_the_commands_print(found):
     assert "Bytes on one device" in small._repr_html_()
     report = inspect_config(load_config(TINY, ["data.source=python_stdlib"]), gpus=8)
     assert repr(report) == "<Report of 34,976 parameters on pipe 1 x data 8 x context 1 x tensor 1>"
-    assert "On each device with ZeRO 1" in report._repr_html_()
+    assert "On each device with ZeRO 1" in notebook.inspect_html(report)
 
 
 def test_what_a_notebook_shows_of_a_report_is_one_output(monkeypatch):

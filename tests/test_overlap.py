@@ -2,12 +2,12 @@
 
 import pytest
 
-from jaxllm.compile_report import untold
+from jaxllm.compile_warnings import untold
 from jaxllm.hlo import Module
 from jaxllm.overlap import by_kind, play, total
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.network import all_gather_s, group_of, links_of
-from jaxllm.plan.step_time import BANDWIDTH_SHARE, FITTED
+from jaxllm.plan.step_parts import BANDWIDTH_SHARE, FITTED
 
 H100 = GPUS["h100-80gb"]
 AXES = {"pipe": 1, "data": 4, "context": 1, "tensor": 2}

@@ -22,9 +22,10 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.plan import memory
 from jaxllm.plan.confirm import Here
 from jaxllm.plan.flops import train_flops_per_token
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.recipe import recipe as recipe_of
-from jaxllm.plan.search import FIT_SHARE, search
+from jaxllm.plan.search import SearchOptions, search
 from jaxllm.planner import Compiler, Request, outcome, plan, processes
 
 RECIPE = {
@@ -257,7 +258,9 @@ def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeyp
         assert (found.plan.gpus < gpus) is (objective == "gpus")
         if objective == "microbatch":
             for row in found.sweep.rows[:-1]:
-                alike = search(config, GPUS["h100-80gb"], row.gpus, keep=request.keep, largest_microbatch=True)
+                alike = search(
+                    config, GPUS["h100-80gb"], row.gpus, options=SearchOptions(keep=request.keep, largest_microbatch=True)
+                )
                 assert row.best == alike.candidates[0]
 
 
@@ -287,18 +290,20 @@ def test_objectives(recipe, objective):
     found = plan(config, "a100-40gb", 8, objective=objective, keep=["schedule", "zero"])
     limit = FIT_SHARE * found.capacity_bytes
     assert all(one.estimate_bytes <= limit for one in found.candidates)
-    speed = search(config, GPUS["a100-40gb"], 8, keep=["schedule", "zero"])
+    speed = search(config, GPUS["a100-40gb"], 8, options=SearchOptions(keep=["schedule", "zero"]))
     if objective == "gpus":
         assert found.gpus < 8
         assert (
-            not search(config, GPUS["a100-40gb"], max(1, found.gpus // 2), keep=["schedule", "zero"]).candidates
+            not search(
+                config, GPUS["a100-40gb"], max(1, found.gpus // 2), options=SearchOptions(keep=["schedule", "zero"])
+            ).candidates
             or found.gpus == 1
         )
     elif objective == "sequence":
         length = found.config.train.sequence_length
         assert length > config.train.sequence_length
         longer = config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": length + 1024})})
-        assert not search(longer, GPUS["a100-40gb"], 8, keep=["schedule", "zero"]).candidates
+        assert not search(longer, GPUS["a100-40gb"], 8, options=SearchOptions(keep=["schedule", "zero"])).candidates
     else:
         assert found.best.microbatch_sequences == max(one.config.microbatch_sequences for one in speed.candidates)
 

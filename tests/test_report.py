@@ -13,8 +13,9 @@ import yaml
 from rich.console import Console
 
 from jaxllm.config import ConfigError, config_folder, load_config
+from jaxllm.inspect_text import render
 from jaxllm.mesh import make_mesh
-from jaxllm.report import inspect_config, render
+from jaxllm.report import inspect_config
 from jaxllm.train.build import build_training
 
 ROOT = config_folder().parent

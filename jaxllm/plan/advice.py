@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.plan.found import Memory
 from jaxllm.plan.hardware import Gpu, readable
 from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, Memory, search
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
 from jaxllm.plan.step_time import estimate_step_time
 
 CHUNK_TOKENS = 1024
@@ -240,8 +241,7 @@ class _Trial:
                 self.gpu,
                 self.config.devices,
                 self.gpus_per_host,
-                device_bytes=self.capacity_bytes,
-                estimate=self.estimate,
+                SearchOptions(device_bytes=self.capacity_bytes, estimate=self.estimate),
             )
             if plan.interrupted:
                 raise KeyboardInterrupt

@@ -36,6 +36,12 @@ def require_devices(config: Config, gpus: int | None) -> int:
     return named
 
 
+def hosts_text(gpus: int, per_host: int) -> str:
+    """'2 hosts of 8'."""
+    hosts = gpus // per_host
+    return f"{hosts} {'host' if hosts == 1 else 'hosts'} of {per_host}"
+
+
 def hosts_of(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
     """(GPUs per host, reason). Without a given number, a host has at most `largest` GPUs.
 

@@ -14,8 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.plan.found import Plan, Rejected
 from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import CONFIGURATION, Plan, Progress, Rejected
+from jaxllm.plan.search import CONFIGURATION, Progress
 
 TRIES = 3
 """Limit on compilations, as a multiple of the number to confirm."""

@@ -17,12 +17,13 @@ from jaxllm.html_tables import preformatted
 from jaxllm.plan import flops
 from jaxllm.plan.activations import remat_words
 from jaxllm.plan.advice import Change, changes_that_fit
-from jaxllm.plan.cluster import HOST_GPUS, hosts_of, require_devices
+from jaxllm.plan.cluster import HOST_GPUS, hosts_of, hosts_text, require_devices
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
 from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE
-from jaxllm.plan.step_time import CONVENTIONS, Convention, StepTime, estimate_step_time, step_time_lines
+from jaxllm.plan.step_parts import StepTime
+from jaxllm.plan.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""
@@ -181,12 +182,10 @@ class Estimate:
             yield from self._speed_lines(self.speed)
 
     def _heading(self) -> Iterator[str]:
-        config, hosts = self.config, self.devices // self.gpus_per_host
-        parallel, train = config.parallel, config.train
+        config, parallel, train = self.config, self.config.parallel, self.config.train
         on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPU{'s' if self.devices > 1 else ''}"
         yield (
-            f"{config.model.name or 'The model'} on {on}, {hosts} {'host' if hosts == 1 else 'hosts'} of "
-            f"{self.gpus_per_host} ({self.hosts_because})"
+            f"{config.model.name or 'The model'} on {on}, {hosts_text(self.devices, self.gpus_per_host)} ({self.hosts_because})"
         )
         pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -60,6 +60,12 @@ class Chip:
     def shared_memory_per_block(self) -> int:
         """Bytes that a block can request; 48 KiB need no request."""
         return self.shared_memory_per_multiprocessor - 1024
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether XLA starts transfers as early as they could be useful: for Hopper and later it does, and holds more for it;
+        for an A100 it starts them late (compiled steps; its scheduler goes by the GPU's speeds)."""
+        return self.compute_capability >= (9, 0)
 
 
 # Multiprocessors, L2 and boost clocks: NVIDIA's architecture papers (A100, H100, Blackwell) and what XLA's own descriptions of
@@ -120,34 +126,44 @@ class Gpu:
         return int(self.memory_bytes * XLA_MEMORY_FRACTION) - RESERVE_BYTES
 
 
+class _Links(NamedTuple):
+    """How the GPUs of a host reach each other, other hosts and their own, in the units of data sheets."""
+
+    gpus_per_host: int
+    nvlink_gb_per_s: float
+    """One direction."""
+    network_gbit_per_s: float
+    pcie_gb_per_s: float
+
+
+_A100_TFLOPS = {"bfloat16": 312, "tf32": 156, "float32": 19.5}
+_H100_TFLOPS = {"bfloat16": 989, "tf32": 494, "float32": 67}
+_DGX_A100 = _Links(8, 300, 200, 32)
+_DGX_H100 = _Links(8, 450, 400, 64)
+
+
 def _gpu(
     name: str,
     *,
     memory_mib: int,
-    bfloat16_tflops: float,
-    tf32_tflops: float,
-    float32_tflops: float,
     memory_gb_per_s: float,
-    gpus_per_host: int,
-    link_gb_per_s: float,
-    network_gbit_per_s: float,
-    pcie_gb_per_s: float,
+    tflops: Mapping[str, float],
+    links: _Links,
     chip: Chip,
     source: str,
     device_kind: str = "",
 ) -> Gpu:
-    flops = {"bfloat16": bfloat16_tflops * TERA, "tf32": tf32_tflops * TERA, "float32": float32_tflops * TERA}
     return Gpu(
         name=name,
         memory_bytes=memory_mib * MIB,
-        dense_flops=MappingProxyType(flops),
+        dense_flops=MappingProxyType({dtype: speed * TERA for dtype, speed in tflops.items()}),
         memory_bandwidth_bytes_per_s=memory_gb_per_s * GIGA,
-        gpus_per_host=gpus_per_host,
-        link_bandwidth_bytes_per_s=link_gb_per_s * GIGA,
+        gpus_per_host=links.gpus_per_host,
+        link_bandwidth_bytes_per_s=links.nvlink_gb_per_s * GIGA,
         link_latency_s=NVLINK_LATENCY_S,
-        network_bandwidth_bytes_per_s=network_gbit_per_s * GIGA / 8,
+        network_bandwidth_bytes_per_s=links.network_gbit_per_s * GIGA / 8,
         network_latency_s=NETWORK_LATENCY_S,
-        host_bandwidth_bytes_per_s=pcie_gb_per_s * GIGA * PCIE_SHARE,
+        host_bandwidth_bytes_per_s=links.pcie_gb_per_s * GIGA * PCIE_SHARE,
         chip=chip,
         source=source,
         device_kind=device_kind,
@@ -160,14 +176,9 @@ _TABLE = (
         "a100-40gb",
         device_kind="NVIDIA A100-SXM4-40GB",
         memory_mib=40960,
-        bfloat16_tflops=312,
-        tf32_tflops=156,
-        float32_tflops=19.5,
         memory_gb_per_s=1555,
-        gpus_per_host=8,
-        link_gb_per_s=300,
-        network_gbit_per_s=200,
-        pcie_gb_per_s=32,
+        tflops=_A100_TFLOPS,
+        links=_DGX_A100,
         chip=A100,
         source="NVIDIA A100 Tensor Core GPU data sheet, A100 40GB SXM; network: NVIDIA DGX A100 data sheet",
     ),
@@ -175,14 +186,9 @@ _TABLE = (
         "a100-80gb",
         device_kind="NVIDIA A100-SXM4-80GB",
         memory_mib=81920,
-        bfloat16_tflops=312,
-        tf32_tflops=156,
-        float32_tflops=19.5,
         memory_gb_per_s=2039,
-        gpus_per_host=8,
-        link_gb_per_s=300,
-        network_gbit_per_s=200,
-        pcie_gb_per_s=32,
+        tflops=_A100_TFLOPS,
+        links=_DGX_A100,
         chip=A100,
         source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM; network: NVIDIA DGX A100 data sheet",
     ),
@@ -190,14 +196,9 @@ _TABLE = (
         "h100-80gb",
         device_kind="NVIDIA H100 80GB HBM3",
         memory_mib=81559,
-        bfloat16_tflops=989,
-        tf32_tflops=494,
-        float32_tflops=67,
         memory_gb_per_s=3350,
-        gpus_per_host=8,
-        link_gb_per_s=450,
-        network_gbit_per_s=400,
-        pcie_gb_per_s=64,
+        tflops=_H100_TFLOPS,
+        links=_DGX_H100,
         chip=H100,
         source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; network: NVIDIA DGX H100 data sheet",
     ),
@@ -206,14 +207,9 @@ _TABLE = (
     _gpu(
         "h100-94gb",
         memory_mib=95830,
-        bfloat16_tflops=989,
-        tf32_tflops=494,
-        float32_tflops=67,
         memory_gb_per_s=2396,
-        gpus_per_host=4,
-        link_gb_per_s=450,
-        network_gbit_per_s=200,
-        pcie_gb_per_s=64,
+        tflops=_H100_TFLOPS,
+        links=_Links(4, 450, 200, 64),
         chip=H100,
         source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; memory and network: TSUBAME4.0 hardware description",
     ),
@@ -223,14 +219,9 @@ _TABLE = (
         "h100-nvl-94gb",
         device_kind="NVIDIA H100 NVL",
         memory_mib=95830,
-        bfloat16_tflops=835,
-        tf32_tflops=417,
-        float32_tflops=60,
         memory_gb_per_s=3900,
-        gpus_per_host=2,
-        link_gb_per_s=300,
-        network_gbit_per_s=200,
-        pcie_gb_per_s=64,
+        tflops={"bfloat16": 835, "tf32": 417, "float32": 60},
+        links=_Links(2, 300, 200, 64),
         chip=H100_NVL,
         source="NVIDIA H100 Tensor Core GPU data sheet, H100 NVL",
     ),
@@ -238,14 +229,9 @@ _TABLE = (
         "h200-141gb",
         device_kind="NVIDIA H200",
         memory_mib=143771,
-        bfloat16_tflops=989,
-        tf32_tflops=494,
-        float32_tflops=67,
         memory_gb_per_s=4800,
-        gpus_per_host=8,
-        link_gb_per_s=450,
-        network_gbit_per_s=400,
-        pcie_gb_per_s=64,
+        tflops=_H100_TFLOPS,
+        links=_DGX_H100,
         chip=H100,
         source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM; network: NVIDIA DGX H200 data sheet",
     ),
@@ -253,14 +239,9 @@ _TABLE = (
         "b200-192gb",
         device_kind="NVIDIA B200",
         memory_mib=183359,
-        bfloat16_tflops=2250,
-        tf32_tflops=1100,
-        float32_tflops=80,
         memory_gb_per_s=8000,
-        gpus_per_host=8,
-        link_gb_per_s=900,
-        network_gbit_per_s=400,
-        pcie_gb_per_s=64,
+        tflops={"bfloat16": 2250, "tf32": 1100, "float32": 80},
+        links=_Links(8, 900, 400, 64),
         chip=B200,
         source="NVIDIA Blackwell Architecture Technical Brief, HGX B200; network: NVIDIA DGX B200 data sheet",
     ),

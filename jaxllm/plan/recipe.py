@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.plan.cluster import hosts_text
+from jaxllm.plan.found import FIT_SHARE, Plan
 from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, Plan
 
 
 def recipe(config: Config) -> dict[str, Any]:
@@ -59,13 +60,13 @@ def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
 
 
 def heading_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
-    best, hosts = plan.candidates[0], plan.gpus // plan.gpus_per_host
+    best = plan.candidates[0]
     xla = "not compiled" if best.compiled_bytes is None else f"by XLA {readable(best.compiled_bytes)}"
     yield f"{plan.config.model.name or 'A model'}: {best.choice}."
     yield ""
     yield f"  command    jaxllm train {path}"
     yield f"  planned    {command}"
-    yield f"  hardware   {plan.gpus} x {plan.gpu.name}, {hosts} {'host' if hosts == 1 else 'hosts'} of {plan.gpus_per_host}"
+    yield f"  hardware   {plan.gpus} x {plan.gpu.name}, {hosts_text(plan.gpus, plan.gpus_per_host)}"
     yield (
         f"  memory     estimate {readable(best.estimate_bytes)} (at most {FIT_SHARE:.0%} of {readable(plan.capacity_bytes)}), "
         f"{xla}"

@@ -8,28 +8,24 @@ The estimates can be handed in. What is found is confirmed by compiling in confi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
-from jaxllm.config import Config, ConfigError
+from jaxllm.config import Config
 from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.found import FIT_SHARE, Candidate, Memory, Plan, Rejected, Speed
 from jaxllm.plan.hardware import Gpu, readable
 from jaxllm.plan.space import (
     BEYOND_HOST,
     Choice,
     Group,
-    choice_in,
     groups,
     meshes,
     remat_text,
     why_not,
 )
 
-FIT_SHARE = 0.95
-"""Of the capacity: the most an estimate may say of a config that is taken to fit. The rest is for where it is short."""
 HOST_BYTES_PER_GPU = 128 * 2**30
 """Of a host's memory, for what is offloaded: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (by
 NVIDIA's data sheets)."""
@@ -43,162 +39,11 @@ _LEANER = {"selective": "full", "none": "selective"}
 """A remat policy that never takes more memory than this one."""
 
 
-class Memory(Protocol):
-    """What is read of a MemoryEstimate."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def host_bytes(self) -> int: ...
-
-
-class Speed(Protocol):
-    """What is read of a StepTime."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def exposed_communication_share(self) -> float: ...
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float: ...
-
-    @property
-    def tflops_per_gpu(self) -> float: ...
-
-
 EstimateMemory = Callable[[Config], Memory]
 EstimateTime = Callable[[Config, Gpu, int], Speed]
 """Of a resolved config, a kind of GPU and the GPUs of a host."""
 Progress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A config that fits, with its figures; bytes of one device."""
-
-    config: Config
-    """Resolved."""
-    estimate_bytes: int
-    host_bytes: int
-    step_s: float
-    exposed_communication_share: float
-    tokens_per_s_per_gpu: float
-    tflops_per_gpu: float
-    compiled_bytes: int | None = None
-
-    @property
-    def choice(self) -> Choice:
-        return choice_in(self.config)
-
-    def __repr__(self) -> str:
-        return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
-
-    def to_json(self) -> dict[str, Any]:
-        choice = self.choice
-        return {
-            **dataclasses.asdict(choice.mesh),
-            "zero": choice.zero,
-            "microbatch_sequences": choice.microbatch_sequences,
-            "schedule": choice.schedule,
-            "virtual_stages": choice.virtual_stages,
-            "remat": choice.remat,
-            "estimate_bytes": self.estimate_bytes,
-            "compiled_bytes": self.compiled_bytes,
-            "host_bytes": self.host_bytes,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "tflops_per_gpu": self.tflops_per_gpu,
-            "step_s": self.step_s,
-            "exposed_communication_share": self.exposed_communication_share,
-        }
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """All that was left out for one reason."""
-
-    unit: str
-    """mesh or configuration: a mesh that breaks a rule is left out whole."""
-    reason: str
-    count: int
-    example: str
-    """Of those that do not fit, the one nearest to it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a search found. No mesh and no configuration is lost: those looked at are the rejected and the rest, and a mesh of
-    which --keep leaves nothing is rejected too."""
-
-    config: Config
-    """As given."""
-    gpu: Gpu
-    gpus: int
-    gpus_per_host: int
-    hosts_because: str
-    candidates: tuple[Candidate, ...]
-    """All that fit, best first."""
-    rejected: tuple[Rejected, ...]
-    meshes: int
-    """Of that many GPUs, as far as the search came; `configurations` are those of the meshes that break no rule."""
-    configurations: int
-    leanest: tuple[Choice, int] | None = None
-    """Of the configurations that do not fit, the one that takes least, and its bytes."""
-    interrupted: bool = False
-    confirmed: int = 0
-    unconfirmed_because: str | None = None
-    """Why less were confirmed than asked for."""
-
-    def __repr__(self) -> str:
-        best = f"; the best {self.candidates[0]!r}" if self.candidates else ""
-        return f"<Plan for {self.gpus} x {self.gpu.name}: {len(self.candidates):,} configurations fit{best}>"
-
-    def _repr_html_(self) -> str:
-        from jaxllm.plan.search_text import as_html
-
-        return as_html(self)
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self.gpu.capacity_bytes
-
-    @property
-    def best(self) -> Config:
-        """The winner, resolved.
-
-        Raises:
-          ConfigError: nothing fits.
-        """
-        if not self.candidates:
-            raise ConfigError(f"Nothing fits on {self.gpus} x {self.gpu.name}: use more GPUs, or shorter sequences.")
-        return self.candidates[0].config
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
-        return {
-            "gpu": self.gpu.name,
-            "gpus": self.gpus,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
-            "capacity_bytes": self.capacity_bytes,
-            "fit_share": FIT_SHARE,
-            "sequence_length": self.config.train.sequence_length,
-            "global_batch_sequences": self.config.train.global_batch_sequences,
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-            "candidates_that_fit": len(self.candidates),
-            "confirmed": self.confirmed,
-            "unconfirmed_because": self.unconfirmed_because,
-            "rejected": [rejected.to_json() for rejected in self.rejected],
-            "meshes": self.meshes,
-            "configurations": self.configurations,
-            "interrupted": self.interrupted,
-        }
 
 
 @dataclass(frozen=True)
@@ -244,20 +89,43 @@ class _Tally:
         return tuple(sorted(lines, key=lambda line: (line.unit != MESH, -line.count)))
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search may choose from, and what it goes by."""
+
+    keep: Collection[str] = ()
+    """Names of space.KEEPABLE, left as the config has them."""
+    across_hosts: bool | None = None
+    """Whether context x tensor may reach beyond a host; None: only where nothing fits otherwise."""
+    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU
+    """What offloading may take of the host's memory."""
+    device_bytes: float | None = None
+    """What a configuration may take by its estimate; default: FIT_SHARE of the kind's capacity."""
+    largest_microbatch: bool = False
+    """Rank by the microbatch first."""
+    estimate: EstimateMemory | None = None
+    """Default: estimate_memory."""
+    step_time: EstimateTime | None = None
+    """Default: estimate_step_time."""
+    prune: bool = True
+    """Leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more."""
+
+    def limits(self, gpu: Gpu) -> Limits:
+        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
+        return Limits(device_bytes, self.host_bytes_per_gpu)
+
+    def reaches(self) -> tuple[bool, ...]:
+        """Values of `across` to try in turn."""
+        return (False, True) if self.across_hosts is None else (self.across_hosts,)
+
+
 def search(
     config: Config,
     gpu: Gpu,
     gpus: int,
     gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
     *,
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
-    device_bytes: float | None = None,
-    largest_microbatch: bool = False,
-    estimate: EstimateMemory | None = None,
-    step_time: EstimateTime | None = None,
-    prune: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
     """Estimates everything of space() and ranks what fits by predicted tokens/s/GPU, then by bytes.
@@ -267,22 +135,15 @@ def search(
 
     Args:
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      keep: names of space.KEEPABLE, left as the config has them.
-      across_hosts: whether context x tensor may reach beyond a host; None: only where nothing fits otherwise.
-      host_bytes_per_gpu: what offloading may take of the host's memory.
-      device_bytes: what a configuration may take by its estimate; default: FIT_SHARE of the kind's capacity.
-      largest_microbatch: rank by the microbatch first.
-      estimate, step_time: the estimates to go by; default: estimate_memory and estimate_step_time.
-      prune: leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more.
 
     Raises:
       ConfigError: gpus_per_host does not divide, `keep` names what cannot be kept.
     """
     per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate, step_time = estimate or _real_memory(gpu), step_time or _real_time()
-    limits = Limits(FIT_SHARE * gpu.capacity_bytes if device_bytes is None else device_bytes, host_bytes_per_gpu)
+    estimate, step_time = options.estimate or _real_memory(gpu), options.step_time or _real_time()
+    keep, limits = options.keep, options.limits(gpu)
     found: list[Candidate] = []
-    for across in (False, True) if across_hosts is None else (across_hosts,):
+    for across in options.reaches():
         tally, interrupted = _Tally(), False
         every = list(meshes(config, gpus, keep))
         seen = 0
@@ -296,7 +157,7 @@ def search(
                 if reason is not None:
                     tally.add(MESH, reason, 1, str(mesh))
                 for group in left:
-                    for candidate, memory in _fitting(config, group, limits, estimate, tally, prune):
+                    for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
                         found.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
                 if progress is not None:
                     progress("meshes", seen, len(every))
@@ -304,7 +165,7 @@ def search(
             interrupted = True
         if found or interrupted or (MESH, BEYOND_HOST) not in tally.found:
             break
-    key = _by_microbatch if largest_microbatch else _by_speed
+    key = _by_microbatch if options.largest_microbatch else _by_speed
     return Plan(
         config=config,
         gpu=gpu,
@@ -321,24 +182,15 @@ def search(
 
 
 def any_fits(
-    config: Config,
-    gpu: Gpu,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    *,
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
-    estimate: EstimateMemory | None = None,
+    config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> bool:
     """Whether the search would find anything. It stops at the first, and looks at meshes that take least first."""
     per_host, _ = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate = estimate or _real_memory(gpu)
-    limits = Limits(FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu)
+    keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or _real_memory(gpu)
     every = list(meshes(config, gpus, keep))
     # Sharding the layers' work takes less than sharing out the batch.
     every.sort(key=lambda mesh: mesh.data)
-    for across in (False, True) if across_hosts is None else (across_hosts,):
+    for across in options.reaches():
         for mesh in every:
             if why_not(config, mesh, per_host, across) is None:
                 for group in sorted(groups(config, mesh, keep), key=lambda group: -group.zero):
@@ -431,10 +283,8 @@ def _real_time() -> EstimateTime:
 # ----------------------------------------------------------------------------------------------------- nothing fits
 
 
-def why_nothing(plan: Plan, **options: Any) -> str:
-    """One sentence for a plan without candidates: what was in the way, and the cheapest changes that would do; options as
-    any_fits().
-    """
+def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
+    """One sentence for a plan without candidates: what was in the way, and the cheapest changes that would do."""
     config, gpu, gpus = plan.config, plan.gpu, plan.gpus
     if not plan.rejected:
         return f"What --keep holds leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
@@ -452,7 +302,7 @@ def why_nothing(plan: Plan, **options: Any) -> str:
 
     def fits(changed: Config, devices: int = gpus) -> bool:
         per_host = None if devices % plan.gpus_per_host else plan.gpus_per_host
-        return any_fits(changed, gpu, devices, per_host, **options)
+        return any_fits(changed, gpu, devices, per_host, options)
 
     changes = list(_changes(config, gpus, fits))
     return f"{needs}: use {' or '.join(changes)}." if changes else f"{needs}: use a smaller model."

@@ -12,9 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm.html_tables import preformatted, table
+from jaxllm.plan.cluster import hosts_text
 from jaxllm.plan.cost import TrainingCost
+from jaxllm.plan.found import FIT_SHARE, Candidate, Plan
 from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
+from jaxllm.plan.search import MESH
 from jaxllm.plan.space import remat_text, schedule_text
 from jaxllm.plan.sweep import PARAMETER_SERVER, Sweep
 
@@ -92,10 +94,10 @@ def as_html(plan: Plan) -> str:
 
 
 def heading_lines(plan: Plan) -> Iterator[str]:
-    hosts, train = plan.gpus // plan.gpus_per_host, plan.config.train
+    train = plan.config.train
     yield (
-        f"{plan.config.model.name or 'The model'} on {plan.gpus} x {plan.gpu.name}, {hosts} "
-        f"{'host' if hosts == 1 else 'hosts'} of {plan.gpus_per_host} ({plan.hosts_because})"
+        f"{plan.config.model.name or 'The model'} on {plan.gpus} x {plan.gpu.name}, "
+        f"{hosts_text(plan.gpus, plan.gpus_per_host)} ({plan.hosts_because})"
     )
     yield (
         f"  {train.global_batch_sequences:,} sequences of {train.sequence_length:,} tokens a step; a step may take "

@@ -28,7 +28,7 @@ from jaxllm.config import (
     sequence_unit,
 )
 from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.memory import parameters
+from jaxllm.plan.parameters import parameters
 from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")

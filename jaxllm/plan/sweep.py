@@ -15,9 +15,10 @@ from typing import Any, Literal, get_args
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.cost import DAY_S
 from jaxllm.plan.flops import parameter_count
+from jaxllm.plan.found import Candidate, Plan
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s
-from jaxllm.plan.search import Candidate, Plan, Progress, any_fits, search, why_nothing
+from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
 """What a plan is for; see objective_line()."""
@@ -85,13 +86,13 @@ def sweep_gpus(
     gpu: Gpu,
     gpus: int,
     gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
     *,
     known: Plan | None = None,
     tokens: float | None = None,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Sweep:
-    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch; options as search().
+    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch.
 
     Args:
       known: a plan of the same config and options, confirmed or not, to take for its number of GPUs.
@@ -102,7 +103,7 @@ def sweep_gpus(
         if known is not None and count == known.gpus:
             plans.append(known)
         else:
-            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), **options))
+            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), options))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:
@@ -156,7 +157,15 @@ def gradient_reduction_s(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[s
     return {**seconds, PARAMETER_SERVER: parameter_server_s(size_bytes, ranks, group.hosts, links)}
 
 
-def smallest_cluster(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
+def smallest_cluster(
+    config: Config,
+    gpu: Gpu,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
+    *,
+    progress: Progress | None = None,
+) -> Plan:
     """The plan of the smallest number of GPUs, up to `gpus`, that anything fits on: of 1, 2, 4 ..., and of whole hosts between
     the last that does not do and the first that does. A KeyboardInterrupt after that first leaves the smallest so far.
 
@@ -164,16 +173,16 @@ def smallest_cluster(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
       ConfigError: nothing fits on any of them.
       KeyboardInterrupt: before any was found.
     """
-    fits_options, steps = _for_any_fits(options), _Steps("numbers of GPUs", options.get("progress"))
+    steps = _Steps("numbers of GPUs", progress)
 
     def fits(count: int, left: int) -> bool:
-        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host), **fits_options), left)
+        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host), options), left)
 
     counts = _doubling(gpus)
     enough = next((count for number, count in enumerate(counts, 1) if fits(count, len(counts) - number)), None)
     if enough is None:
-        last = search(config, gpu, gpus, gpus_per_host, **options)
-        raise ConfigError(why_nothing(last, **fits_options))
+        last = search(config, gpu, gpus, gpus_per_host, options, progress=progress)
+        raise ConfigError(why_nothing(last, options))
     below = counts[counts.index(enough) - 1] if enough > 1 else 0
     host = gpus_per_host or gpu.gpus_per_host
     step = 1 if enough <= host else host * max(1, math.ceil((enough - below) / host / STEPS_BETWEEN))
@@ -182,11 +191,19 @@ def smallest_cluster(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
         smallest = next((count for number, count in enumerate(between, 1) if fits(count, len(between) - number)), enough)
     except KeyboardInterrupt:
         interrupted = True
-    found = search(config, gpu, smallest, host_size(smallest, gpus_per_host), **options)
+    found = search(config, gpu, smallest, host_size(smallest, gpus_per_host), options, progress=progress)
     return replace(found, interrupted=found.interrupted or interrupted)
 
 
-def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
+def longest_sequence(
+    config: Config,
+    gpu: Gpu,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
+    *,
+    progress: Progress | None = None,
+) -> Plan:
     """The plan of the longest sequence of which anything fits, a multiple of SEQUENCE_UNIT (or of a power of 2, where the
     config's own is shorter), with the config's global batch in sequences: by doubling, then by halving the interval. A
     KeyboardInterrupt ends that, not the program, once one is known that fits: the longest so far is planned.
@@ -195,21 +212,21 @@ def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
       ConfigError: not even the shortest fits.
       KeyboardInterrupt: before any was found.
     """
-    fits_options, steps = _for_any_fits(options), _Steps("sequence lengths", options.get("progress"))
+    steps = _Steps("sequence lengths", progress)
     start, unit = config.train.sequence_length, length_unit(config)
 
     def of(units: int) -> Config:
         return config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": units * unit})})
 
     def fits(units: int, left: int) -> bool:
-        return steps.made(any_fits(of(units), gpu, gpus, gpus_per_host, **fits_options), left)
+        return steps.made(any_fits(of(units), gpu, gpus, gpus_per_host, options), left)
 
     low = start // unit
     while low and not fits(low, low.bit_length() - 1):
         low //= 2
     if not low:
-        last = search(of(1), gpu, gpus, gpus_per_host, **options)
-        raise ConfigError(why_nothing(last, **fits_options))
+        last = search(of(1), gpu, gpus, gpus_per_host, options, progress=progress)
+        raise ConfigError(why_nothing(last, options))
     high, interrupted = 2 * low, False
     try:
         while high * unit <= MOST_TOKENS and fits(high, low.bit_length()):
@@ -220,7 +237,7 @@ def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
             low, high = (middle, high) if fits(middle, (high - low - 1).bit_length() - 1) else (low, middle)
     except KeyboardInterrupt:
         interrupted = True
-    found = search(of(low), gpu, gpus, gpus_per_host, **options)
+    found = search(of(low), gpu, gpus, gpus_per_host, options, progress=progress)
     return replace(found, interrupted=found.interrupted or interrupted)
 
 
@@ -272,9 +289,3 @@ def _doubling(most: int) -> list[int]:
 
 def _powers(most: int) -> Iterator[int]:
     return (2**power for power in range(most.bit_length()))
-
-
-def _for_any_fits(options: dict[str, Any]) -> dict[str, Any]:
-    """Of search()'s options, those that say what fits."""
-    names = ("keep", "across_hosts", "host_bytes_per_gpu", "estimate")
-    return {name: options[name] for name in names if name in options}

@@ -18,9 +18,9 @@ import jax
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
 from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import RESERVE_BYTES, Gpu, gpu_from_device_kind, readable
 from jaxllm.plan.memory import MemoryEstimate, estimate_memory
-from jaxllm.plan.search import FIT_SHARE
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from jaxllm.config_errors import ConfigError
 from jaxllm.pretrained.folder import Folder, Index
 from jaxllm.pretrained.names import Entry
 from jaxllm.pretrained.safetensors import CODES
-from jaxllm.train.checkpoint import why
+from jaxllm.train.checkpoint_files import why
 
 
 @dataclass

@@ -13,7 +13,7 @@ from jaxllm.batch_schedule import done_by, phases_of
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
-from jaxllm.train.checkpoint import Meta
+from jaxllm.train.checkpoint_files import Meta
 from jaxllm.train.trainer import Trainer
 
 

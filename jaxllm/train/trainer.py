@@ -11,10 +11,8 @@ the device wait. Ctrl-C, or a notebook's stop button, leaves the state that of a
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm import distributed, progress, xla_flags
+from jaxllm import distributed, progress
 from jaxllm.config import Config, ConfigError
-from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import make_mesh, replicated
 from jaxllm.model.cudnn_attention import largest_error
@@ -34,8 +31,11 @@ from jaxllm.model.llama import Llama
 from jaxllm.parallel.batches import place
 from jaxllm.parallel.parallelize import merge_model
 from jaxllm.train import diloco
+from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
-from jaxllm.train.checkpoint import Checkpoints, Meta
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_files import Meta
+from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
 from jaxllm.train.fits import require_fit
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
@@ -100,7 +100,6 @@ class Trainer:
       step: steps done, as a Python int.
       memory_fit: the estimate beside the devices' memory; None where that is not known, as on CPU.
       weights: where train.init_from found them; None without it.
-      compile_s: seconds it took to compile the train step, for the present batch; None until then.
       noise: the gradient noise scale so far, with log.noise_scale_every.
       stopped_by: the name of the signal that stopped `fit`; None if none did.
       watch: what is known of skipped steps and spikes.
@@ -118,7 +117,7 @@ class Trainer:
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
         self.mesh = make_mesh(config.parallel)
-        self.traces = 0
+        self.programs = CompiledSteps(config, self.mesh)
         # Rounds begin later, if only with the first step.
         training = self._use(in_rounds=False)
         require_right_attention(config, self.parallelized.attention, self.mesh)
@@ -127,14 +126,10 @@ class Trainer:
         if self.weights is not None:
             self._start_from(self.weights)
         self.step = 0
-        self.compile_s: float | None = None
         self.stopped_by: str | None = None
-        self._compiled_step: Any = None
         self.watch = Watch(config)
         self.noise = NoiseScale()
-        self._batches: Any = None
-        self._next_read: int | None = None
-        self._first_batch: Any = None
+        self.batches = BatchQueue(self.train_batch)
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None
 
@@ -149,17 +144,7 @@ class Trainer:
         self._training = training = build_training(config, self.mesh)
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
-
-        def jitted(step: Callable) -> Any:
-            def counted(state, batch):
-                self.traces += 1
-                return step(state, batch)
-
-            return jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, training.metrics_lie))
-
-        self.jitted_step = jitted(training.step)
-        self._jitted_measuring: Any = jitted(training.measuring_step) if training.measuring_step else None
-        self._programs: dict[tuple[int, bool], Any] = {}
+        self.programs.use(training)
         self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=replicated(self.mesh))
         self._layer_norms = jax.jit(self.parallelized.layer_norms, out_shardings=replicated(self.mesh))
         return training
@@ -194,42 +179,20 @@ class Trainer:
                 share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
                 with jax.set_mesh(self.mesh), progress.phase("compile"):
                     self.state = jax.jit(share_out, out_shardings=training.shardings)(self.state)
-        if self._compiled_step is None:
-            self._first_batch = batch = self._next_batch()
-            self._take_program(batch)
-
-    def _next_batch(self) -> Any:
-        if self._first_batch is not None:
-            batch, self._first_batch = self._first_batch, None
-            return batch
-        if self._batches is None or self._next_read != self.step:
-            # After ctrl-C a batch may have left the queue for a step that was never taken.
-            self.close()
-            self._batches = ahead(self.train_batch, start=self.step)
-        self._next_read = None
-        with progress.phase("data"):
-            batch = next(self._batches)
-        self._next_read = self.step + 1
-        return batch
+        if self.programs.current is None:
+            self._take_program(self.batches.peek(self.step))
 
     def _take_program(self, batch: Any) -> Record | None:
         """Makes the compiled step that of this batch's number of microbatches; each number is compiled once, before its first
         step, and once more for steps that measure the noise scale, if not all do. Returns the metrics of the step under way, if
         that had to be waited for: compiling is none of its time.
         """
-        if (program := self._program_of(batch)) in self._programs:
-            self._compiled_step = self._programs[program]
+        if self.programs.select(batch, self.step):
             return None
         record = self.finish()
         with jax.set_mesh(self.mesh), progress.phase("compile"):
             self.compile_step(batch)
         return record
-
-    def _program_of(self, batch: Any) -> tuple[int, bool]:
-        """Of the step that is about to begin: (its microbatches, whether it takes the program that measures)."""
-        every = self.config.log.noise_scale_every
-        measures = every is not None and self._jitted_measuring is not None and (self.step + 1) % every == 0
-        return len(batch["tokens"]), measures
 
     def advance(self) -> Record | None:
         """Starts one step; returns the metrics of the one before (None if there are none to read).
@@ -239,24 +202,29 @@ class Trainer:
         """
         self.watch.require_progress()
         self.prepare()
-        batch = self._next_batch()
+        batch = self.batches.take(self.step)
         if self.config.phase_at(self.step).first_step == self.step:
             # A larger batch takes longer: the watchdog measures it by none before.
             progress.forget_steps()
         finished = self._take_program(batch)
         norms = self._layer_norms_if_due(batch)
         with jax.set_mesh(self.mesh), progress.phase("step"):
-            progress.at_step(self.step + 1)
-            self._last_finish_s = self._last_finish_s or time.perf_counter()
-            # The step takes the old state's memory: whatever came between it and the assignment would lose both.
-            with undisturbed():
-                self.state, metrics = self._compiled_step(self.state, batch)
-                self.step += 1
-                if self.rounds is not None and self.rounds.end_with(self.step):
-                    self.state, outer = self.rounds.bring_together(self.state)  # type: ignore[arg-type]
-                    metrics |= outer
-                previous, self._pending = self._pending, (self.step, metrics | norms)
+            previous = self._start_step(batch, norms)
             return finished or self._read(previous)
+
+    def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
+        """Returns the step before, whose metrics are not read yet: (its number, its metrics)."""
+        progress.at_step(self.step + 1)
+        self._last_finish_s = self._last_finish_s or time.perf_counter()
+        # The step takes the old state's memory: whatever came between it and the assignment would lose both.
+        with undisturbed():
+            self.state, metrics = self.programs.current(self.state, batch)
+            self.step += 1
+            if self.rounds is not None and self.rounds.end_with(self.step):
+                self.state, outer = self.rounds.bring_together(self.state)  # type: ignore[arg-type]
+                metrics |= outer
+            previous, self._pending = self._pending, (self.step, metrics | norms)
+        return previous
 
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
         """By log.layer_norms_every, of the step that is about to begin: before it, as it uses up the state."""
@@ -274,20 +242,23 @@ class Trainer:
         return record
 
     def compile_step(self, batch: Any) -> None:
-        started = time.perf_counter()
-        options = xla_flags.compile_options(self.config, self.mesh.devices.flat[0].platform)
-        program = self._program_of(batch)
-        lowered = (self._jitted_measuring if program[1] else self.jitted_step).lower(self.state, batch)
-        if jax.process_count() > 1:
-            what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
-            distributed.require_same(fingerprint(lowered.as_text(), options), what)
-        self._compiled_step = self._programs[program] = lowered.compile(compiler_options=options)
-        self.compile_s = time.perf_counter() - started
+        """Compiles the next step, for a batch of this number of microbatches."""
+        self.programs.compile(self.state, batch, self.step)
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
         """The train step, for the present batch; None until `prepare` or the first step."""
-        return self._compiled_step
+        return self.programs.current
+
+    @property
+    def compile_s(self) -> float | None:
+        """Seconds it took to compile the train step, for the present batch; None until then."""
+        return self.programs.compile_s
+
+    @property
+    def traces(self) -> int:
+        """How often a train step was traced."""
+        return self.programs.traces
 
     def _read(self, pending) -> Record | None:
         if pending is None:
@@ -402,17 +373,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stops the thread that reads ahead."""
-        self._first_batch = None
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
-
-
-def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
-    """Of a program before XLA compiles it, the same in all processes that lower the same one for the same devices."""
-    # Where a custom partitioner is (cuDNN's attention has one), JAX writes the address of a Python object.
-    text = re.sub(r'backend_config = "\d+"', "", stablehlo)
-    return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()
+        self.batches.close()
 
 
 def _give_up(arrays: Any) -> Any:

@@ -22,7 +22,8 @@ from jaxllm.pretrained.load import load_params
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
 from jaxllm.pretrained.streaming import LARGEST_FILE, Move, describe_model, in_files, stream
-from jaxllm.train.checkpoint import META, STATE, damage, newest_whole, read_arrays, read_meta, restacked, why
+from jaxllm.train.checkpoint_arrays import read_arrays, restacked
+from jaxllm.train.checkpoint_files import META, STATE, damage, newest_whole, read_meta, why
 from jaxllm.train.orbax_folder import OrbaxFolder
 
 WEIGHTS = "weights"

@@ -6,7 +6,8 @@ import pytest
 from meshes import Run, assert_close
 
 from jaxllm.config import CheckpointConfig
-from jaxllm.train.checkpoint import Checkpoints, describe_run
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_files import describe_run
 from jaxllm.train.state import HOST
 
 pytestmark = pytest.mark.gpu

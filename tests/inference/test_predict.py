@@ -22,7 +22,8 @@ from jaxllm.data.chat import load_chat_template
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.prompts import encode_chat, stop_ids
 from jaxllm.inference.text_stream import InTurn
-from jaxllm.train.checkpoint import Checkpoints, describe_run
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_files import describe_run
 
 TEXT = "the law of the mesh: gather, shard, tick — and gather.\n" * 4
 TEMPLATE = (

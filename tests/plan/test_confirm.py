@@ -11,13 +11,13 @@ from plan_stand_ins import estimate, gpu_for, small, step_time
 from jaxllm.config import ConfigError
 from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, confirm
 from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.search import search
+from jaxllm.plan.search import SearchOptions, search
 
 
 @pytest.fixture(scope="module")
 def plan():
     gpu = gpu_for(estimate(small().resolve(8)).peak_bytes)
-    return search(small(), gpu, 8, estimate=estimate, step_time=step_time)
+    return search(small(), gpu, 8, options=SearchOptions(estimate=estimate, step_time=step_time))
 
 
 def rank(plan, config):
@@ -161,5 +161,5 @@ def test_progress_counts_what_is_confirmed(plan):
 
 
 def test_a_real_kind_has_the_capacity_that_counts():
-    found = search(small(), GPUS["a100-40gb"], 8, estimate=estimate, step_time=step_time)
+    found = search(small(), GPUS["a100-40gb"], 8, options=SearchOptions(estimate=estimate, step_time=step_time))
     assert found.capacity_bytes == GPUS["a100-40gb"].capacity_bytes

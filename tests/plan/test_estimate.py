@@ -14,10 +14,11 @@ from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders,
 from jaxllm.plan.cluster import hosts_of, named_devices, require_devices
 from jaxllm.plan.estimate import estimate, fold, memory_table
 from jaxllm.plan.flops import train_flops_per_token
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.plan.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU, search
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, SearchOptions, search
 from jaxllm.plan.step_time import estimate_step_time
 
 ROOT = config_folder().parent
@@ -310,7 +311,7 @@ def test_where_no_ladder_leads_there_every_mesh_is_looked_at(gpus, overrides, st
     (found,) = changes_that_fit(chosen, limit, H100, gpus)
     assert estimate_memory(found.config).peak_bytes == found.peak_bytes <= limit
     offloaded = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update={"offload_state": state})})
-    assert found.config == search(offloaded, H100, gpus, device_bytes=limit).best
+    assert found.config == search(offloaded, H100, gpus, options=SearchOptions(device_bytes=limit)).best
     assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), found.overrides.split())
     assert changes_that_fit(chosen, limit, H100, gpus, estimate=lambda config: fake(config, held=2**50)) == []
 

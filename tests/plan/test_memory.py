@@ -16,8 +16,10 @@ from jaxllm.parallel.parallelize import parameter_table
 from jaxllm.plan.activations import is_blockwise, takes_cudnn
 from jaxllm.plan.hardware import GPUS, find_gpu
 from jaxllm.plan.layer_backward import attention, layer_backward, layers_of_weights
-from jaxllm.plan.memory import FLOAT32, Elements, Step, estimate_memory, parameters, slots_of
+from jaxllm.plan.memory import Step, estimate_memory
+from jaxllm.plan.parameters import Elements, parameters
 from jaxllm.plan.schedule import make_schedule
+from jaxllm.plan.step_sizes import FLOAT32, slots_of
 from jaxllm.sharding import layout, weight_rules
 
 MODEL = {
@@ -203,7 +205,7 @@ def test_each_moment_is_the_fullest_of_some_step(compiled):
 
 
 def backward(gpu=None, **sections):
-    return layer_backward(Step(config(**sections), gpu))
+    return layer_backward(Step(config(**sections), gpu).layer_shape)
 
 
 def test_a_layer_recomputed_holds_more_beside_its_stack_than_one_kept():
@@ -271,7 +273,7 @@ def test_documents_and_context_ranks_take_blocks():
             data={"mask_documents": documents},
         )
         step = Step(cfg, gpu)
-        return attention(step, "attention") / step.units["query"]
+        return attention(step.layer_shape, "attention") / step.units["query"]
 
     # Half as many key-value heads as query heads.
     assert queries(documents=False) == 4 + 4 / 2
@@ -296,8 +298,13 @@ def test_products_wait_less_in_a_pipeline_and_on_an_a100():
             data={"mask_documents": documents},
         )
         step = Step(cfg, gpu)
-        held = layer_backward(step)["feed_forward"]["working_set"] - layers_of_weights(step) * step.units["layer"]
-        return (held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step, "feed_forward")) / step.units["mlp"]
+        held = (
+            layer_backward(step.layer_shape)["feed_forward"]["working_set"]
+            - layers_of_weights(step.layer_shape) * step.units["layer"]
+        )
+        return (
+            held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step.layer_shape, "feed_forward")
+        ) / step.units["mlp"]
 
     assert products() == products(gpu=A100, documents=True) == products(gpu=A100, context=2) == 5
     assert products(gpu=A100) == 3
@@ -316,7 +323,7 @@ def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
             parallel={"data": 1, "tensor": 2, "pipe": 2, "remat": "none", **parallel}, train={"microbatch_sequences": 2}
         )
         step = Step(cfg)
-        return layer_backward(step)["feed_forward"]["layer_copies"] / step.units["whole"], step
+        return layer_backward(step.layer_shape)["feed_forward"]["layer_copies"] / step.units["whole"], step
 
     assert copied()[0] == 0
     found, step = copied(schedule="interleaved", virtual_stages=2)
@@ -340,8 +347,8 @@ def test_behind_documents_one_layers_products_wait_for_attention():
     def products(documents, pipe):
         sections = {"parallel": {"data": 1, "pipe": pipe}, "data": {"mask_documents": documents}}
         step = Step(config(**sections))
-        held = backward(**sections)["attention"]["working_set"] - attention(step, "attention")
-        rest = 2 * step.units["whole"] + 2 * step.units["split"] + layers_of_weights(step) * step.units["layer"]
+        held = backward(**sections)["attention"]["working_set"] - attention(step.layer_shape, "attention")
+        rest = 2 * step.units["whole"] + 2 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
         return (held - rest) / step.units["mlp"]
 
     assert [products(*case) for case in ((True, 8), (False, 8), (True, 4))] == [3, 2, 2]
@@ -352,8 +359,10 @@ def test_where_transfers_start_late_wide_sequences_wait_for_each_other():
         model = {**MODEL, "intermediate_size": width}
         sections = {"parallel": {"data": 1, "tensor": 2, "remat": "full"}, "train": {"microbatch_sequences": 2}}
         step = Step(config(model, **sections), gpu)
-        end = layer_backward(step)["feed_forward_end"]["working_set"] - attention(step, "feed_forward_end")
-        rest = 4 * step.units["mlp"] + 3 * step.units["split"] + layers_of_weights(step) * step.units["layer"]
+        end = layer_backward(step.layer_shape)["feed_forward_end"]["working_set"] - attention(
+            step.layer_shape, "feed_forward_end"
+        )
+        rest = 4 * step.units["mlp"] + 3 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
         return (end - rest) / step.units["whole"]
 
     assert whole(A100, 768) == whole(None, 256) == 5 + 1

@@ -14,17 +14,18 @@ from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
 from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.memory import estimate_memory
 from jaxllm.plan.recipe import recipe
 from jaxllm.plan.search import (
     CONFIGURATION,
     DOES_NOT_FIT,
-    FIT_SHARE,
     HOST_BYTES_PER_GPU,
     HOST_FULL,
     KEPT_AWAY,
     MESH,
+    SearchOptions,
     any_fits,
     search,
     why_nothing,
@@ -54,8 +55,9 @@ H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
 
 
-def find(config, gpu, gpus=8, **options):
-    return search(config, gpu, gpus, **{"estimate": estimate, "step_time": step_time, **options})
+def find(config, gpu, gpus=8, gpus_per_host=None, *, progress=None, **options):
+    given = SearchOptions(**{"estimate": estimate, "step_time": step_time, **options})
+    return search(config, gpu, gpus, gpus_per_host, given, progress=progress)
 
 
 def key(config):
@@ -152,7 +154,7 @@ def test_what_is_refused_together_is_not_among_the_choices():
         assert load_config(recipe(choice.applied_to(config))).parallel.overlap_passes
     alone = small("parallel.overlap_passes=true", "parallel.remat=none")
     assert {choice.mesh.pipe for choice in choices_of(alone, 8, keep=["remat"])} == {1}
-    plan = search(alone, GPUS["h100-80gb"], 8, keep=["remat"])
+    plan = search(alone, GPUS["h100-80gb"], 8, options=SearchOptions(keep=["remat"]))
     assert {one.config.parallel.pipe for one in plan.candidates} == {1}
 
 
@@ -380,7 +382,7 @@ def test_a_mesh_of_which_keep_leaves_nothing_is_counted_too():
     plan = find(small("train.microbatch_sequences=3"), H100, keep=["microbatch_sequences"])
     assert not plan.candidates
     assert plan.meshes == sum(line.count for line in plan.rejected)
-    assert KEPT_AWAY in why_nothing(plan, estimate=estimate)
+    assert KEPT_AWAY in why_nothing(plan, SearchOptions(estimate=estimate))
     config = small("parallel.pipe=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "model.num_layers=7")
     plan = find(config, H100, keep=["schedule"])
     (line,) = (line for line in plan.rejected if line.reason == KEPT_AWAY)
@@ -449,7 +451,7 @@ def test_progress_counts_meshes():
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.6, 1, 3])
 def test_any_fits_is_the_search_in_short(share):
     gpu = gpu_for(share * TIGHT)
-    assert any_fits(small(), gpu, 8, estimate=estimate) == bool(find(small(), gpu).candidates)
+    assert any_fits(small(), gpu, 8, options=SearchOptions(estimate=estimate)) == bool(find(small(), gpu).candidates)
 
 
 # --------------------------------------------------------------------------------------------------------- nothing fits
@@ -467,7 +469,7 @@ def test_more_gpus_are_advised_where_they_do():
     config = small("model.num_layers=8")
     gpu = room_for(least_bytes(config, 4))
     plan = find(config, gpu, 1)
-    sentence = why_nothing(plan, estimate=estimate)
+    sentence = why_nothing(plan, SearchOptions(estimate=estimate))
     assert not plan.candidates
     assert f"the leanest of {plan.configurations:,} configurations takes " in sentence
     assert "--gpus=4 or train.sequence_length=" in sentence or "--gpus=4." in sentence
@@ -482,7 +484,7 @@ def test_offloading_the_state_is_advised_first():
         return Memory(round(estimate(config).peak_bytes * kept))
 
     gpu = room_for(least_bytes(small(), 8) * 0.7)
-    sentence = why_nothing(find(small(), gpu, estimate=with_offload), estimate=with_offload)
+    sentence = why_nothing(find(small(), gpu, estimate=with_offload), SearchOptions(estimate=with_offload))
     assert sentence.endswith("use parallel.offload_state=optimizer.")
 
 
@@ -491,7 +493,7 @@ def test_a_shorter_sequence_is_advised_where_it_is_the_activations():
         return Memory(config.train.sequence_length * 1000)
 
     gpu = room_for(16 * 1000)
-    sentence = why_nothing(find(small(), gpu, estimate=activations_alone), estimate=activations_alone)
+    sentence = why_nothing(find(small(), gpu, estimate=activations_alone), SearchOptions(estimate=activations_alone))
     assert sentence.endswith("use train.sequence_length=16.")
 
 
@@ -499,7 +501,7 @@ def test_where_nothing_would_do_it_says_so():
     def hopeless(config):
         return Memory(10**15)
 
-    sentence = why_nothing(find(small(), H100, estimate=hopeless), estimate=hopeless)
+    sentence = why_nothing(find(small(), H100, estimate=hopeless), SearchOptions(estimate=hopeless))
     assert sentence.endswith("use a smaller model.")
     assert sentence.count("\n") == 0
 
@@ -507,13 +509,13 @@ def test_where_nothing_would_do_it_says_so():
 def test_where_keep_leaves_no_mesh_it_says_so():
     config = small("parallel.tensor=16", "model.num_heads=16", "model.num_kv_heads=16", "model.head_dim=4")
     plan = find(config, H100, 8, keep=["tensor"])
-    sentence = why_nothing(plan, estimate=estimate)
+    sentence = why_nothing(plan, SearchOptions(estimate=estimate))
     assert sentence == "What --keep holds leaves no configuration of 8 GPUs: change --gpus, or keep less."
 
 
 def test_where_no_mesh_divides_the_rule_is_named():
     plan = find(small("train.global_batch_sequences=3"), H100, 7, keep=["pipe"])
-    sentence = why_nothing(plan, estimate=estimate)
+    sentence = why_nothing(plan, SearchOptions(estimate=estimate))
     assert sentence.startswith("No configuration for 7 x h100-80gb can be had, mostly because ")
     assert "global_batch_sequences=3 does not divide over data" in " ".join(line.reason for line in plan.rejected)
     assert DOES_NOT_FIT not in [line.reason for line in plan.rejected]
@@ -544,7 +546,9 @@ def everything():
 @pytest.mark.parametrize("gib", [4, 6, 10, 20, 60])
 def test_the_winner_is_the_best_of_all_by_the_real_estimates(everything, gib):
     gpu = gpu_for(gib * 2**30)
-    plan = search(EIGHT, gpu, 8, step_time=lambda config, _, per_host: estimate_step_time(config, H100, per_host))
+    plan = search(
+        EIGHT, gpu, 8, options=SearchOptions(step_time=lambda config, _, per_host: estimate_step_time(config, H100, per_host))
+    )
     limit = FIT_SHARE * gpu.capacity_bytes
     fit = {name: speed for name, (peak, host, speed) in everything.items() if peak <= limit and host <= HOST_BYTES_PER_GPU}
     assert {key(one.config) for one in plan.candidates} == set(fit)
@@ -552,6 +556,6 @@ def test_the_winner_is_the_best_of_all_by_the_real_estimates(everything, gib):
 
 
 def test_a_candidate_has_the_figures_of_estimate():
-    plan = search(EIGHT, H100, 8, keep=["zero", "remat", "context"])
+    plan = search(EIGHT, H100, 8, options=SearchOptions(keep=["zero", "remat", "context"]))
     for one in plan.candidates[::20]:
         assert (one.estimate_bytes, one.host_bytes, one.tokens_per_s_per_gpu) == bytes_and_speed(one.config)

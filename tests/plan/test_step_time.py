@@ -14,14 +14,8 @@ from jaxllm.config_errors import ConfigError
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.hardware import GPUS, Gpu
 from jaxllm.plan.megatron import megatron_flops_per_token
-from jaxllm.plan.step_time import (
-    CONVENTIONS,
-    FITTED,
-    StepTime,
-    estimate_step_time,
-    step_time_lines,
-    tile_share,
-)
+from jaxllm.plan.step_parts import FITTED, StepTime, tile_share
+from jaxllm.plan.step_time import CONVENTIONS, estimate_step_time, step_time_lines
 
 H100 = GPUS["h100-80gb"]
 ROUNDING = 1e-12
@@ -263,9 +257,9 @@ def test_a_single_host_holds_ring_hops_behind_long_blocks():
 
 def test_auto_gathers_keys_where_training_does():
     from jaxllm.parallel import parallelize
-    from jaxllm.plan import step_time
+    from jaxllm.plan import step_model
 
-    assert step_time.context_method is parallelize.context_method
+    assert step_model.context_method is parallelize.context_method
     for length in (1024, 2048, 4096, 8192, 32768):
         config = configured(4, context=4, train={"sequence_length": length})
         method = parallelize.context_method(config)

@@ -23,7 +23,8 @@ from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.load import load_params
 from jaxllm.pretrained.names import entries
 from jaxllm.pretrained.safetensors import TensorFile
-from jaxllm.train.checkpoint import Checkpoints, describe_run
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_files import describe_run
 from jaxllm.train.loop import fit
 from jaxllm.train.opened import open_model
 from jaxllm.train.run_dir import keep_companions

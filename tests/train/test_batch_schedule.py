@@ -18,7 +18,7 @@ from jaxllm.batch_schedule import Phase, done_by, phase_at, phases_of, sequences
 from jaxllm.config import ConfigError
 from jaxllm.plan.estimate import estimate
 from jaxllm.train import loop
-from jaxllm.train.checkpoint import read_meta
+from jaxllm.train.checkpoint_files import read_meta
 from jaxllm.train.notes import batch_notes
 from jaxllm.train.optimizer import make_learning_rate
 from jaxllm.train.run_dir import require_same_batches

@@ -23,8 +23,9 @@ import jaxllm
 from jaxllm import cli, exits
 from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
-from jaxllm.train import checkpoint
-from jaxllm.train.checkpoint import Checkpoints, describe_run, read_meta, saved_steps
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_arrays import read_arrays
+from jaxllm.train.checkpoint_files import describe_run, read_meta, saved_steps
 from jaxllm.train.loop import fit
 
 CHECKOUT = Path(__file__).parents[2]
@@ -433,7 +434,7 @@ def test_moments_are_not_read_for_weights_alone(tmp_path):
         checkpointer.save(tmp_path / "state", {"params": {"w": noise[0]}, "opt_state": {"mu": noise[1], "nu": noise[2]}})
     before = bytes_read()
     like = jax.ShapeDtypeStruct((1024, 1024), "float32", sharding=noise.sharding)
-    read = checkpoint.read_arrays(tmp_path / "state", {"params": {"w": like}}, {})
+    read = read_arrays(tmp_path / "state", {"params": {"w": like}}, {})
     assert 3e6 < bytes_read() - before < 4.5e6
     np.testing.assert_array_equal(read["params"]["w"], noise[0])
 

@@ -23,7 +23,8 @@ from jaxllm import distributed, exits
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.launchers import Place
 from jaxllm.train import fence as module
-from jaxllm.train.checkpoint import Checkpoints, SaveError, read_meta, saved_steps
+from jaxllm.train.checkpoint import Checkpoints, SaveError
+from jaxllm.train.checkpoint_files import read_meta, saved_steps
 from jaxllm.train.fence import Fence, Holder, alone_in, judge, read_holder, this_process
 from jaxllm.train.metrics import JsonLines
 from jaxllm.train.state import TrainState

@@ -5,9 +5,9 @@ import pytest
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.plan.advice import changed
+from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, readable
 from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE
 from jaxllm.train import fits, loop
 from jaxllm.train.fits import Explaining, capacity_of, explaining_out_of_memory, is_out_of_memory, require_fit, total_bytes
 from jaxllm.train.trainer import Trainer

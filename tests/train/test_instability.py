@@ -14,7 +14,7 @@ from run_files import records
 import jaxllm
 from jaxllm.config import ConfigError
 from jaxllm.parallel.parallelize import merge_model
-from jaxllm.train.checkpoint import read_meta
+from jaxllm.train.checkpoint_files import read_meta
 from jaxllm.train.instability import FEWEST, WINDOW, Recent, Watch, by_layer, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.loop import fit
 from jaxllm.train.trainer import Trainer

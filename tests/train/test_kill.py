@@ -17,7 +17,7 @@ from outside import wait_until
 from run_files import saved_state, steps_of
 from tiny import TINY
 
-from jaxllm.train.checkpoint import saved_steps
+from jaxllm.train.checkpoint_files import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS, KILLS, SEED, LIMIT_S = 600, 12, 0, 200

@@ -12,7 +12,8 @@ from meshes import in_one_stack
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.mesh import axis_sizes, make_mesh
 from jaxllm.train.build import build_training
-from jaxllm.train.checkpoint import Checkpoints, describe_run
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.checkpoint_files import describe_run
 from jaxllm.train.trainer import Trainer
 from jaxllm.train.weights import find_weights, read_weights
 

@@ -128,25 +128,25 @@ def test_ctrl_c_leaves_a_whole_step_and_loses_no_sample(finished, tiny_config):
             losses[metrics["step"]] = metrics["loss"]
 
     train(1)
-    ((program, compiled),) = trainer._programs.items()
+    ((program, compiled),) = trainer.programs._programs.items()
 
     def disturbed(state, batch):
         signal.raise_signal(signal.SIGINT)
         return compiled(state, batch)
 
-    trainer._programs[program] = disturbed
+    trainer.programs._programs[program] = disturbed
     with pytest.raises(KeyboardInterrupt):
         train(1)
-    trainer._programs[program] = compiled
+    trainer.programs._programs[program] = compiled
     assert trainer.step == int(trainer.state.step) == 2
-    reader = trainer._batches
+    reader = trainer.batches._batches
 
     def losing():
         yield from ()
         next(reader)
         raise KeyboardInterrupt
 
-    trainer._batches = losing()
+    trainer.batches._batches = losing()
     with pytest.raises(KeyboardInterrupt):
         train(1)
     reader.close()

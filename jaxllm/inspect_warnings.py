@@ -1,0 +1,86 @@
+"""Where a mesh wastes work: matmuls of awkward or small shapes, and layers that wait for the network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxllm.config import Config
+from jaxllm.inspect_table import ParameterLine
+from jaxllm.mesh import CONTEXT, TENSOR, axis_sizes
+from jaxllm.sharding import STACK_DIMS
+
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""Of the output tile that cuBLAS's fastest bfloat16 kernels compute on Hopper."""
+MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
+"""Each computes one output tile at a time, so a matmul of fewer tiles leaves some idle."""
+IDLE_PERCENT = 5
+"""A shard that wastes no more than this is not worth a warning."""
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something that runs, and wastes."""
+
+    kind: str
+    """tiles | small | network"""
+    parameter: str | None
+    axis: str | None
+    message: str
+
+
+def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[Warned]:
+    together = sizes[CONTEXT] * sizes[TENSOR]
+    if per_host % together and per_host < gpus:
+        message = (
+            f"context x tensor = {together} devices do not lie within hosts of {per_host}: every layer waits for the network"
+        )
+        yield Warned("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
+
+
+def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterator[Warned]:
+    """Matmuls whose share is an awkward size for the GPU: one warning each for tiles and for size, where due.
+
+    The split side of a weight is judged even where the forward pass contracts it: in the backward pass it is the output's.
+    """
+    sizes = axis_sizes(config.parallel)
+    for line in lines:
+        # An embedding that is not also the head is looked up, not multiplied.
+        if "norm" in line.path or (line.path == "embedding" and not config.model.tie_embeddings):
+            continue
+        wide = [i for i, dim in enumerate(line.dims) if dim not in (*STACK_DIMS, "embed")]
+        whole = math.prod(line.shape[i] for i in wide)
+        axes = [axis for i in wide for axis in line.compute[i] if sizes[axis] > 1]
+        ways = math.prod(sizes[axis] for axis in axes)
+        columns, axis = whole // ways, " x ".join(axes) or None
+        tiles = -(-columns // TILE_COLUMNS)
+        idle = tiles * TILE_COLUMNS - columns
+        if ways > 1 and 100 * idle > IDLE_PERCENT * tiles * TILE_COLUMNS:
+            of = f"each {TILE_COLUMNS}-wide tile" if tiles == 1 else f"{tiles} {TILE_COLUMNS}-wide tiles"
+            percent = 100 * idle // (tiles * TILE_COLUMNS)
+            yield Warned("tiles", line.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {of} idle")
+
+        is_head = "vocab" in line.dims
+        output = config.model.hidden_size if line.dims[-1] == "embed" and not is_head else columns
+        rows = head_rows(config) if is_head else matmul_rows(config)
+        work = -(-rows // TILE_ROWS) * -(-output // TILE_COLUMNS)
+        if work < MULTIPROCESSORS:
+            message = (
+                f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output "
+                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of "
+                f"{MULTIPROCESSORS_OF}"
+            )
+            yield Warned("small", line.path, axis, message)
+
+
+def matmul_rows(config: Config) -> int:
+    """Tokens that one device multiplies at once: a microbatch's, over context. Tensor ranks gather the sequence first."""
+    return config.microbatch_sequences * config.train.sequence_length // config.parallel.context
+
+
+def head_rows(config: Config) -> int:
+    """The same for the head, which takes the sequence in chunks (model/loss.py)."""
+    S = config.train.sequence_length // config.parallel.context
+    chunks = min(S, -(-matmul_rows(config) // config.train.loss_chunk_tokens))
+    return config.microbatch_sequences * -(-S // chunks)

@@ -1,0 +1,162 @@
+"""The roofline of one layer's compute, for one microbatch on one GPU: matmuls, attention, and kernels that only move bytes."""
+
+from __future__ import annotations
+
+from jaxllm.config import ATTENTION_RESULTS, Config
+from jaxllm.config_errors import ConfigError
+from jaxllm.plan.activations import is_blockwise, policy_of, takes_cudnn
+from jaxllm.plan.hardware import Gpu
+from jaxllm.plan.network import Group, group_of, links_of
+from jaxllm.plan.step_parts import (
+    ATTENTION_ROWS,
+    ATTENTION_SHARES,
+    BANDWIDTH_SHARE,
+    MEMORY_SHARE,
+    Fitted,
+    tile_share,
+)
+
+
+class LayerCompute:
+    """A config's sizes as one GPU has them, and what it computes of one layer and microbatch.
+
+    D, F, N, K, H, L as in flops.py; P stages, V virtual stages, M microbatches; d, c, t ranks of data, context and tensor.
+    """
+
+    backward_mlp_moves = 8
+    """How often SwiGLU's backward reads or writes the feed-forward width; its product is made again for mlp_down's gradient."""
+
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
+        model, parallel = config.model, config.parallel
+        self.config, self.model, self.parallel, self.gpu = config, model, parallel, gpu
+        self.fitted = fitted
+        self.policy = policy_of(parallel.remat)
+        self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
+        self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
+        island = self.P * self.d * self.c * self.t
+        self.devices = parallel.replica * island
+        self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
+        self.peak_flops = gpu.peak_flops(model.compute_dtype)
+        is_hopper = gpu.chip.compute_capability >= (9, 0)
+        self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
+        self.is_fp8, float8_flops = model.matmul_dtype == "fp8", gpu.float8_flops
+        if self.is_fp8 and float8_flops is None:
+            raise ConfigError(
+                f"model.matmul_dtype=fp8 needs a GPU of Ada, Hopper or later, and {gpu.name} is none: set "
+                f"model.matmul_dtype=compute_dtype, or choose another --gpu."
+            )
+        self.block_flops = self.matmul_flops * (float8_flops / self.peak_flops if self.is_fp8 and float8_flops else 1.0)
+        self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
+        self.links = links_of(gpu, BANDWIDTH_SHARE)
+
+        def axis(size: int, stride: int) -> Group:
+            return group_of(size, stride, min(gpus_per_host, self.devices))
+
+        self.tensor_group, self.context_group = axis(self.t, 1), axis(self.c, self.t)
+        self.data_group = axis(self.d * self.c, self.t)
+        self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, island)
+
+        self.rows = config.microbatch_sequences * self.S // self.c
+        """Tokens of a microbatch that a rank multiplies: tensor ranks gather the sequence first."""
+        D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+        # Key-value heads that do not split are whole on every tensor rank.
+        self.query_width, self.key_width = N * H // self.t, K * H // (self.t if K % self.t == 0 else 1)
+        self.mlp_width = model.intermediate_size // self.t
+        self.matmuls = {name: (width, D) for name, width in self.input_widths().items()}
+        """Name -> columns of the output, length of the sum."""
+        self.matmuls |= {"attention_out": (D, self.query_width), "mlp_down": (D, self.mlp_width)}
+        self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
+        self.stage_layers = self.V * config.chunk_layers
+
+    def input_widths(self) -> dict[str, int]:
+        """Columns of the matmuls that read a block's two inputs, by name."""
+        widths = {"query": self.query_width, "key": self.key_width, "value": self.key_width}
+        return widths | {"mlp_gate": self.mlp_width, "mlp_up": self.mlp_width}
+
+    def matmul_s(self, rows: int, columns: int, length: int) -> float:
+        """rows x columns, each a sum of `length` products."""
+        share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
+        traffic = self.itemsize * (rows * length + length * columns + rows * columns)
+        return max(2 * rows * columns * length / (self.matmul_flops * share), self.moved_s(traffic))
+
+    def block_matmul_s(self, rows: int, columns: int, length: int) -> float:
+        """The same of a block's: in FP8, where that is asked for, at its peak's multiple of the speed, with inputs of a byte.
+        That FP8 reaches the same share of its peak as bfloat16 is a guess."""
+        if not self.is_fp8:
+            return self.matmul_s(rows, columns, length)
+        share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
+        traffic = rows * length + length * columns + self.itemsize * rows * columns
+        return max(2 * rows * columns * length / (self.block_flops * share), self.moved_s(traffic))
+
+    def rounding_s(self) -> float:
+        """Of FP8, forward and backward: an array is read for its largest number, read again and written in a byte, each input
+        and weight both ways, each output's gradient once. Queries, keys and values share an input, so do gate and up; what a
+        fusion saves is not counted, nor what is computed again."""
+        D, N, K, F = self.model.hidden_size, self.query_width, self.key_width, self.mlp_width
+        inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
+        numbers = self.rows * (2 * inputs + gradients) + 2 * self.layer_parameters
+        return self.moved_s(numbers * (2 * self.itemsize + 1))
+
+    def moved_s(self, size_bytes: float) -> float:
+        return size_bytes / self.memory_bytes_per_s
+
+    def layer_matmuls_s(self) -> tuple[float, float]:
+        """(forward, backward): backward one for the gradient of each matmul's input and one for that of its weight."""
+        forward_s = backward_s = 0.0
+        for columns, length in self.matmuls.values():
+            forward_s += self.block_matmul_s(self.rows, columns, length)
+            backward_s += self.block_matmul_s(self.rows, length, columns) + self.block_matmul_s(length, columns, self.rows)
+        return forward_s, backward_s
+
+    def attention_s(self) -> tuple[float, float]:
+        """(forward, backward). Fused, two matmuls over the causal half forward and five backward, which makes the scores again;
+        in a ring as much on every rank (zigzag.py).
+
+        XLA's own multiplies all, and has scores in memory, in float32: softmax reads or writes them four times forward, about
+        twice that backward.
+        """
+        heads, multiprocessors = self.model.num_heads // self.t, self.gpu.chip.multiprocessors
+        square = 2 * self.rows * self.S * heads * self.model.head_dim
+        if self.fuses_attention:
+            blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
+            filled = blocks / (-(-blocks // multiprocessors) * multiprocessors)
+            half_s = square / 2 / (self.peak_flops * filled)
+            return 2 * half_s / ATTENTION_SHARES[0], 5 * half_s / ATTENTION_SHARES[1]
+        scores_s = self.moved_s(4 * 4 * self.rows * self.S * heads)
+        square_s = square / self.matmul_flops
+        return 2 * square_s + scores_s, (5 if self.c > 1 else 4) * square_s + 2 * scores_s
+
+    @property
+    def fuses_attention(self) -> bool:
+        return takes_cudnn(self.model)
+
+    def moves_s(self) -> tuple[float, float]:
+        """(forward, backward) of kernels that only move bytes.
+
+        Forward, norms and residual sums read or write a token's width nine times, of which a rank has 1/t; rotary angles
+        queries and keys twice; SwiGLU the feed-forward width three times. Backward twelve, two and
+        backward_mlp_moves. Each further step of a ring merges an output in float32 (10 bytes an element) and adds a gradient of
+        queries (8).
+        """
+        split = self.model.hidden_size / self.t
+        rotary = 2 * (self.query_width + self.key_width)
+        forward = 9 * split + rotary + 3 * self.mlp_width
+        backward = 12 * split + rotary + self.backward_mlp_moves * self.mlp_width
+        merged = (self.c - 1) * self.query_width
+        return (
+            self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),
+            self.moved_s(self.rows * (self.itemsize * backward + 8 * merged)),
+        )
+
+    def gradient_sums_s(self) -> float:
+        """Gradients written and read, and added to float32 sums, of which a rank has its share from ZeRO 2 on."""
+        shares = self.data_group.size if self.parallel.zero >= 2 else 1
+        return self.moved_s(self.layer_parameters * (2 * self.itemsize + 8 / shares))
+
+    def recomputed(self) -> tuple[set[str], bool, bool]:
+        """(matmuls that the backward repeats, whether it repeats attention, and what lies between matmuls)"""
+        if self.policy.everything:
+            return set(), False, False
+        again = set(self.policy.recompute)
+        attention = not is_blockwise(self.config) or bool(again & set(ATTENTION_RESULTS))
+        return again & set(self.matmuls), attention, True
