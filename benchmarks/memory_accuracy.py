@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
-from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.cluster import choose_gpus_per_host
 from jaxllm.plan.hardware import Gpu, find_gpu
 from jaxllm.plan.megatron import megatron_memory_by_stage
 from jaxllm.plan.memory import MemoryEstimate, estimate_memory
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def gpus_per_host(self) -> int:
-        return hosts_of(self.gpus, None, find_gpu(self.gpu).gpus_per_host)[0]
+        return choose_gpus_per_host(self.gpus, None, find_gpu(self.gpu).gpus_per_host)[0]
 
     @property
     def capacity_bytes(self) -> int:
@@ -183,7 +183,7 @@ def propose(rng: random.Random, index: int, near: bool) -> Case | None:
         "gpu": rng.choice(GPU_NAMES),
     }
     template = _template(base)
-    per_host, _ = hosts_of(gpus, None)
+    per_host, _ = choose_gpus_per_host(gpus, None)
     left = [mesh for mesh in meshes(template, gpus) if why_not(template, mesh, per_host) is None]
     # Pipelines take longest to compile.
     without = [mesh for mesh in left if mesh.pipe == 1]

@@ -31,7 +31,7 @@ from jaxllm.aot import compile_step, gpu_devices
 from jaxllm.config import Config, load_config
 from jaxllm.hlo import Module
 from jaxllm.mesh import axis_sizes
-from jaxllm.overlap import Overlap, by_kind, play, total
+from jaxllm.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.plan.hardware import GPUS
 from jaxllm.xla_flags import OPTIONAL_GPU_OPTIONS
 
@@ -77,7 +77,7 @@ def compiled(config: Config) -> tuple[tuple[Overlap, ...], int, float, int]:
     devices = gpu_devices(config.devices // GPUS_PER_HOST, GPUS_PER_HOST, GPU)
     step = compile_step(config, devices)
     module = Module(step.as_text(), axis_sizes(config.parallel))
-    lines, untold = by_kind(play(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
+    lines, untold = by_kind(simulate_overlap(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
     return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started, untold
 
 

@@ -20,7 +20,7 @@ from jaxllm.config import Config, load_config
 from jaxllm.data.packing import PACKINGS
 from jaxllm.memory_plots import candidates_picture, estimate_picture, over_picture
 from jaxllm.parallel.zigzag import picture as zigzag_picture
-from jaxllm.plan.data_ranks import Needed
+from jaxllm.plan.data_ranks import StepsToLoss
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.memory import estimate_memory
@@ -101,7 +101,7 @@ def plan(path: Path) -> None:
 
 def batch(path: Path) -> None:
     """Steps and tokens to a loss over the batch, by the law that the noise scale is read with."""
-    needed, over_noise = Needed(1.0, 1.0), np.logspace(-1.5, 1.5, 200)
+    needed, over_noise = StepsToLoss(1.0, 1.0), np.logspace(-1.5, 1.5, 200)
     figure = new_figure(8.4, 3.4, dpi=150)
     axes = figure.add_subplot()
     axes.loglog(over_noise, needed.steps(over_noise), color=HUES[0], label="steps, over the least")

@@ -1,7 +1,7 @@
 """Figures of device memory: its contents, over stages, settings or one step, beside the capacity. All are drawn from plain
 data.
 
-    stage_picture(report.memory.stages, "stages.png", capacity_bytes=report.capacity_bytes)
+    stage_picture(estimate.memory.stages, "stages.png", capacity_bytes=estimate.capacity_bytes)
 
 Each *_figure returns a matplotlib Figure (a notebook shows it); each *_picture writes it to a .png or .svg. GiB are 2^30 bytes.
 """
@@ -154,12 +154,12 @@ def _stacked(
 def _without_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
     tallest = max(sum(column.values()) for column in columns)
     seen = {term for column in columns for term, size in column.items() if size > SMALL * tallest}
-    told = []
+    merged = []
     for column in columns:
         kept = {term: size for term, size in column.items() if term in seen}
         other = sum(size for term, size in column.items() if term not in seen)
-        told.append(kept | ({"other": other} if other else {}))
-    return told
+        merged.append(kept | ({"other": other} if other else {}))
+    return merged
 
 
 def _colors(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
@@ -205,18 +205,18 @@ def _dress(axes: Any, y_label: str) -> None:
 # ---------------------------------------------------------------------------------------------------- from an estimate
 
 
-def estimate_picture(report: Estimate, path: str | Path, over: str | None = None) -> None:
+def estimate_picture(estimate: Estimate, path: str | Path, over: str | None = None) -> None:
     """Draws `jaxllm estimate --picture FILE`: the stages, or bytes against `over`, one of OVER.
 
     Raises:
       ConfigError: `over` is unknown, matplotlib is not installed, or the file cannot be written.
     """
-    title, capacity = title_of(report), report.by_convention["jaxllm"].capacity_bytes
-    memory = report.by_convention["jaxllm"].memory
+    title, capacity = title_of(estimate), estimate.by_convention["jaxllm"].capacity_bytes
+    memory = estimate.by_convention["jaxllm"].memory
     if over is None:
         stage_picture(memory.stages, path, capacity_bytes=capacity, title=title)
     elif over in OVER:
-        points, own = variations(report.config, over, capacity, report.gpu)
+        points, own = variations(estimate.config, over, capacity, estimate.gpu)
         x_label = {"sequence": "sequence length, tokens", "microbatch": "sequences of a microbatch"}[over]
         over_picture(points, path, x_label=x_label, capacity_bytes=capacity, own=own, title=title)
     else:
@@ -240,11 +240,11 @@ def variations(
     return [(value, stage.terms_bytes) for value, stage in stages if stage.total_bytes <= highest], own
 
 
-def title_of(report: Estimate) -> str:
+def title_of(estimate: Estimate) -> str:
     """Figure title: model, GPUs and mesh."""
-    p, kind = report.config.parallel, report.gpu.name if report.gpu else "GPU"
+    p, kind = estimate.config.parallel, estimate.gpu.name if estimate.gpu else "GPU"
     mesh = f"pipe {p.pipe}, data {p.data}, context {p.context}, tensor {p.tensor}, ZeRO {p.zero}"
-    return f"{report.config.model.name or 'model'} on {report.devices} x {kind}: {mesh}"
+    return f"{estimate.config.model.name or 'model'} on {estimate.devices} x {kind}: {mesh}"
 
 
 # ------------------------------------------------------------------------------------------------------------ one step

@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.cluster import require_devices
-from jaxllm.plan.confirm import Here, confirm
+from jaxllm.plan.confirm import InlineExecutor, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.flops import parameter_count, train_flops_per_token
 from jaxllm.plan.found import Plan
@@ -292,7 +292,7 @@ def processes(workers: int) -> Iterator[Callable[[], Executor]]:
         except (OSError, BrokenExecutor) as error:
             # A script without `if __name__ == "__main__"` gets here too when its child imports it; that child must end.
             log.warning("Compilations run in this process, one after another: no processes could be started (%s).", error)
-            return Here()
+            return InlineExecutor()
 
     try:
         yield start

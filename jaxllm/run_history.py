@@ -77,8 +77,8 @@ class History:
     @property
     def devices(self) -> int:
         """Number of devices in the last start that logged it, else the size of the config's mesh."""
-        told = self.last("devices")
-        return self.config.devices if told is None else int(told)
+        logged = self.last("devices")
+        return self.config.devices if logged is None else int(logged)
 
     @property
     def saves(self) -> list[int]:
@@ -218,9 +218,9 @@ def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config
     values.pop("log", None)
     config = load_config(values)
     if config.parallel.data == AUTO:
-        told = [line["devices"] for line in by_step.values() if "devices" in line]
+        logged = [line["devices"] for line in by_step.values() if "devices" in line]
         others = config.parallel.model_copy(update={"data": 1})
-        config = config.resolve(told[-1] if told else config.model_copy(update={"parallel": others}).devices)
+        config = config.resolve(logged[-1] if logged else config.model_copy(update={"parallel": others}).devices)
     return config
 
 

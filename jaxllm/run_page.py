@@ -24,7 +24,7 @@ from jaxllm.svg_charts import (
     ORANGE,
     PURPLE,
     RED,
-    Line,
+    Curve,
     Mark,
     line_chart,
     number,
@@ -117,7 +117,7 @@ def training_charts(history: History) -> list[str]:
     loss = [spread("each step", tokens, history.column("loss"), PALE_BLUE), spread("smoothed", tokens, history.smoothed_loss)]
     at, evaluated = history.evaluated()
     if evaluated.size:
-        loss.append(Line("held-out", at, evaluated, ORANGE, dots=True))
+        loss.append(Curve("held-out", at, evaluated, ORANGE, dots=True))
     rate = [spread("learning rate", tokens, history.column("learning_rate"))]
     norm = [spread("gradient norm", tokens, _above_zero(history.column("grad_norm")))]
     unusual = [
@@ -141,7 +141,7 @@ def batch_chart(history: History) -> str:
     if (measured := np.flatnonzero(np.isfinite(noise))).size:
         measured = measured[:: math.ceil(measured.size / MOST_POINTS)]
         low, high = (_above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
-        lines.append(Line("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
+        lines.append(Curve("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
     title = "Batch and noise scale" if len(lines) > 1 else "Batch (noise scale not measured)"
     return line_chart(title, lines, x_label="tokens", y_label="tokens of a step", y_log=True)
 
@@ -151,8 +151,8 @@ def memory_chart(report: RunReport) -> str:
     history, sizes = report.history, report.memory_bytes
     used, ends = history.column("memory_peak_bytes") / GIB, history.tokens[[0, -1]]
     colors = {ESTIMATE: ORANGE, COMPILED: GREEN}
-    foretold = {name: size for name, size in sizes.items() if name != IN_USE}
-    lines = [Line(name, ends, np.full(2, size / GIB), colors.get(name, RED)) for name, size in foretold.items()]
+    predicted = {name: size for name, size in sizes.items() if name != IN_USE}
+    lines = [Curve(name, ends, np.full(2, size / GIB), colors.get(name, RED)) for name, size in predicted.items()]
     if IN_USE in sizes:
         lines.append(spread(IN_USE, history.tokens, used))
     title = "Memory" if IN_USE in sizes else "Memory (not logged: in use)"
@@ -177,7 +177,7 @@ def rank_charts(report: RunReport) -> list[str]:
     def chart(key: str, words: str, color: str) -> str:
         values = _of_rows(rows, key, ranks)
         ends = np.array([values, *(_of_rows(found.rows, key, ranks) for found in report.by_interval)])
-        line = Line(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
+        line = Curve(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
         x_ticks = ranks[:: math.ceil(len(ranks) / MOST_TICKS)]
         axes = {"x_label": "data ranks", "y_label": words, "x_log": True, "y_log": True, "x_ticks": x_ticks, "marks": marks}
         return line_chart(f"{words} to a loss of {report.target_loss:.4f}", [line], **axes)
@@ -219,10 +219,10 @@ def _rank_table(report: RunReport) -> str:
     heading = ["data ranks", "GPUs", "microbatches", "batch, tokens", "steps", "tokens", "a step", "hours", "GPU-hours", ""]
     rows, classes = [], []
     for row in over.rows:
-        said = "does not fit" if row.fits is False else "stops paying" if row.data_ranks == over.stops_paying else ""
+        note = "does not fit" if row.fits is False else "stops paying" if row.data_ranks == over.stops_paying else ""
         counts = [f"{count:,}" for count in (row.data_ranks, row.gpus, row.microbatches)]
         costs = [duration(row.step_s), f"{row.hours:,.4g}", f"{row.gpu_hours:,.4g}"]
-        rows.append([*counts, number(row.batch_tokens), number(row.steps), number(row.tokens), *costs, said])
+        rows.append([*counts, number(row.batch_tokens), number(row.steps), number(row.tokens), *costs, note])
         classes.append("no" if row.fits is False else "own" if row.data_ranks == report.own_ranks else "")
     return _table(heading, rows, classes, numbers=True)
 

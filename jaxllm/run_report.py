@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import ConfigError
-from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.cluster import choose_gpus_per_host
 from jaxllm.plan.cost import DAY_S, HOUR_S
-from jaxllm.plan.data_ranks import Needed, OverRanks, needed_for, over_data_ranks, ranks_of, wasted_share, with_ranks
+from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, ranks_of, steps_to_loss, wasted_share, with_ranks
 from jaxllm.plan.flops import mfu, parameter_count
 from jaxllm.plan.hardware import Gpu, find_gpu, readable
 from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.noise_reading import Estimate, reading
+from jaxllm.plan.noise_reading import NoiseEstimate, reading
 from jaxllm.plan.step_time import estimate_step_time
 from jaxllm.run_history import DOWN, TRAINING, History, read_run
 from jaxllm.svg_charts import number
@@ -45,7 +45,7 @@ class RunReport:
     """Smoothed loss that `over_ranks` aims at; None if no loss was finite."""
     reached_at: int | None
     """Index of the metrics line at which it was reached."""
-    needed: Needed | None
+    needed: StepsToLoss | None
     """Steps and tokens to reach it. None: see why_not."""
     over_ranks: OverRanks | None
     by_interval: tuple[OverRanks, ...]
@@ -76,15 +76,15 @@ class RunReport:
     @cached_property
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the fullest device by source. An estimate that the run did not log is computed."""
-        told = {
+        sizes = {
             ESTIMATE: self.history.last("memory_estimate_bytes"),
             COMPILED: self.history.most("memory_compiled_bytes"),
             IN_USE: self.history.most("memory_peak_bytes"),
             CAPACITY: self.history.last("memory_capacity_bytes"),
         }
-        if told[ESTIMATE] is None:
-            told[ESTIMATE] = estimate_memory(self.history.config.at_largest_batch, self.gpu).peak_bytes
-        return {name: int(size) for name, size in told.items() if size is not None}
+        if sizes[ESTIMATE] is None:
+            sizes[ESTIMATE] = estimate_memory(self.history.config.at_largest_batch, self.gpu).peak_bytes
+        return {name: int(size) for name, size in sizes.items() if size is not None}
 
     @property
     def noise(self) -> tuple[float, float] | None:
@@ -179,35 +179,35 @@ class RunReport:
         if self.noise is not None:
             scale, batch = self.noise
             low, high = history.noise_factors
-            found = Estimate(scale, 0.0 if low is None else low * scale, math.inf if high is None else high * scale)
+            found = NoiseEstimate(scale, 0.0 if low is None else low * scale, math.inf if high is None else high * scale)
             yield f"At the end: {reading(found, batch)}."
 
     def verdict(self) -> list[str]:
         """Where more data ranks stop paying, and how certain that is."""
         if self.over_ranks is None or self.target_loss is None:
             return [f"The effect of more data ranks is not known: {self.why_not}"]
-        told = [f"To a loss of {self.target_loss:.4f}: {self.over_ranks.because}"]
+        sentences = [f"To a loss of {self.target_loss:.4f}: {self.over_ranks.because}"]
         ends = [end for end, factor in zip(("lower", "upper"), self.history.noise_factors, strict=True) if factor is not None]
         stops = [found.stops_paying for found in self.by_interval]
         if not stops:
-            told.append("The noise scale has no interval, so this may be far off: measure it over more steps.")
+            sentences.append("The noise scale has no interval, so this may be far off: measure it over more steps.")
         elif any(ranks != self.over_ranks.stops_paying for ranks in stops):
             named = ("none of those tried" if ranks is None else f"{ranks:,}" for ranks in stops)
             at_ends = " and ".join(f"{ranks} at the {end} end" for ranks, end in zip(named, ends, strict=True))
-            told.append(f"It would be {at_ends} of the noise scale's interval.")
+            sentences.append(f"It would be {at_ends} of the noise scale's interval.")
         if self.gpu is None:
-            told.append(
+            sentences.append(
                 "Steps are assumed to be as fast on any number of devices as they were here, which is an upper bound: with "
                 "--gpu they are predicted, and the network counts."
             )
         elif self.slower is None:
-            told.append(f"Steps on {self.gpu.name} are predicted, because this run was not on such GPUs.")
+            sentences.append(f"Steps on {self.gpu.name} are predicted, because this run was not on such GPUs.")
         else:
-            told.append(
+            sentences.append(
                 f"Steps are predicted for {self.gpu.name} and multiplied by {self.slower:.2f}, the ratio of measured to "
                 f"predicted time in this run."
             )
-        return told
+        return sentences
 
 
 def report_on(
@@ -250,7 +250,7 @@ def report_on(
     def over(factor: float) -> OverRanks:
         return over_data_ranks(
             history.config,
-            needed_for(batch, factor * noise),
+            steps_to_loss(batch, factor * noise),
             gpu=found,
             gpus_per_host=gpus_per_host,
             tokens_per_s_per_device=rate,
@@ -258,7 +258,7 @@ def report_on(
         )
 
     ends = tuple(over(factor) for factor in history.noise_factors if factor is not None)
-    return replace(report, needed=needed_for(batch, noise), over_ranks=over(1.0), by_interval=ends, slower=slower)
+    return replace(report, needed=steps_to_loss(batch, noise), over_ranks=over(1.0), by_interval=ends, slower=slower)
 
 
 def reach(history: History, loss: float | None) -> tuple[float | None, int | None]:
@@ -301,7 +301,7 @@ def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None,
     ranks = ranks_of(config)
     sequences = config.phase_at(int(history.steps[-1]) - 1).sequences
     as_run = with_ranks(config, ranks, sequences // (ranks * config.microbatch_sequences))
-    per_host, _ = hosts_of(as_run.devices, None, gpus_per_host or gpu.gpus_per_host)
+    per_host, _ = choose_gpus_per_host(as_run.devices, None, gpus_per_host or gpu.gpus_per_host)
     return estimate_step_time(as_run, gpu, per_host).tokens_per_s_per_gpu / rate
 
 

@@ -1,7 +1,7 @@
 """Charts as SVG text, for a page in a single file: curves with bands, points and marks, and a bar of parts. It needs only
 numpy.
 
-    line_chart("loss", [Line("smoothed", tokens, loss)], x_label="tokens", y_label="nats")
+    line_chart("loss", [Curve("smoothed", tokens, loss)], x_label="tokens", y_label="nats")
 
 Not-a-number interrupts a curve. A curve of more than MOST_POINTS points is averaged over neighbours, and a band can show their
 minimum and maximum.
@@ -28,7 +28,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """Points in order of x, connected by a curve."""
 
     label: str
@@ -51,13 +51,13 @@ class Mark:
     color: str = GREY
 
 
-def spread(label: str, x: np.ndarray, y: np.ndarray, color: str = BLUE) -> Line:
+def spread(label: str, x: np.ndarray, y: np.ndarray, color: str = BLUE) -> Curve:
     """A curve of at most MOST_POINTS points, each the mean of its neighbours, in a band from their minimum to their maximum."""
     if len(y) <= MOST_POINTS:
-        return Line(label, x, y, color)
+        return Curve(label, x, y, color)
     parts = [part[np.isfinite(part)] for part in np.array_split(y, MOST_POINTS)]
     mean, low, high = (np.array([way(part) if part.size else np.nan for part in parts]) for way in (np.mean, np.min, np.max))
-    return Line(label, np.array([part[-1] for part in np.array_split(x, MOST_POINTS)]), mean, color, low, high)
+    return Curve(label, np.array([part[-1] for part in np.array_split(x, MOST_POINTS)]), mean, color, low, high)
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -123,7 +123,7 @@ def digits_of(ticks: Sequence[float]) -> int:
     return max(3, math.ceil(math.log10(most / steps.min())) + 1) if steps.size and most else 3
 
 
-def limits(lines: Sequence[Line], is_log: bool, usual: float = 1.0) -> tuple[float, float]:
+def limits(lines: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[float, float]:
     """(lowest, highest) value of a y axis: that of all points, or for each curve that of its `usual` share of points nearest
     the bottom, so that one spike does not flatten the rest."""
     low, high = [], []
@@ -149,7 +149,7 @@ def limits(lines: Sequence[Line], is_log: bool, usual: float = 1.0) -> tuple[flo
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     *,
     x_label: str,
     y_label: str,
@@ -226,7 +226,7 @@ def _axes(across: Scale, up: Scale, x_label: str, y_label: str, x_ticks: Sequenc
     )
 
 
-def _drawn(line: Line, across: Scale, up: Scale) -> Iterator[str]:
+def _drawn(line: Curve, across: Scale, up: Scale) -> Iterator[str]:
     if line.dots:
         for x, y in zip(line.x, line.y, strict=True):
             if math.isfinite(y):

@@ -20,7 +20,7 @@ from jaxllm.aot import can_compile_for_gpus
 from jaxllm.cli import app
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.plan import memory
-from jaxllm.plan.confirm import Here
+from jaxllm.plan.confirm import InlineExecutor
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import GPUS
@@ -235,7 +235,7 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
 def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeypatch):
     """Also where the fewest GPUs that do are fewer than there are, and compiling has turned down the fastest."""
     monkeypatch.setattr("jaxllm.aot.can_compile_for_gpus", lambda: True)
-    monkeypatch.setattr(planner, "processes", lambda _: contextlib.nullcontext(Here))
+    monkeypatch.setattr(planner, "processes", lambda _: contextlib.nullcontext(InlineExecutor))
     compiled = []
 
     class Report:
@@ -397,7 +397,7 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
     monkeypatch.setattr(planner, "ProcessPoolExecutor", refuse)
     with processes(2) as start:
         executor = start()
-        assert isinstance(executor, Here)
+        assert isinstance(executor, InlineExecutor)
         assert executor.submit(os.getpid).result() == os.getpid()
     assert "no processes could be started (no more processes)" in caplog.text
 
@@ -405,7 +405,7 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
 def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
     """By compile figures made up: everything that the estimate takes for the fastest is too large."""
     monkeypatch.setattr("jaxllm.aot.can_compile_for_gpus", lambda: True)
-    monkeypatch.setattr(planner, "processes", lambda _: contextlib.nullcontext(Here))
+    monkeypatch.setattr(planner, "processes", lambda _: contextlib.nullcontext(InlineExecutor))
 
     class Report:
         total_bytes = 10**15

@@ -1,7 +1,7 @@
 """Hours to a loss against data ranks. The noise scale gives the number of steps per batch size, the step-time model their
 length.
 
-    needed = needed_for(batch_tokens, noise_tokens)           of a run, one value per step up to that loss
+    needed = steps_to_loss(batch_tokens, noise_tokens)           of a run, one value per step up to that loss
     needed.steps(2**20), needed.tokens(2**20)                 if every batch had 2**20 tokens
     found = over_data_ranks(config, needed, gpu=GPUS["h100-80gb"])
     found.stops_paying, found.because
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.cluster import choose_gpus_per_host
 from jaxllm.plan.cost import HOUR_S
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.memory import estimate_memory
@@ -45,7 +45,7 @@ ROWS_BEYOND = 2
 
 
 @dataclass(frozen=True)
-class Needed:
+class StepsToLoss:
     """Steps and tokens needed to reach a loss, for any batch size."""
 
     least_steps: float
@@ -60,7 +60,7 @@ class Needed:
         return self.steps(batch_tokens) * batch_tokens
 
 
-def needed_for(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequence[float] | np.ndarray) -> Needed:
+def steps_to_loss(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequence[float] | np.ndarray) -> StepsToLoss:
     """Computes the needed steps from the steps of a run up to the loss.
 
     Args:
@@ -74,7 +74,7 @@ def needed_for(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequenc
     if batch.shape != noise.shape or batch.size == 0 or not ((batch > 0).all() and (noise > 0).all()):
         raise ValueError("batch_tokens and noise_tokens must have the same length, at least one value, and values above 0.")
     worth = 1 / (1 + noise / batch)
-    return Needed(float(worth.sum()), float((noise * worth).sum()))
+    return StepsToLoss(float(worth.sum()), float((noise * worth).sum()))
 
 
 def wasted_share(batch_tokens: float, noise_tokens: float) -> float:
@@ -124,7 +124,7 @@ class OverRanks:
 
 def over_data_ranks(
     config: Config,
-    needed: Needed,
+    needed: StepsToLoss,
     *,
     gpu: Gpu | None = None,
     gpus_per_host: int | None = None,
@@ -156,7 +156,7 @@ def over_data_ranks(
         if gpu is None:
             step_s = batch / (tokens_per_s_per_device * devices)  # type: ignore[operator]
         else:
-            per_host, _ = hosts_of(devices, None, gpus_per_host or gpu.gpus_per_host)
+            per_host, _ = choose_gpus_per_host(devices, None, gpus_per_host or gpu.gpus_per_host)
             step_s = slower * estimate_step_time(trial, gpu, per_host).step_s
         return RankRow(ranks, devices, microbatches, batch, needed.steps(batch), needed.tokens(batch), step_s, None)
 

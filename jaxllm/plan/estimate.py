@@ -17,7 +17,7 @@ from jaxllm.html_tables import preformatted
 from jaxllm.plan import flops
 from jaxllm.plan.activations import remat_words
 from jaxllm.plan.advice import Change, changes_that_fit
-from jaxllm.plan.cluster import HOST_GPUS, hosts_of, hosts_text, require_devices
+from jaxllm.plan.cluster import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
 from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
@@ -259,7 +259,7 @@ def estimate(
     found = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
     config = config.resolve(devices).at_largest_batch
-    per_host, because = hosts_of(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
+    per_host, because = choose_gpus_per_host(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
     verdicts = {"jaxllm": Verdict(estimate_memory(config, found), found and found.capacity_bytes)}
     if convention == "megatron":
         verdicts["megatron"] = Verdict(megatron_memory(config), found and int(SAFE_SHARE * nominal_bytes(found)))

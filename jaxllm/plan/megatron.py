@@ -134,7 +134,7 @@ def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> Memor
     """Builds the estimate from each stage's parameters, bytes of activations and bytes of logits."""
     parallel = config.parallel
     shards = int(parallel.data) * parallel.context if parallel.zero else 1
-    told = []
+    estimates = []
     for stage, (parameters, activations, logits) in enumerate(stages):
         terms = {
             "weights": WEIGHT_BYTES * parameters,
@@ -143,5 +143,5 @@ def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> Memor
             "activations": activations,
             "logits": logits,
         }
-        told.append(StageMemory(stage, {name: round(size) for name, size in terms.items()}))
-    return MemoryEstimate(devices=config.devices, stages=tuple(told), host_bytes=0)
+        estimates.append(StageMemory(stage, {name: round(size) for name, size in terms.items()}))
+    return MemoryEstimate(devices=config.devices, stages=tuple(estimates), host_bytes=0)

@@ -12,7 +12,7 @@ from jaxllm.plan.cost import short
 from jaxllm.plan.data_ranks import wasted_share
 
 
-class Estimate(NamedTuple):
+class NoiseEstimate(NamedTuple):
     """The noise scale and its 95% interval, in tokens. `low` is 0 and `high` infinite if that end is not known."""
 
     tokens: float
@@ -20,10 +20,10 @@ class Estimate(NamedTuple):
     high: float
 
 
-def reading(found: Estimate, batch_tokens: float) -> str:
+def reading(found: NoiseEstimate, batch_tokens: float) -> str:
     """Describes a batch by the noise scale: the share of a step that is wasted, and the effect of twice the data ranks.
 
-    With w = B / (B + N), twice the batch takes (1 - w) / 2 fewer steps and w more tokens (data_ranks.Needed).
+    With w = B / (B + N), twice the batch takes (1 - w) / 2 fewer steps and w more tokens (data_ranks.StepsToLoss).
     """
     if found.low == 0 and math.isinf(found.high):
         known = "unknown yet" if math.isinf(found.tokens) else f"about {short(found.tokens)} tokens"

@@ -27,7 +27,7 @@ from jaxllm.config import (
     divisors,
     sequence_unit,
 )
-from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.cluster import choose_gpus_per_host
 from jaxllm.plan.parameters import parameters
 from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
@@ -41,7 +41,7 @@ KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "m
 
 BEYOND_HOST = "context x tensor reaches beyond a host"
 UNEVEN = "the number of microbatches is not a multiple of pipe, as interleaving needs"
-NOT_SHARED_OUT = "a parameter has no dim that divides over data x context, as ZeRO needs"
+NOT_SHARDABLE = "a parameter has no dim that divides over data x context, as ZeRO needs"
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def choices_of(
     Raises:
       ConfigError: gpus_per_host does not divide gpus; `keep` has a name that is not KEEPABLE.
     """
-    per_host, _ = hosts_of(gpus, gpus_per_host)
+    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host)
     for mesh in meshes(config, gpus, keep):
         if why_not(config, mesh, per_host, across_hosts) is None:
             for group in groups(config, mesh, keep):
@@ -213,7 +213,7 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
         zeros = (parallel.zero,)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
-    shares_out = zero_divides(config.model, mesh)
+    shardable = zero_divides(config.model, mesh)
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
         if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
             continue
@@ -224,8 +224,8 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
             even = tuple(size for size in microbatches if all(share // size % mesh.pipe == 0 for share in shares))
         uneven = tuple(size for size in microbatches if size not in even)
         for zero in zeros:
-            if zero and not shares_out:
-                yield Group(mesh, zero, schedule, virtual_stages, remats, (), microbatches, NOT_SHARED_OUT)
+            if zero and not shardable:
+                yield Group(mesh, zero, schedule, virtual_stages, remats, (), microbatches, NOT_SHARDABLE)
             else:
                 yield Group(mesh, zero, schedule, virtual_stages, remats, even, uneven, UNEVEN)
 

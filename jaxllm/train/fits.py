@@ -17,7 +17,7 @@ import jax
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
-from jaxllm.plan.cluster import hosts_of
+from jaxllm.plan.cluster import choose_gpus_per_host
 from jaxllm.plan.found import FIT_SHARE
 from jaxllm.plan.hardware import RESERVE_BYTES, Gpu, gpu_from_device_kind, readable
 from jaxllm.plan.memory import MemoryEstimate, estimate_memory
@@ -126,7 +126,7 @@ def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: Es
 
 
 def _per_host(config: Config, gpu: Gpu | None) -> int | None:
-    return hosts_of(config.devices, None, gpu.gpus_per_host)[0] if gpu else None
+    return choose_gpus_per_host(config.devices, None, gpu.gpus_per_host)[0] if gpu else None
 
 
 # ------------------------------------------------------------------------------------------------------- running out

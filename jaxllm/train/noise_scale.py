@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.parallel.squares import Parts
-from jaxllm.plan.noise_reading import Estimate
+from jaxllm.plan.noise_reading import NoiseEstimate
 
 WINDOW = 200.0
 """Estimates that count in an average, once there are twice as many."""
@@ -101,12 +101,12 @@ class NoiseScale:
                         self.add(line[G2], line[S])
 
     @property
-    def found(self) -> Estimate | None:
+    def found(self) -> NoiseEstimate | None:
         """None of no estimates."""
         if not self._count:
             return None
         g2, s = map(float, self._mean_2)
-        return Estimate(s / g2 if g2 > 0 else math.inf, *self._interval(g2, s))
+        return NoiseEstimate(s / g2 if g2 > 0 else math.inf, *self._interval(g2, s))
 
     def _interval(self, g2: float, s: float) -> tuple[float, float]:
         """All b for which s - b g2 is within t standard deviations of 0 (Fieller, 1954)."""

@@ -11,7 +11,7 @@ import yaml
 import jaxllm
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
-from jaxllm.plan.cluster import hosts_of, named_devices, require_devices
+from jaxllm.plan.cluster import choose_gpus_per_host, named_devices, require_devices
 from jaxllm.plan.estimate import estimate, fold, memory_table
 from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.plan.found import FIT_SHARE
@@ -161,8 +161,8 @@ def test_the_mesh_says_how_many_gpus_there_are():
     assert named_devices(config(), None) is None
     with pytest.raises(ConfigError, match=r"give their number with --gpus, or set parallel\.data"):
         estimate(config(), "h100-80gb")
-    assert hosts_of(12, None, 8)[0] == 6
-    assert hosts_of(7, None, 4)[0] == 1
+    assert choose_gpus_per_host(12, None, 8)[0] == 6
+    assert choose_gpus_per_host(7, None, 4)[0] == 1
 
 
 @pytest.mark.parametrize(
