@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.hlo import Collective, Module, byte_size
+from jaxllm.hlo import Collective, Module
+from jaxllm.hlo_text import byte_size
 from jaxllm.jaxprs import walk
 from jaxllm.overlap import sent_bytes
 

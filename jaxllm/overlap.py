@@ -21,7 +21,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxllm.hlo import Collective, Instruction, Module, byte_size, turns
+from jaxllm.hlo import Collective, Module
+from jaxllm.hlo_text import Instruction, byte_size, turns
 from jaxllm.plan.hardware import Gpu
 from jaxllm.plan.network import Links, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
 from jaxllm.plan.step_parts import BANDWIDTH_SHARE, FITTED
