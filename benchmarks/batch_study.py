@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.flops import parameter_count
-from jaxllm.plan.data_ranks import needed_for
+from jaxllm.plan.data_ranks import steps_to_loss
 from jaxllm.plots.schedule import new_figure, save
 
 SEQUENCE = 64
@@ -171,7 +171,7 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
         found = {"tokens": size.equal_tokens, "steps": trainer.step, "loss": trainer.evaluate().loss}
     noise = trainer.noise.found
     trainer.close()
-    needed = needed_for(batches, filled(scales))
+    needed = steps_to_loss(batches, filled(scales))
     model = {"least_steps": needed.least_steps, "least_tokens": needed.least_tokens}
     # JSON has no infinity.
     figures = None if noise is None else [x if math.isfinite(x) else None for x in noise]

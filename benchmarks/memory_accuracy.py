@@ -37,7 +37,7 @@ import numpy as np
 
 from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
 from jaxllm.cost_model.hardware import Gpu, find_gpu
-from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.megatron import megatron_memory_by_stage
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.plan.search import HOST_BYTES_PER_GPU
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def gpus_per_host(self) -> int:
-        return hosts_of(self.gpus, None, find_gpu(self.gpu).gpus_per_host)[0]
+        return choose_gpus_per_host(self.gpus, None, find_gpu(self.gpu).gpus_per_host)[0]
 
     @property
     def capacity_bytes(self) -> int:
@@ -183,7 +183,7 @@ def propose(rng: random.Random, index: int, near: bool) -> Case | None:
         "gpu": rng.choice(GPU_NAMES),
     }
     template = _template(base)
-    per_host, _ = hosts_of(gpus, None)
+    per_host, _ = choose_gpus_per_host(gpus, None)
     left = [mesh for mesh in meshes(template, gpus) if why_not(template, mesh, per_host) is None]
     # Pipelines compile most slowly.
     without = [mesh for mesh in left if mesh.pipe == 1]

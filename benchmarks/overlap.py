@@ -29,7 +29,7 @@ from markdown_sections import write_between
 
 from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
-from jaxllm.compile.overlap import Overlap, by_kind, play, total
+from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.mesh import axis_sizes
@@ -77,7 +77,7 @@ def compiled(config: Config) -> tuple[tuple[Overlap, ...], int, float, int]:
     devices = gpu_devices(config.devices // GPUS_PER_HOST, GPUS_PER_HOST, GPU)
     step = compile_step(config, devices)
     module = Module(step.as_text(), axis_sizes(config.parallel))
-    lines, unknown_loops = by_kind(play(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
+    lines, unknown_loops = by_kind(simulate_overlap(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
     return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started, unknown_loops
 
 

@@ -21,7 +21,7 @@ from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.data.packing import PACKINGS
-from jaxllm.plan.data_ranks import Needed
+from jaxllm.plan.data_ranks import StepsToLoss
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.pipeline_report import pipeline_report
 from jaxllm.plan.search import search
@@ -122,7 +122,7 @@ def plan(path: Path) -> None:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Numbers of the points (less is better, more is better) that no other point beats, the least first."""
+    """Indices of the points (less is better, more is better) that no other point beats, the smallest first."""
     order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
     best, found = float("-inf"), []
     for i in order:
@@ -139,7 +139,7 @@ def _name(choice: Choice) -> str:
 
 def batch(path: Path) -> None:
     """Steps and tokens to a loss as a function of the batch, by the law of the noise scale."""
-    needed, over_noise = Needed(1.0, 1.0), np.logspace(-1.5, 1.5, 200)
+    needed, over_noise = StepsToLoss(1.0, 1.0), np.logspace(-1.5, 1.5, 200)
     figure = new_figure(8.4, 3.4, dpi=150)
     axes = figure.add_subplot()
     axes.loglog(over_noise, needed.steps(over_noise), color=HUES[0], label="steps, over the least")

@@ -18,8 +18,8 @@ _HOMES = {
     "load_model": "api",
     "open_model": "api",
     "estimate": "plan.estimate",
-    "evaluate": "predict",
-    "generate": "predict",
+    "evaluate": "commands.predict",
+    "generate": "commands.predict",
 }
 __all__ = [*_HOMES, "plan"]
 

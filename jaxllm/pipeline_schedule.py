@@ -1,21 +1,21 @@
-"""Pipeline schedules as tables: what each stage does in each tick, computed and proven here before anything is compiled.
+"""Pipeline schedules as tables: the work of each stage in each tick, computed and verified before compilation.
 
     schedule = make_schedule("1f1b", stages=4, microbatches=8)
-    schedule.forward.microbatch[t, i]      what stage i runs forward in tick t, where schedule.forward.valid[t, i]
-    schedule.slots                         how many chunks' residuals every stage must hold; schedule.live says when
-    schedule.runs                          ticks of equal work, in order: what an executor scans over
+    schedule.forward.microbatch[t, i]      microbatch of stage i's forward in tick t, where schedule.forward.valid[t, i]
+    schedule.slots                         number of chunks' residuals that every stage must hold; schedule.live gives the times
+    schedule.runs                          ticks of equal work, in order: an executor scans over them
 
 P stages, V virtual stages (chunks of layers) on each, M microbatches. Chunk c of stage i is virtual stage c P + i. All stages
-tick together; in tick t, in this order
+tick together. The order within tick t is
 
-    the backward message of tick t-1 is sent one stage down, and the embedding's gradient of that tick is made
-    the head turns the output kept in slot head_slot[t] into loss and gradient, if the last virtual stage runs backward in t
-    each stage runs forward on what the virtual stage before made in t-1 (the first: on looked-up embeddings), writes its
-        residuals to forward.slot[t, i], and the last stage its output to finished[t]; it does so with garbage too
-    each stage runs backward on what the virtual stage after made in t-1 (the last: on the head's gradient) and the residuals in
-        backward.slot[t, i]
+    the backward message of tick t-1 is sent one stage down, and the embedding's gradient of that tick is computed
+    the head turns the output in slot head_slot[t] into loss and gradient, if the last virtual stage runs backward in t
+    each stage runs forward on the output of the virtual stage before it in t-1 (the first: on embeddings), writes its residuals
+        to forward.slot[t, i], and the last stage its output to finished[t]; invalid ticks write garbage to these slots too
+    each stage runs backward on the gradient from the virtual stage after it in t-1 (the last: on the head's gradient) and
+        on the residuals in backward.slot[t, i]
 
-so the loss of a microbatch is taken one tick after its last forward, which lets forward and backward of a tick overlap.
+so the loss of a microbatch is computed one tick after its last forward. Forward and backward of a tick can then overlap.
 Interleaving follows Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM"), all stages in lockstep. Plain Python and numpy, no JAX.
 """
@@ -38,34 +38,34 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED = NAMES = ("gpipe", "1f1b", "interleaved")
 
 
 class ScheduleError(ConfigError):
-    """A pipeline that cannot be scheduled as asked, or a table that would compute something wrong."""
+    """A pipeline that cannot be scheduled as requested, or a table that would compute wrong results."""
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """One direction's work: every array is [ticks, stages]. Where not valid, chunk and microbatch mean nothing."""
+    """Work of one direction: every array is [ticks, stages]. Where not valid, chunk and microbatch have no meaning."""
 
     chunk: np.ndarray
     """int32, below V."""
     microbatch: np.ndarray
     """int32, below M."""
     slot: np.ndarray
-    """int32, below Schedule.slots: residuals written to (forward) or read from (backward). Forward also where not valid."""
+    """int32, below Schedule.slots: the slot written (forward) or read (backward). Forward writes also where not valid."""
     valid: np.ndarray
     """bool."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring ticks in which the same kinds of work are done."""
+    """Consecutive ticks with the same kinds of work."""
 
     start: int
-    """Its first tick; in a group that repeats, of the first repetition."""
+    """First tick; in a repeated group, that of the first repetition."""
     length: int
     forward: bool
     backward: bool
     embed: bool
-    """Embeddings are looked up (if forward), and the gradients of the tick before go into the embedding (if backward)."""
+    """Embeddings are looked up (if forward), and the previous tick's gradients go into the embedding (if backward)."""
     head: bool
 
     @property
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs done one after another, `repeat` times over."""
+    """Runs executed one after another, `repeat` times."""
 
     repeat: int
     runs: tuple[Run, ...]
@@ -88,7 +88,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A whole step: what make_schedule() and forward_only() return."""
+    """A complete step: the result of make_schedule() and forward_only()."""
 
     name: str
     stages: int
@@ -97,11 +97,11 @@ class Schedule:
     forward: Units
     backward: Units
     slots: int
-    """Residual slots that every stage needs, each for one chunk and microbatch; 0 if nothing runs backward."""
+    """Residual slots that every stage needs, each for one chunk and microbatch; 0 without a backward pass."""
     finished: np.ndarray
-    """int32 [ticks]: where the last stage's output goes, in every tick in which anyone runs forward."""
+    """int32 [ticks]: slot for the last stage's output, in every tick in which any stage runs forward."""
     head_slot: np.ndarray
-    """int32 [ticks]: whence the head takes its input, before `finished` is written."""
+    """int32 [ticks]: slot from which the head reads, before `finished` is written."""
     finished_slots: int
 
     @property
@@ -110,7 +110,7 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """False of forward_only()."""
+        """False for forward_only()."""
         return self.slots > 0
 
     @property
@@ -125,7 +125,7 @@ class Schedule:
 
     @property
     def head_mb(self) -> np.ndarray:
-        """int32 [ticks]: the microbatch whose loss is taken, -1 for none."""
+        """int32 [ticks]: the microbatch whose loss is computed, -1 for none."""
         if self.has_backward:
             return _of_last(self.backward, self.virtual_stages)
         return _a_tick_later(_of_last(self.forward, self.virtual_stages))
@@ -137,14 +137,14 @@ class Schedule:
 
     @property
     def embed_backward_mb(self) -> np.ndarray:
-        """int32 [ticks + 1]: the microbatch that came out of the first stage's backward a tick ago, whose gradient goes into
-        the embedding, -1 for none. The last entry is due after the last tick."""
+        """int32 [ticks + 1]: the microbatch that left the first stage's backward in the previous tick and whose gradient goes
+        into the embedding, -1 for none. The last entry belongs to the time after the last tick."""
         made = _of_first(self.backward)
         return np.concatenate([np.full_like(made[:1], -1), made])
 
     @property
     def live(self) -> np.ndarray:
-        """int [ticks, stages]: slots in use, from the tick that writes them to the tick that reads them, both counted."""
+        """int [ticks, stages]: slots in use, from the tick that writes them to the tick that reads them, inclusive."""
         if not self.has_backward:
             return np.zeros(self.forward.valid.shape, int)
         read_before = self.backward.valid.cumsum(axis=0) - self.backward.valid
@@ -159,16 +159,16 @@ class Schedule:
 
 
 def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The table of a training step, checked.
+    """The table of a training step, verified.
 
     gpipe: all forward, then all backward. 1f1b and interleaved: stage i runs its forward unit t - i and its backward unit
     t - PV - (P-1-i) in tick t. A stage's units are rounds of P microbatches through chunk 0, 1, ..., backward V-1, V-2, ...
 
-    Slots: P V + P for 1f1b and interleaved, and of few microbatches, as of gpipe always, no more than M V + 1: all that a stage
-    can hold, and one that takes what a stage writes while it waits (which the only stage of P = 1 never does).
+    Slots: P V + P for 1f1b and interleaved. With few microbatches, and always for gpipe, at most M V + 1: all that a stage can
+    hold, plus one that takes the writes of a waiting stage (the only stage of P = 1 never waits).
 
     Raises:
-      ScheduleError: an unknown name, virtual stages the schedule does not have, or microbatches it cannot deal out.
+      ScheduleError: an unknown name, virtual stages that the schedule does not support, or microbatches that do not divide.
     """
     P, V, M = stages, virtual_stages, microbatches
     _check_sizes(name, P, V, M)
@@ -188,10 +188,10 @@ def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int
 
 
 def forward_only(stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The table of an evaluation, checked: forward as in 1f1b or interleaved, each loss a tick later, no backward, no slots.
+    """The table of an evaluation, verified: forward as in 1f1b or interleaved, each loss a tick later, no backward, no slots.
 
     Raises:
-      ScheduleError: as make_schedule().
+      ScheduleError: see make_schedule().
     """
     P, V, M = stages, virtual_stages, microbatches
     name = INTERLEAVED if V > 1 else ONE_F_ONE_B
@@ -207,12 +207,12 @@ def forward_only(stages: int, microbatches: int, virtual_stages: int = 1) -> Sch
 
 
 def idle_share(stages: int, microbatches: int, virtual_stages: int = 1) -> float:
-    """Share of a step in which a stage has nothing to do: (P-1) / (MV + P-1), whatever the schedule's name."""
+    """Share of a step in which a stage is idle: (P-1) / (MV + P-1), for every schedule."""
     return (stages - 1) / (microbatches * virtual_stages + stages - 1)
 
 
 def microbatches_for(idle: float, stages: int, virtual_stages: int = 1) -> int:
-    """The least M whose idle share is below `idle`; a multiple of P where virtual stages ask for one.
+    """The smallest M whose idle share is below `idle`; a multiple of P where virtual stages need one.
 
     Raises:
       ScheduleError: no number of microbatches is enough.
@@ -220,7 +220,7 @@ def microbatches_for(idle: float, stages: int, virtual_stages: int = 1) -> int:
     if not idle > 0:
         raise ScheduleError(f"No number of microbatches brings the idle share of a pipeline below {idle}: ask for more than 0.")
     multiple = stages if virtual_stages > 1 else 1
-    # Solved for M and rounded down; the formula that users see has the last word.
+    # Solve for M and round down, then increase M until the public formula holds.
     M = multiple * max(1, math.floor((stages - 1) * (1 / idle - 1) / virtual_stages / multiple))
     while idle_share(stages, M, virtual_stages) >= idle:
         M += multiple
@@ -231,7 +231,7 @@ def _check_sizes(name: str, P: int, V: int, M: int) -> None:
     if name not in NAMES:
         raise ScheduleError(f"There is no pipeline schedule {name}: use {', '.join(NAMES)}.")
     if min(P, V, M) < 1:
-        raise ScheduleError(f"stages={P}, virtual_stages={V}, microbatches={M} is no pipeline: each must be at least 1.")
+        raise ScheduleError(f"stages={P}, virtual_stages={V}, microbatches={M} is not a pipeline: each must be at least 1.")
     if name == INTERLEAVED and V == 1:
         raise ScheduleError("schedule=interleaved needs virtual_stages of at least 2: set that, or schedule=1f1b.")
     if name != INTERLEAVED and V > 1:
@@ -245,7 +245,7 @@ def _check_sizes(name: str, P: int, V: int, M: int) -> None:
 
 
 def _dealt(place: np.ndarray, P: int, V: int, M: int, backward: bool = False) -> Units:
-    """Units by their number in a stage's order, `place` [ticks, stages]; valid where 0 <= place < MV."""
+    """Units by their index `place` [ticks, stages] in the stage's order; valid where 0 <= place < MV."""
     valid = (place >= 0) & (place < M * V)
     place = np.where(valid, place, 0)
     chunk = place % (P * V) // P
@@ -256,12 +256,12 @@ def _dealt(place: np.ndarray, P: int, V: int, M: int, backward: bool = False) ->
 
 
 def _of_last(units: Units, V: int) -> np.ndarray:
-    """int32 [ticks]: the microbatch of the last virtual stage, -1 where it has none."""
+    """int32 [ticks]: the microbatch on the last virtual stage, -1 for none."""
     return np.where(units.valid & (units.chunk == V - 1), units.microbatch, np.int32(-1))[:, -1]
 
 
 def _of_first(units: Units) -> np.ndarray:
-    """int32 [ticks]: the microbatch of the first virtual stage, -1 where it has none."""
+    """int32 [ticks]: the microbatch on the first virtual stage, -1 for none."""
     return np.where(units.valid & (units.chunk == 0), units.microbatch, np.int32(-1))[:, 0]
 
 
@@ -270,13 +270,13 @@ def _a_tick_later(microbatches: np.ndarray) -> np.ndarray:
 
 
 def _allot(stored: np.ndarray, read: np.ndarray, writes: np.ndarray, read_first: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(slot written, slot read), int32 [ticks]: all that is written goes into the smallest free slot, garbage too.
+    """(slot written, slot read), int32 [ticks]: every write goes into the smallest free slot, garbage too.
 
     Args:
-      stored: [ticks], a number for each thing to be kept, -1 for none.
-      read: [ticks], the number that is read, for the only time.
+      stored: [ticks], an id for each value to keep, -1 for none.
+      read: [ticks], the id that is read, for the only time; -1 for none.
       writes: bool [ticks], whether anything is written, kept or not.
-      read_first: reading comes before writing in a tick, so that a slot can be read and written in the same one.
+      read_first: whether a tick reads before it writes, so that one slot can be read and written in the same tick.
     """
     slots = np.zeros((2, len(stored)), np.int32)
     free, used, held = [], 0, {}
@@ -304,11 +304,11 @@ def _count(written: np.ndarray, read: np.ndarray) -> int:
 
 
 def _runs(schedule: Schedule) -> Iterator[Run]:
-    """Longest stretches of ticks with equal work.
+    """The longest ranges of ticks with equal work.
 
-    From the first loss to the last forward, look-ups, losses and the embedding's gradient are all due in the first P of every
-    PV ticks alone: there all is done, or nothing. Elsewhere look-ups and the embedding's gradient are done throughout, a few
-    all-reduces more for fewer bodies to compile.
+    From the first loss to the last forward, lookups, losses and the embedding's gradient occur only in the first P of every PV
+    ticks: those ticks do all three, the others none. Outside that range, lookups and the embedding's gradient run in every
+    tick: a few more all-reduces, but fewer bodies to compile.
     """
     due = schedule.head_mb >= 0
     forward, backward = (units.valid.any(axis=1) for units in (schedule.forward, schedule.backward))
@@ -323,7 +323,7 @@ def _runs(schedule: Schedule) -> Iterator[Run]:
 
 
 def _fold(runs: list[Run]) -> Iterator[Group]:
-    """Pairs of runs that come more than once in a row as one group; every other run by itself."""
+    """Groups pairs of runs that repeat consecutively; every other run is a group of its own."""
     shapes = [(run.length, run.work) for run in runs]
     j = 0
     while j < len(runs):
@@ -339,12 +339,12 @@ def _fold(runs: list[Run]) -> Iterator[Group]:
 
 
 def check(schedule: Schedule) -> None:
-    """Proves that executing the table takes every microbatch once through every virtual stage and that no value is lost.
+    """Proves that the table takes every microbatch once through every virtual stage and loses no value.
 
-    It follows the values tick by tick and knows nothing of how the table was made.
+    It follows the values tick by tick and does not depend on how the table was built.
 
     Raises:
-      ScheduleError: it is not so; the message names tick, stage, chunk and microbatch.
+      ScheduleError: the table is wrong; the message names tick, stage, chunk and microbatch.
     """
     _check_ranges(schedule)
     forward = _ticks_of(schedule, schedule.forward, "forward")
@@ -384,7 +384,7 @@ def _check_range(name: str, table: np.ndarray, shape: tuple[int, ...], limit: in
 
 
 def _ticks_of(schedule: Schedule, units: Units, way: str) -> np.ndarray:
-    """int [PV, M]: the tick in which each virtual stage does each microbatch, once."""
+    """int [PV, M]: the tick in which each virtual stage runs each microbatch, exactly once."""
     P = schedule.stages
     ticks = np.full((P * schedule.virtual_stages, schedule.microbatches), -1)
     for t, i in np.argwhere(units.valid):
@@ -398,7 +398,7 @@ def _ticks_of(schedule: Schedule, units: Units, way: str) -> np.ndarray:
 
 
 def _check_handed_on(schedule: Schedule, ticks: np.ndarray, way: str, source: int) -> None:
-    """Each unit comes one tick after the same microbatch's on virtual stage k + source: a message is kept for one tick."""
+    """Each unit runs one tick after the same microbatch on virtual stage k + source, because a message is kept for one tick."""
     P, end = schedule.stages, 0 if source < 0 else -1
     made = np.roll(ticks, -source, axis=0)
     made[end] = ticks[end] - 1
@@ -452,7 +452,7 @@ def _check_outputs(schedule: Schedule) -> None:
 
 
 def _check_runs(schedule: Schedule) -> None:
-    """The runs cover every tick once, in order, and no work falls into a tick whose run leaves it out."""
+    """The runs cover every tick once, in order, and no run omits work of its ticks."""
     of_tick: list[Run] = []
     for group in schedule.runs:
         for repetition in range(group.repeat):

@@ -33,7 +33,7 @@ def run(*arguments, **options):
         (["train", "configs/quickstrat.yaml"], "There is no config file configs/quickstrat.yaml: did you mean"),
         (["train", "configs/quickstart.yaml", "run.cpu_devices=3", "parallel.data=2"], "is 2 devices, but there are 3"),
         (["train", "configs/quickstart.yaml", "run.dir=/proc/nowhere"], "cannot be written: choose another"),
-        (["schedule", "configs/mesh-demo.yaml"], "parallel.pipe=1 is no pipeline: set parallel.pipe"),
+        (["schedule", "configs/mesh-demo.yaml"], "parallel.pipe=1 has no pipeline: set parallel.pipe"),
     ],
 )
 def test_mistakes_end_in_one_sentence_and_code_2(arguments, sentence):

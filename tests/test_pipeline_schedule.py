@@ -311,7 +311,7 @@ def test_runs_that_leave_out_work_are_seen(pipeline):
         ((ONE_F_ONE_B, 4, 8, 2), "virtual_stages=2 belongs to schedule=interleaved, not 1f1b"),
         ((GPIPE, 4, 8, 2), "virtual_stages=2 belongs to schedule=interleaved, not gpipe"),
         (("zero_bubble", 4, 8), "There is no pipeline schedule zero_bubble: use gpipe, 1f1b, interleaved."),
-        ((GPIPE, 4, 0), "stages=4, virtual_stages=1, microbatches=0 is no pipeline"),
+        ((GPIPE, 4, 0), "stages=4, virtual_stages=1, microbatches=0 is not a pipeline"),
     ],
 )
 def test_impossible_pipelines_are_refused_in_a_sentence(arguments, sentence):
@@ -336,7 +336,7 @@ def test_report_of_a_config(tiny_config):
     six = pipeline_report(tiny_config(*batch, "parallel.data=auto", "run.cpu_devices=12"))
     one = pipeline_report(tiny_config(*batch, "parallel.data=auto", "run.cpu_devices=null"))
     assert [(r.data, r.schedule.microbatches) for r in (three, six, one)] == [(3, 4), (6, 2), (1, 12)]
-    assert [any("parallel.data=auto is taken as 1" in line for line in r.lines()) for r in (three, six, one)] == [
+    assert [any("parallel.data=auto counts as 1" in line for line in r.lines()) for r in (three, six, one)] == [
         False,
         False,
         True,

@@ -1,10 +1,10 @@
-"""`jaxllm plan`: the search, with compilations by compile_report to confirm what it finds.
+"""`jaxllm plan`: the search, and compilations by compile_report that confirm its results.
 
     found = plan(config, gpu="h100-80gb", gpus=64, compile=8)
     found.best, found.candidates, found.rejected
 
-Compilations run in processes of their own, JAX in each, since one takes a core or two for half a minute. Where processes cannot
-be started they run here, one after another.
+Compilations run in processes of their own, each with its own JAX, because one takes a core or two for half a minute. If
+processes cannot be started, they run in this process, one after another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import require_devices
-from jaxllm.plan.confirm import Here, confirm
+from jaxllm.plan.confirm import InlineExecutor, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
@@ -40,7 +40,7 @@ from jaxllm.plan.sweep import (
 log = logging.getLogger(__name__)
 
 WORKERS = 2
-"""Compilations at once: each takes one core most of the time."""
+"""Compilations at the same time; each uses one core most of the time."""
 
 
 def plan(
@@ -56,27 +56,27 @@ def plan(
     progress: Progress | None = None,
     **rules: Any,
 ) -> Plan:
-    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for what fits and is fastest.
+    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for the fastest config that fits.
 
-    The config gives model, sequence length, global batch and all the rest. A KeyboardInterrupt ends the search, not the
-    program: the plan then holds the best so far, and says so.
+    The config gives model, sequence length, global batch and all other settings. A KeyboardInterrupt stops the search, not the
+    program: the plan then holds the best candidates so far and is marked as interrupted.
 
     Args:
       gpu: a kind, by name, by a YAML file that describes it, or as a Gpu.
-      gpus: how many; default: run.cpu_devices, or as many as the config's mesh. With objective=gpus: at most so many.
+      gpus: default: run.cpu_devices, or the size of the config's mesh. With objective=gpus, the upper limit.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      compile: so many of the best are confirmed by compiling the train step; needs the extra aot, without which the plan says
-        that it is not confirmed.
-      objective: speed: tokens/s/GPU; gpus: the fewest GPUs that anything fits on; sequence: the longest sequence of which
-        anything fits; microbatch: the largest. Each then the fastest.
-      cache: a folder of compile reports, to take from and add to.
-      workers: compilations at once.
-      rules: fields of SearchOptions. keep: what is left as the config has it: any of pipe, data, context, tensor, zero,
-        schedule, remat, microbatch_sequences. across_hosts: whether context x tensor may reach beyond a host; None: where
-        nothing fits otherwise. host_bytes_per_gpu: what offloading may take of the host's memory.
+      compile: number of best candidates to confirm by compiling the train step. This needs the extra aot; without it, the plan
+        is marked as not confirmed.
+      objective: speed: tokens/s/GPU; gpus: the fewest GPUs on which any config fits; sequence: the longest sequence with which
+        any config fits; microbatch: the largest. Ties go to the fastest.
+      cache: folder of compile reports, read and extended.
+      workers: compilations at the same time.
+      rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
+        schedule, remat, microbatch_sequences. across_hosts: whether context x tensor may cross hosts; None: only if nothing
+        fits otherwise. host_bytes_per_gpu: limit of host memory for offloading.
 
     Raises:
-      ConfigError: nothing fits (with the cheapest change that would), or an argument cannot be.
+      ConfigError: nothing fits (with the cheapest change that would), or an argument is invalid.
     """
     if objective not in OBJECTIVES:
         raise ConfigError(f"--objective={objective} is not one of the choices: use {', '.join(OBJECTIVES)}.")
@@ -84,7 +84,7 @@ def plan(
         raise ConfigError(f"--compile={compile} is not valid: it should be 0, for none, or more.")
     if (islands := config.parallel.replica) > 1:
         raise ConfigError(
-            f"A plan is for one island, not parallel.replica={islands}: set parallel.replica=1 and --gpus to one island's."
+            f"A plan is for one replica, not parallel.replica={islands}: set parallel.replica=1 and --gpus to one replica's."
         )
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)
@@ -102,7 +102,7 @@ def plan(
         if not found.candidates and not found.interrupted:
             refused = found.rejected[-1]
             raise ConfigError(
-                f"Nothing is left on {found.gpus} x {kind.name}: all that should fit is {refused.reason}, such as "
+                f"No candidate remains on {found.gpus} x {kind.name}: all that should fit is {refused.reason}, such as "
                 f"{refused.example}: use more GPUs, or shorter sequences."
             )
     return found
@@ -110,7 +110,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Request:
-    """What the command asks for, as it was typed; see plan()."""
+    """The command's arguments as typed; see plan()."""
 
     gpu: str = "h100-80gb"
     gpus: int | None = None
@@ -121,11 +121,11 @@ class Request:
     across_hosts: bool | None = None
     host_gib_per_gpu: float = HOST_BYTES_PER_GPU / 2**30
     tokens: str | None = None
-    """15T: what so many cost."""
+    """Training tokens, as in 15T, whose cost is computed."""
     sweep: str | None = None
-    """gpus: the best of 1, 2, 4 ... up to all GPUs besides."""
+    """`gpus`: also plans for 1, 2, 4 ... up to all GPUs."""
     cache: str | None = None
-    """None: jaxllm/compile in the user's cache."""
+    """None: jaxllm/compile in the user's cache folder."""
     no_cache: bool = False
 
     @property
@@ -137,7 +137,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The whole of `jaxllm plan`."""
+    """The complete result of `jaxllm plan`."""
 
     plan: Plan
     objective: Objective
@@ -160,7 +160,7 @@ class Outcome:
         }
 
     def print(self, rows: int) -> None:
-        """On standard output; a file or a pipe gets the width that the tables want."""
+        """Prints to standard output; a file or a pipe gets the width that the tables need."""
         from rich.console import Console
 
         from jaxllm.plan.search_text import WIDTH, render
@@ -172,15 +172,15 @@ class Outcome:
 
 
 def outcome(config: Config, request: Request, progress: Progress | None = None) -> Outcome:
-    """The plan of plan(), what its winner costs, and the sweep.
+    """The plan of plan(), the cost of its winner, and the sweep.
 
     Raises:
-      ConfigError: as plan(); tokens or sweep cannot be read.
-      KeyboardInterrupt: before anything that fits was found.
+      ConfigError: see plan(); or tokens or sweep cannot be parsed.
+      KeyboardInterrupt: interrupted before any config that fits was found.
     """
     tokens = None if request.tokens is None else parse_tokens(request.tokens)
     if request.sweep not in (None, "gpus"):
-        raise ConfigError(f"--sweep={request.sweep} is nothing to sweep: use --sweep gpus.")
+        raise ConfigError(f"--sweep={request.sweep} cannot be swept: use --sweep gpus.")
     cache = None
     if request.compile and not request.no_cache:
         cache = Path(request.cache) if request.cache is not None else _cache_folder()
@@ -214,7 +214,7 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
 
 
 def cost_of(found: Plan, tokens: float) -> TrainingCost:
-    """What the winner takes for so many tokens, at its predicted speed."""
+    """Cost of training on a number of tokens with the winner, at its predicted speed."""
     model = found.config.model
     flops = train_flops_per_token(model, found.config.train.sequence_length)
     speed = found.candidates[0].tokens_per_s_per_gpu
@@ -223,7 +223,7 @@ def cost_of(found: Plan, tokens: float) -> TrainingCost:
 
 
 def _cache_folder() -> Path:
-    # Brings in JAX, which a plan by estimates alone does without.
+    # This imports JAX, which a plan by estimates alone does not need.
     from jaxllm.runtime.distributed import cache_folder
 
     return cache_folder() / "compile"
@@ -247,10 +247,10 @@ def _confirmed(found: Plan, count: int, cache: Path | None, workers: int, progre
 
 @dataclass(frozen=True)
 class Compiler:
-    """compile_report's bytes as confirm() wants them, in a form that can be sent to another process."""
+    """The compile function for confirm(), in a form that can be sent to another process: total bytes by compile_report."""
 
     gpu: dict[str, Any]
-    """Fields of a Gpu, its read-only table as a dict."""
+    """Fields of a Gpu, with its read-only table as a dict."""
     gpus: int
     gpus_per_host: int
     cache: Path | None
@@ -268,7 +268,8 @@ class Compiler:
 
 @contextmanager
 def processes(workers: int) -> Iterator[Callable[[], Executor]]:
-    """What makes pools of so many processes, each instead of the last; when it closes, so do they, busy or not."""
+    """Yields a function that starts a new process pool in place of the previous one. On exit, all processes end, busy or
+    not."""
     before = set(multiprocessing.active_children())
     pools: list[ProcessPoolExecutor] = []
 
@@ -276,22 +277,22 @@ def processes(workers: int) -> Iterator[Callable[[], Executor]]:
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         pools.clear()
-        # A pool waits for what runs in it: half a minute, after Ctrl-C.
+        # A pool waits for its running task: half a minute, after Ctrl-C.
         for child in set(multiprocessing.active_children()) - before:
             child.terminate()
 
     def start() -> Executor:
         leave()
         try:
-            # Not forked: JAX may have threads here already.
+            # Not forked, because JAX may have threads in this process already.
             spawn = multiprocessing.get_context("spawn")
             pools.append(ProcessPoolExecutor(workers, mp_context=spawn, initializer=_prepare_worker))
             pools[0].submit(int).result()
             return pools[0]
         except (OSError, BrokenExecutor) as error:
-            # Also of a script without `if __name__ == "__main__"`: a process that imports it gets here too, and must end.
-            log.warning("No processes to compile in (%s): compiling here, one after another.", error)
-            return Here()
+            # A script without `if __name__ == "__main__"` gets here too when its child imports it; that child must end.
+            log.warning("Compilations run in this process, one after another: no processes could be started (%s).", error)
+            return InlineExecutor()
 
     try:
         yield start
@@ -300,15 +301,15 @@ def processes(workers: int) -> Iterator[Callable[[], Executor]]:
 
 
 def _prepare_worker() -> None:
-    # Ctrl-C reaches all processes of a terminal; the first of them sees to the others.
+    # Ctrl-C reaches all processes of a terminal; the parent stops the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What is worth saying about a candidate is said of the winner, by `jaxllm compile` and the run.
+    # Warnings about a candidate appear for the winner, in `jaxllm compile` and in the run.
     logging.disable(logging.WARNING)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error for what plan() reports; nothing where that is no terminal."""
+    """A progress bar for plan() on standard error; nothing if that is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

@@ -115,7 +115,7 @@ def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowe
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStep:
     """A train step, traced and lowered but not compiled."""
 
     jaxpr: jax.extend.core.ClosedJaxpr
@@ -124,7 +124,7 @@ class Traced:
     """Parallelized.attention: which kernel computes attention."""
 
 
-def trace_step(config: Config, devices: Sequence[jax.Device]) -> Traced:
+def trace_step(config: Config, devices: Sequence[jax.Device]) -> TracedStep:
     """Traces and lowers the train step of `config` for `devices`."""
     config = config.resolve(len(devices))
     mesh = mesh_on_hosts(config.parallel, devices)
@@ -143,4 +143,4 @@ def trace_step(config: Config, devices: Sequence[jax.Device]) -> Traced:
     with jax.set_mesh(mesh):
         jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, training.metrics_sharding))
         traced = jitted.trace(training.layout(), batch)
-        return Traced(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)
+        return TracedStep(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.compile.inspect_table import Bytes, ParameterLine, describe
-from jaxllm.compile.inspect_warnings import Warned, matmul_warnings, network_warnings
+from jaxllm.compile.inspect_table import Bytes, ParameterRow, describe
+from jaxllm.compile.inspect_warnings import ConfigWarning, matmul_warnings, network_warnings
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
-from jaxllm.cost_model.activations import Held, bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise, policy_of
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.cost_model.hosts import hosts_of, named_devices
+from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices
 from jaxllm.cost_model.precision import Row, precision_table
 from jaxllm.display import readable
 from jaxllm.mesh import TENSOR, ZERO_AXES, axis_sizes
@@ -90,13 +90,13 @@ class Report:
     parameter_count: int
     """Without the rows that pad the vocabulary."""
     vocabulary_padding_rows: int
-    parameters: tuple[ParameterLine, ...]
+    parameters: tuple[ParameterRow, ...]
     bytes_per_device: Bytes
     activations: Activations
     state_offload: StateOffload
     precision: tuple[Row, ...]
     notes: tuple[str, ...]
-    warnings: tuple[Warned, ...]
+    warnings: tuple[ConfigWarning, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -118,7 +118,7 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
     """
     gpus = count_devices(config, gpus)
     config = config.resolve(gpus)
-    per_host, because = hosts_of(gpus, gpus_per_host)
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host)
     sizes = axis_sizes(config.parallel)
     _, tree = parameter_table(config)
     table = jax.tree.leaves(tree)
@@ -157,7 +157,7 @@ def count_devices(config: Config, gpus: int | None) -> int:
 # ------------------------------------------------------------------------------------------------------------ parameters
 
 
-def notes(config: Config, lines: tuple[ParameterLine, ...], padding: int) -> Iterator[str]:
+def notes(config: Config, lines: tuple[ParameterRow, ...], padding: int) -> Iterator[str]:
     """What the numbers do not say by themselves."""
     model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
     if padding:
@@ -189,7 +189,7 @@ def activations(config: Config) -> Activations:
     policy, model, parallel = policy_of(config.parallel.remat), config.model, config.parallel
     c, t, S = parallel.context, parallel.tensor, config.train.sequence_length
     blockwise = is_blockwise(config)
-    unnamed, held = 0.0, Held({}, {})
+    unnamed, held = 0.0, ActivationBytes({}, {})
     if policy.everything:
         unnamed = bytes_without_remat(model, S) / (c * t)
     else:

@@ -35,7 +35,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class ParameterLine:
+class ParameterRow:
     """One parameter. The layer stack counts as its first dim, `layers`."""
 
     path: str
@@ -49,7 +49,7 @@ class ParameterLine:
     bytes_per_device: Bytes
 
 
-def describe(parameter: Parameter, config: Config) -> ParameterLine:
+def describe(parameter: Parameter, config: Config) -> ParameterRow:
     """Layouts and bytes on one device of one parameter."""
     parallel, sizes = config.parallel, axis_sizes(config.parallel)
     spot = layout(parameter, weight_rules(config.model, parallel), parallel)
@@ -59,7 +59,7 @@ def describe(parameter: Parameter, config: Config) -> ParameterLine:
     dtype = np.dtype(config.model.compute_dtype)
     # Casting to the dtype and layout it already has makes no array.
     is_master = dtype == parameter.dtype and copy == master
-    return ParameterLine(
+    return ParameterRow(
         path=parameter.path,
         shape=parameter.shape,
         dtype=str(np.dtype(parameter.dtype)),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxllm.compile.inspect_table import ParameterLine
+from jaxllm.compile.inspect_table import ParameterRow
 from jaxllm.config import Config
 from jaxllm.mesh import CONTEXT, TENSOR, axis_sizes
 from jaxllm.sharding import STACK_DIMS
@@ -20,7 +20,7 @@ IDLE_PERCENT = 5
 
 
 @dataclass(frozen=True)
-class Warned:
+class ConfigWarning:
     """Something that runs, and wastes."""
 
     kind: str
@@ -30,16 +30,16 @@ class Warned:
     message: str
 
 
-def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[Warned]:
+def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[ConfigWarning]:
     together = sizes[CONTEXT] * sizes[TENSOR]
     if per_host % together and per_host < gpus:
         message = (
             f"context x tensor = {together} devices do not lie within hosts of {per_host}: every layer waits for the network"
         )
-        yield Warned("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
+        yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
 
 
-def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterator[Warned]:
+def matmul_warnings(config: Config, lines: tuple[ParameterRow, ...]) -> Iterator[ConfigWarning]:
     """Matmuls whose share is an awkward size for the GPU: one warning each for tiles and for size, where due.
 
     The split side of a weight is judged even where the forward pass contracts it: in the backward pass it is the output's.
@@ -59,7 +59,7 @@ def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterato
         if ways > 1 and 100 * idle > IDLE_PERCENT * tiles * TILE_COLUMNS:
             of = f"each {TILE_COLUMNS}-wide tile" if tiles == 1 else f"{tiles} {TILE_COLUMNS}-wide tiles"
             percent = 100 * idle // (tiles * TILE_COLUMNS)
-            yield Warned("tiles", line.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {of} idle")
+            yield ConfigWarning("tiles", line.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {of} idle")
 
         is_head = "vocab" in line.dims
         output = config.model.hidden_size if line.dims[-1] == "embed" and not is_head else columns
@@ -71,7 +71,7 @@ def matmul_warnings(config: Config, lines: tuple[ParameterLine, ...]) -> Iterato
                 f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of "
                 f"{MULTIPROCESSORS_OF}"
             )
-            yield Warned("small", line.path, axis, message)
+            yield ConfigWarning("small", line.path, axis, message)
 
 
 def matmul_rows(config: Config) -> int:

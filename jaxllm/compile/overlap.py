@@ -1,6 +1,6 @@
 """Simulates a compiled step's schedule: how much of each collective's time is hidden behind compute, and how much is exposed.
 
-    transfers = play(Module(text, axes), GPUS["h100-80gb"], gpus_per_host=8)
+    transfers = simulate_overlap(Module(text, axes), GPUS["h100-80gb"], gpus_per_host=8)
     for row in by_kind(transfers): row.kind, row.axes, row.exposed_share
 
 XLA's optimised HLO lists instructions in issue order. The simulated device goes through that list. A matmul or fused attention
@@ -71,14 +71,14 @@ class Overlap:
         return self.exposed_bytes / self.sent_bytes if self.sent_bytes else 0.0
 
 
-def play(module: Module, gpu: Gpu, gpus_per_host: int, *, fp8: bool = False) -> list[Transfer]:
+def simulate_overlap(module: Module, gpu: Gpu, gpus_per_host: int, *, fp8: bool = False) -> list[Transfer]:
     """Simulates every collective of the module that has more than one participant.
 
     Args:
       gpus_per_host: devices are assigned to hosts in the order of the module's axes.
       fp8: whether matmuls run at the FP8 peak. The model applies it to all of them, the head's too, so it hides too little.
     """
-    return _Player(module, gpu, gpus_per_host, fp8).transfers()
+    return _Simulation(module, gpu, gpus_per_host, fp8).transfers()
 
 
 def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
@@ -132,7 +132,7 @@ class _Clock:
     """Arrival time of each transfer in flight, by the name of its start."""
 
 
-class _Player:
+class _Simulation:
     def __init__(self, module: Module, gpu: Gpu, gpus_per_host: int, fp8: bool):
         self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
         self.gpus_per_host = min(gpus_per_host, math.prod(module.axes.values()))

@@ -18,7 +18,7 @@ LARGEST = 8
 
 
 @dataclass(frozen=True)
-class CollectiveLine:
+class CollectiveRow:
     """All collectives of one step that are alike, on one device."""
 
     kind: str
@@ -52,7 +52,7 @@ class LargeResult:
     in_loops: bool
 
 
-def grouped(collectives: Iterable[Collective], sizes: dict[str, int]) -> tuple[CollectiveLine, ...]:
+def grouped(collectives: Iterable[Collective], sizes: dict[str, int]) -> tuple[CollectiveRow, ...]:
     """By kind, axes, dtype, and how they run; the one that sends most first."""
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
@@ -63,7 +63,7 @@ def grouped(collectives: Iterable[Collective], sizes: dict[str, int]) -> tuple[C
         size = sum(c.executed * sum(byte_size(*buffer) for buffer in c.buffers) for c in members)
         n = math.prod(sizes[axis] for axis in key[1])
         sent = round(sent_bytes(key[0], size, n))
-        lines.append(CollectiveLine(*key, len(members), sum(c.executed for c in members), size, sent))  # type: ignore[call-arg]
+        lines.append(CollectiveRow(*key, len(members), sum(c.executed for c in members), size, sent))  # type: ignore[call-arg]
     return tuple(sorted(lines, key=lambda line: -line.sent_bytes))
 
 

@@ -27,13 +27,13 @@ import jaxlib
 from jaxllm.compile import aot
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.jaxpr_flops import matmul_flops
-from jaxllm.compile.overlap import Overlap, by_kind, play
-from jaxllm.compile.program import CollectiveLine, LargeResult, grouped, kernel_flops, largest_results
-from jaxllm.compile.report_warnings import untold, warnings
+from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap
+from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_flops, largest_results
+from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
-from jaxllm.cost_model.hosts import hosts_of, require_devices
+from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.display import readable
 from jaxllm.mesh import axis_sizes
 from jaxllm.runtime import distributed, xla_flags
@@ -100,7 +100,7 @@ class CompileReport:
     near_rematerialisation: bool | None
     """By the share of memory taken, a rule of thumb; real_memory is certain."""
     real_memory: RealMemory | None
-    collectives: tuple[CollectiveLine, ...]
+    collectives: tuple[CollectiveRow, ...]
     largest_results: tuple[LargeResult, ...]
     warnings: tuple[str, ...]
     jax_version: str
@@ -127,7 +127,7 @@ def report_from_json(values: dict[str, Any]) -> CompileReport:
         **{
             **values,
             "real_memory": RealMemory(**real) if real else None,
-            "collectives": tupled(CollectiveLine, values["collectives"]),
+            "collectives": tupled(CollectiveRow, values["collectives"]),
             "largest_results": tupled(LargeResult, values["largest_results"]),
             "warnings": tuple(values["warnings"]),
             "overlap": tupled(Overlap, values["overlap"]),
@@ -161,7 +161,7 @@ def compile_report(
     distributed.start_without_devices()
     gpus = require_devices(config, gpus)
     config = config.resolve(gpus).at_largest_batch
-    per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     # Tells of missing packages even where a report is at hand.
     devices = aot.gpu_devices(gpus // per_host, per_host, gpu)
     file = None if cache is None else cache / f"{cache_key(config, gpu, gpus, per_host, real_memory)}.json"
@@ -185,7 +185,7 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
         raise ConfigError(f"There {here} here, not {gpus}: name a kind with --gpu to compile for others.")
     kind = devices[0].device_kind
     known = gpu_from_device_kind(kind)
-    per_host, because = hosts_of(len(devices), per_host, max(1, jax.local_device_count()))
+    per_host, because = choose_gpus_per_host(len(devices), per_host, max(1, jax.local_device_count()))
     named = (known.name if known else kind, known.memory_bytes if known else None, capacity_of(devices[0]))
     return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
 
@@ -244,9 +244,12 @@ def _compile(
         real_memory=again,
         collectives=collectives,
         largest_results=largest_results(module),
-        warnings=(*warnings(config, collectives, text, capacity, fits), *untold(module.loops_of_unknown_turns())),
+        warnings=(
+            *warnings(config, collectives, text, capacity, fits),
+            *unknown_loop_warnings(module.loops_of_unknown_turns()),
+        ),
         jax_version=jax.__version__,
-        overlap=by_kind(play(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else (),
+        overlap=by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else (),
     )
 
 

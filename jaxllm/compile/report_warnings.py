@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxllm.compile.inspect_table import ParameterLine, describe
-from jaxllm.compile.program import CollectiveLine
+from jaxllm.compile.inspect_table import ParameterRow, describe
+from jaxllm.compile.program import CollectiveRow
 from jaxllm.config import Config
 from jaxllm.display import readable
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
@@ -24,7 +24,7 @@ SMALL_BYTES = 2**16
 
 
 def warnings(
-    config: Config, collectives: Sequence[CollectiveLine], text: str, capacity: int | None, fits: bool | None
+    config: Config, collectives: Sequence[CollectiveRow], text: str, capacity: int | None, fits: bool | None
 ) -> Iterator[str]:
     if capacity is not None:
         yield from replicated_giants(config, capacity, fits)
@@ -47,7 +47,7 @@ def warnings(
         yield "XLA computes a part of the step on the host's CPU, which is very slow: look at parallel.remat and offload_state."
 
 
-def untold(loops: int) -> Iterator[str]:
+def unknown_loop_warnings(loops: int) -> Iterator[str]:
     if loops:
         which = "a loop with collectives turns" if loops == 1 else f"{loops} loops with collectives turn"
         yield f"XLA does not say how often {which}: what is sent there is counted once, and is more."
@@ -59,8 +59,8 @@ def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Itera
     """
     sizes = axis_sizes(config.parallel)
     lines = [describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1])]
-    masters: dict[str, list[ParameterLine]] = {}
-    copies: dict[str, list[ParameterLine]] = {}
+    masters: dict[str, list[ParameterRow]] = {}
+    copies: dict[str, list[ParameterRow]] = {}
     for line in lines:
         at_rest = line.bytes_per_device.master + line.bytes_per_device.moments
         for axis in (PIPE, DATA, CONTEXT, TENSOR):
@@ -82,7 +82,7 @@ def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Itera
             )
 
 
-def _could_split(line: ParameterLine, layout: tuple[tuple[str, ...], ...], axis: str, sizes: dict[str, int]) -> bool:
+def _could_split(line: ParameterRow, layout: tuple[tuple[str, ...], ...], axis: str, sizes: dict[str, int]) -> bool:
     """Whether the layout leaves an axis unused that divides what a device has of some dim. Only layers go over `pipe`."""
     if sizes[axis] == 1 or any(axis in axes for axes in layout):
         return False
@@ -91,5 +91,5 @@ def _could_split(line: ParameterLine, layout: tuple[tuple[str, ...], ...], axis:
     return any(size % sizes[axis] == 0 for size in dims)
 
 
-def _names(lines: Sequence[ParameterLine]) -> str:
+def _names(lines: Sequence[ParameterRow]) -> str:
     return ", ".join(line.path for line in lines)

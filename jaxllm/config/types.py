@@ -26,19 +26,19 @@ BLOCK_TENSORS = (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "atte
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
 """ZeRO shards the first of these dims that a parameter has, that divides, and that no other axis shards. It never shards a dim
 that counts layers: ZeRO 3 gathers layer by layer."""
-Fate = Literal["keep", "recompute", "offload"]
+RematAction = Literal["keep", "recompute", "offload"]
 
 
 def _check_remat(remat: Any) -> Any:
     if not isinstance(remat, Mapping):
         return remat
-    for name, fate in remat.items():
+    for name, action in remat.items():
         if name not in BLOCK_TENSORS:
             nearest = difflib.get_close_matches(str(name), BLOCK_TENSORS, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tensors of a block are {', '.join(BLOCK_TENSORS)}."
             raise refuse(f"parallel.remat.{name} is no tensor of a block: {hint}")
-        if fate not in get_args(Fate):
-            raise refuse(f"parallel.remat.{name}={fate} is not one of the choices: use {', '.join(get_args(Fate))}.")
+        if action not in get_args(RematAction):
+            raise refuse(f"parallel.remat.{name}={action} is not one of the choices: use {', '.join(get_args(RematAction))}.")
     if remat.get(BLOCK_INPUT) == "recompute":
         raise refuse("parallel.remat.block_input=recompute cannot be: all else follows from it, so use keep or offload.")
     held = [name for name in ATTENTION_RESULTS if remat.get(name, "recompute") != "recompute"]
@@ -48,7 +48,7 @@ def _check_remat(remat: Any) -> Any:
     return dict(remat)
 
 
-Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, Fate], BeforeValidator(_check_remat)]
+Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, RematAction], BeforeValidator(_check_remat)]
 
 
 def one_or_more(given: Any) -> Any:

@@ -41,14 +41,14 @@ def policy_of(remat: Remat) -> Policy:
     if isinstance(remat, str):
         keep = {"none": BLOCK_TENSORS, "selective": BLOCK_TENSORS, "full": (BLOCK_INPUT,), "offload": ()}[remat]
         return Policy(remat, keep, BLOCK_TENSORS if remat == "offload" else (), everything=remat == "none")
-    fates = {BLOCK_INPUT: "keep", **remat}
-    keep, offload = (tuple(name for name in BLOCK_TENSORS if fates.get(name) == fate) for fate in ("keep", "offload"))
+    actions = {BLOCK_INPUT: "keep", **remat}
+    keep, offload = (tuple(name for name in BLOCK_TENSORS if actions.get(name) == action) for action in ("keep", "offload"))
     return Policy("mapping", keep, offload, everything=False)
 
 
 def remat_words(remat: Remat) -> str:
     """parallel.remat in words: its name, or the action for each tensor."""
-    return remat if isinstance(remat, str) else ", ".join(f"{name} {fate}" for name, fate in remat.items())
+    return remat if isinstance(remat, str) else ", ".join(f"{name} {action}" for name, action in remat.items())
 
 
 def takes_cudnn(model: ModelConfig) -> bool:
@@ -79,7 +79,7 @@ def context_method(config: Config) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivationBytes:
     """Bytes on one device and in its host's memory."""
 
     kept: Bytes
@@ -88,7 +88,7 @@ class Held:
 
 def bytes_per_token_and_layer(
     policy: Policy, model: ModelConfig, *, context: int = 1, tensor: int = 1, blockwise: bool
-) -> Held:
+) -> ActivationBytes:
     """Bytes of the named tensors of one block, per token of a sequence. The device has its share of every sequence.
 
     With D, F, N, K, H as in layers.py, b bytes of the compute dtype, c context and t tensor ranks: block_input and
@@ -124,4 +124,4 @@ def bytes_per_token_and_layer(
         there = [name for name in names if blockwise or name not in ATTENTION_RESULTS]
         return {name: sizes[name] / (context * tensor) for name in there}
 
-    return Held(of(policy.keep), of(policy.offload))
+    return ActivationBytes(of(policy.keep), of(policy.offload))

@@ -1,7 +1,7 @@
 """Parameters and model FLOPs of a shape, in closed form.
 
-A multiply and an add are two FLOPs. Only matmuls count, not norms, rotary angles, softmax or the optimizer; what
-rematerialisation computes twice is counted once (MFU, not HFU; Chowdhery et al. 2022, "PaLM", appendix B).
+A multiply and an add are two FLOPs. Only matmuls count; norms, rotary angles, softmax and the optimizer do not. Work repeated
+by rematerialisation counts once (MFU, not HFU; Chowdhery et al. 2022, "PaLM", appendix B).
 
 D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length.
 """
@@ -10,7 +10,8 @@ from jaxllm.config import ModelConfig
 
 
 def layer_matmul_parameters(model: ModelConfig) -> int:
-    """D H (2 N + 2 K) for queries, keys, values and output, 3 D F for the gated feed-forward."""
+    """Parameters of one layer's matrices: D H (2 N + 2 K) for queries, keys, values and output, 3 D F for the gated
+    feed-forward."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     return attention + 3 * model.hidden_size * model.intermediate_size
 
@@ -28,7 +29,7 @@ def parameter_count(model: ModelConfig) -> int:
 def matmul_parameters(model: ModelConfig) -> int:
     """Parameters that multiply every token: L (D H (2 N + 2 K) + 3 D F) + V D.
 
-    The V D is the head, tied or not; looking up an embedding is no matmul.
+    The V D is the head, tied or not; an embedding lookup is not a matmul.
     """
     return model.num_layers * layer_matmul_parameters(model) + model.vocab_size * model.hidden_size
 
@@ -36,8 +37,8 @@ def matmul_parameters(model: ModelConfig) -> int:
 def attention_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool) -> int:
     """FLOPs per token of scores and weighted values, all layers, forward only: 4 S N H L; causal 2 S N H L.
 
-    Causal takes half the square, as published figures do; with its diagonal it is (S + 1) / (2 S) of it.
-    Packed documents are not taken into account: a token is billed for the whole sequence.
+    Causal attention counts half the square, as published figures do; the exact share with the diagonal is (S + 1) / (2 S).
+    Packed documents are ignored: every token counts for the complete sequence.
     """
     full_square = 4 * sequence_length * model.num_heads * model.head_dim * model.num_layers
     return full_square // 2 if causal else full_square
@@ -46,7 +47,7 @@ def attention_flops_per_token(model: ModelConfig, sequence_length: int, causal: 
 def train_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool = True) -> int:
     """Model FLOPs of forward and backward per token: 6 x matmul_parameters + 3 x attention_flops_per_token.
 
-    The backward does twice the forward's work: one matmul for each of a matmul's two inputs.
+    The backward pass does twice the forward's work: one matmul for each of a matmul's two inputs.
     """
     return 6 * matmul_parameters(model) + 3 * attention_flops_per_token(model, sequence_length, causal)
 

@@ -1,9 +1,9 @@
-"""What one GPU can do, by NVIDIA's data sheets: the figures behind every estimate and every MFU.
+"""Figures of each kind of GPU, by NVIDIA's data sheets. Every estimate and every MFU uses them.
 
-    gpu = find_gpu("h100-80gb")      # what --gpu takes: a name, or a YAML file that describes another kind
-    gpu.capacity_bytes               # what one train step may take
+    gpu = find_gpu("h100-80gb")      # the value of --gpu: a name, or a YAML file that describes another kind
+    gpu.capacity_bytes               # the most that one train step may use
 
-Data sheets print tensor core speeds with 2:4 sparsity, which training does not use; here they are dense, half of that.
+Data sheets list tensor core speeds with 2:4 sparsity, which training does not use. The values here are dense: half of that.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ MIB = 2**20
 TERA = 1e12
 GIGA = 1e9
 PCIE_SHARE = 0.86
-"""Of a data sheet's PCIe figure, what a large copy from pinned memory reaches: a packet of 256 bytes has 24 to 28 of header and
-framing (PCI Express base specification), and flow control takes its part: 55 of 64 GB/s. By that reckoning, not measured."""
+"""Share of a data sheet's PCIe figure that a large copy from pinned memory reaches. A packet of 256 bytes has 24 to 28 bytes of
+header and framing (PCI Express base specification), and flow control takes its part: 55 of 64 GB/s. Calculated, not
+measured."""
 
 XLA_MEMORY_FRACTION = 0.92
-"""Of a GPU's memory, what XLA takes at the start for everything it will place (xla_flags.apply asks for it; JAX alone takes
-0.75). The other 8%, 3.2 GiB of an A100's 40 and 6.4 of an H100's 80, are for what comes from the driver: the CUDA context and
-loaded kernels (about 0.5 GiB), and NCCL's buffers (about 0.5 GiB for each group of ranks; rules of thumb, both)."""
+"""Share of a GPU's memory that XLA allocates at the start for all its buffers (xla_flags.apply sets it; JAX's default is 0.75).
+The other 8%, 3.2 GiB of an A100's 40 and 6.4 of an H100's 80, are for the driver's allocations: the CUDA context and loaded
+kernels (about 0.5 GiB), and NCCL's buffers (about 0.5 GiB for each group of ranks). Both are rules of thumb."""
 RESERVE_BYTES = 2**30
-"""Kept back from XLA's share in every verdict: for the CUDA context and NCCL where they want more than the 8% (the share can
-then be lowered by as much), and for what lies in XLA's share beside the step: the next batch, cuBLAS's workspaces, gaps
-between buffers. Chosen, not measured."""
+"""Reserve in XLA's share that every verdict keeps free: for the CUDA context and NCCL if they need more than the 8% (the share
+can then be lowered by as much), and for everything beside the step: the next batch, cuBLAS's workspaces, gaps between buffers.
+Chosen, not measured."""
 
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 14e-6
-"""Of one step of a ring, as NCCL's own tuning assumes for long messages (hwLat in graph/tuning.cc, ring, protocol Simple)."""
+"""Latency of one ring step, as NCCL's own tuning assumes for long messages (hwLat in graph/tuning.cc, ring, protocol
+Simple)."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What XLA asks of a GPU before it compiles for it, besides its memory."""
+    """Properties of a GPU, besides its memory, that XLA needs to compile for it."""
 
     compute_capability: tuple[int, int]
     multiprocessors: int
@@ -55,7 +57,7 @@ class Chip:
 
     @property
     def shared_memory_per_block(self) -> int:
-        """Bytes a block may ask for, beyond the 48 KiB that it has unasked."""
+        """Bytes that a block can request; 48 KiB need no request."""
         return self.shared_memory_per_multiprocessor - 1024
 
     @property
@@ -76,31 +78,31 @@ B200 = Chip((10, 0), 148, 128, 228 * 1024, 132_644_864, 1.965)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, in the host it is usually sold in."""
+    """One kind of GPU, in the host in which it is usually sold."""
 
     name: str
     memory_bytes: int
-    """What the driver reports as total. A train step gets less: see capacity_bytes."""
+    """Total memory as the driver reports it. A train step gets less: see capacity_bytes."""
     dense_flops: Mapping[str, float]
-    """Peak FLOP/s without sparsity: bfloat16 and tf32 on tensor cores, float32 on the ordinary ones."""
+    """Peak FLOP/s without sparsity: bfloat16 and tf32 on tensor cores, float32 on the CUDA cores."""
     memory_bandwidth_bytes_per_s: float
     gpus_per_host: int
     """GPUs that reach each other at link_bandwidth_bytes_per_s."""
     link_bandwidth_bytes_per_s: float
-    """NVLink, one direction; data sheets print the sum of both."""
+    """NVLink bandwidth in one direction; data sheets list the sum of both."""
     link_latency_s: float
-    """Of one step of a ring inside the host."""
+    """Latency of one ring step inside the host."""
     network_bandwidth_bytes_per_s: float
-    """Between hosts, per GPU, one direction: the adapters of the reference system, not of every cluster."""
+    """Bandwidth between hosts, per GPU, in one direction: that of the reference system's adapters, not of every cluster."""
     network_latency_s: float
-    """Of one step of a ring that crosses hosts."""
+    """Latency of one ring step that crosses hosts."""
     host_bandwidth_bytes_per_s: float
-    """To and from pinned memory of the host, each way: PCIe's, less what packets cost (see PCIE_SHARE)."""
+    """Bandwidth to and from the host's pinned memory, each way: PCIe's, less the packet overhead (see PCIE_SHARE)."""
     chip: Chip
     source: str
     device_kind: str = ""
-    """What JAX calls it (`jax.Device.device_kind`), the whole name: a PCIe card or a cut-down export model of the same family
-    has other figures. '' where nobody has told us."""
+    """JAX's name (`jax.Device.device_kind`), in full: a PCIe card or a cut-down export model of the same family has other
+    figures. '' if the name is not known."""
 
     def peak_flops(self, compute_dtype: str) -> float:
         """Dense peak, FLOP/s, of matmuls in a compute dtype. XLA multiplies float32 matrices in TF32 on these chips."""
@@ -108,13 +110,13 @@ class Gpu:
 
     @property
     def float8_flops(self) -> float | None:
-        """Peak FLOP/s of FP8 without sparsity: twice bfloat16's on every chip that has it (NVIDIA's data sheets of H100, H200
-        and B200). None before Ada."""
+        """Peak FLOP/s of FP8 without sparsity: twice that of bfloat16 on every chip with FP8 (NVIDIA's data sheets of H100,
+        H200 and B200). None before Ada."""
         return 2 * self.dense_flops["bfloat16"] if self.chip.compute_capability >= (8, 9) else None
 
     @property
     def capacity_bytes(self) -> int:
-        """What one train step may take: XLA's share of the memory, less the reserve."""
+        """Bytes that one train step may use: XLA's share of the memory, less the reserve."""
         return int(self.memory_bytes * XLA_MEMORY_FRACTION) - RESERVE_BYTES
 
 
@@ -194,7 +196,8 @@ _TABLE = (
         chip=H100,
         source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; network: NVIDIA DGX H100 data sheet",
     ),
-    # The SXM5 board of four with HBM2e: more memory than the 80 GB one, and slower. Not the H100 NVL, which is below.
+    # The SXM5 board with HBM2e, four per host: more memory than the 80 GB board, and slower. The H100 NVL below is another
+    # card.
     _gpu(
         "h100-94gb",
         memory_mib=95830,
@@ -204,8 +207,8 @@ _TABLE = (
         chip=H100,
         source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; memory and network: TSUBAME4.0 hardware description",
     ),
-    # A PCIe card. NVLink bridges join two; more of them in a host talk over PCIe. The network is a guess: no reference
-    # system exists.
+    # A PCIe card. NVLink bridges connect two; more of them in a host communicate over PCIe. The network is a guess: no
+    # reference system exists.
     _gpu(
         "h100-nvl-94gb",
         device_kind="NVIDIA H100 NVL",
@@ -239,19 +242,19 @@ _TABLE = (
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _TABLE})
-"""By the name that `--gpu` takes."""
+"""All kinds, by the name that `--gpu` accepts."""
 
 
 def gpu_from_device_kind(kind: str) -> Gpu | None:
-    """The GPU that JAX calls `kind` (`jax.Device.device_kind`); None for a CPU and for a GPU not in the table."""
+    """The GPU whose `jax.Device.device_kind` is `kind`; None for a CPU and for a GPU that is not in the table."""
     return next((gpu for gpu in _TABLE if kind and gpu.device_kind == kind), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU that `--gpu` means: one of GPUS, or a YAML file (ends in .yaml or .yml) that describes another.
+    """The GPU for a value of `--gpu`: one of GPUS, or a YAML file (ends in .yaml or .yml) that describes another.
 
-    Such a file says `like: NAME` for what it leaves out, and any of the fields of Gpu and Chip by their names; of dense_flops
-    those it knows better. Bytes, seconds and FLOP/s are plain numbers:
+    In such a file, `like: NAME` gives the default of every field; any field of Gpu and Chip may follow by its name, and any
+    entries of dense_flops. Bytes, seconds and FLOP/s are plain numbers:
 
         like: h100-80gb
         name: h20-96gb
@@ -260,7 +263,7 @@ def find_gpu(name: str) -> Gpu:
         multiprocessors: 78
 
     Raises:
-      ConfigError: no such name, file or field, or a value that cannot be.
+      ConfigError: the name, file or field does not exist, or a value is invalid.
     """
     if name.endswith((".yaml", ".yml")):
         return _gpu_from_file(Path(name))
@@ -297,12 +300,12 @@ def _gpu_from_file(path: Path) -> Gpu:
     named = {"name": path.stem, "source": str(path), "device_kind": ""}
     gpu = dataclasses.replace(base, **{**named, **rest, "chip": dataclasses.replace(base.chip, **chip)})
     if gpu.capacity_bytes <= 0:
-        raise ConfigError(f"memory_bytes={gpu.memory_bytes} in {path} leaves a step nothing: it should be above 2 GiB.")
+        raise ConfigError(f"memory_bytes={gpu.memory_bytes} in {path} leaves no memory for a step: it should be above 2 GiB.")
     return gpu
 
 
 def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
-    """Raises ConfigError unless the value is of the example's kind: words, numbers above zero, or several of them."""
+    """Raises ConfigError unless the value has the example's type: text, numbers above zero, or several of them."""
     is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0  # noqa: E731
     is_whole = lambda x: isinstance(x, int) and is_number(x)  # noqa: E731
     if isinstance(example, str):
@@ -316,7 +319,7 @@ def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
     elif isinstance(example, int):
         right, should = is_whole(value), "a whole number above zero"
     else:
-        # YAML 1.1 takes 3.35e12 for text, for want of a sign.
+        # YAML 1.1 reads 3.35e12 as text, because the exponent has no sign.
         right, should = is_number(value), "a number above zero; with an exponent, write 1.0e+12"
     if not right:
         raise ConfigError(f"{key}={value} in {path} is not valid: it should be {should}.")

@@ -42,7 +42,7 @@ def hosts_text(gpus: int, per_host: int) -> str:
     return f"{hosts} {'host' if hosts == 1 else 'hosts'} of {per_host}"
 
 
-def hosts_of(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
+def choose_gpus_per_host(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
     """(GPUs per host, reason). Without a given number, a host has at most `largest` GPUs.
 
     Raises:

@@ -24,7 +24,7 @@ Moments = dict[str, dict[str, float]]
 """Moment -> term -> bytes."""
 
 
-class Held(NamedTuple):
+class TensorCounts(NamedTuple):
     """Tensors of each size (LayerShape.units)."""
 
     mlp: int
@@ -32,9 +32,17 @@ class Held(NamedTuple):
     split: int
 
 
-COUNTS: Mapping[str, Mapping[str, Held]] = {
-    "kept": {"feed_forward": Held(3, 2, 3), "feed_forward_end": Held(3, 4, 3), "attention": Held(2, 2, 2)},
-    "recomputed": {"feed_forward": Held(5, 3, 3), "feed_forward_end": Held(4, 5, 3), "attention": Held(4, 2, 2)},
+COUNTS: Mapping[str, Mapping[str, TensorCounts]] = {
+    "kept": {
+        "feed_forward": TensorCounts(3, 2, 3),
+        "feed_forward_end": TensorCounts(3, 4, 3),
+        "attention": TensorCounts(2, 2, 2),
+    },
+    "recomputed": {
+        "feed_forward": TensorCounts(5, 3, 3),
+        "feed_forward_end": TensorCounts(4, 5, 3),
+        "attention": TensorCounts(4, 2, 2),
+    },
 }
 """By whether SwiGLU's products are kept; with everything kept it is as with recomputing: autodiff's residuals are copied."""
 
@@ -121,7 +129,7 @@ def layer_backward(layer: LayerShape) -> Moments:
         if moment == "attention" and is_single(layer) and keeps_products(layer) and layer.documents:
             # All three products wait for the gradients of their weights.
             size += units["mlp"]
-        if moment == "attention" and is_made_anew(layer) and layer.context > 1 and layer.tensor > 1:
+        if moment == "attention" and is_recomputed_early(layer) and layer.context > 1 and layer.tensor > 1:
             size += units["whole"]
         size += layers_of_weights(layer) * units["layer"] + layer.fp8_rounded
         if transposes(layer):
@@ -139,7 +147,7 @@ def keeps_products(layer: LayerShape) -> bool:
     return not layer.policy.everything and "mlp_gate" not in layer.policy.recompute
 
 
-def is_made_anew(layer: LayerShape) -> bool:
+def is_recomputed_early(layer: LayerShape) -> bool:
     """Whether most of a layer is computed again before its backward pass, with transfers that start early: more of it waits."""
     return layer.runs_ahead and not keeps_products(layer) and not layer.policy.everything
 
@@ -182,14 +190,14 @@ def attention(layer: LayerShape, moment: str) -> float:
     units, documents = layer.units, layer.documents
     ranks = layer.context
     method = "whole" if ranks == 1 else layer.context_method
-    copied = REARRANGED_IN_A_RING if method == "ring" and is_made_anew(layer) else REARRANGED_QUERIES
+    copied = REARRANGED_IN_A_RING if method == "ring" and is_recomputed_early(layer) else REARRANGED_QUERIES
     rearranged = copied if ranks > 1 and layer.sequences > 1 else 0
     halves = halvings(layer) / 2 if documents and not layer.scores else 0
     if moment == "attention":
         blocks = ATTENTION[method]
         queries = max(blocks.query, QUERIES_WITH_DOCUMENTS if documents and not layer.scores else 0)
         keys = blocks.key * (ranks if method == "all_gather" else 1)
-        if halves and ranks > 1 and is_made_anew(layer) and layer.sequences == 1:
+        if halves and ranks > 1 and is_recomputed_early(layer) and layer.sequences == 1:
             queries += SMALLEST_SCORES * SMALLEST_HALF / layer.head_dim
         return (queries + rearranged + HALVINGS * halves) * units["query"] + keys * units["key"]
     if layer.policy.everything or "attention_out" not in layer.policy.recompute:

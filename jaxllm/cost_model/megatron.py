@@ -1,13 +1,14 @@
-"""Memory and FLOPs by the published rule for Megatron-LM: a second column for who comes from there.
+"""Memory and FLOPs by the published rule for Megatron-LM: a second column for users of Megatron-LM.
 
 The rule (Fujii, Watanabe and Yokota 2024, "Accelerating Large Language Model Training with 4D Parallelism and Memory
-Consumption Estimator", arXiv:2411.06465): what the formula below gives for stage 0, where it is at most SAFE_SHARE of the
-GPU's memory, never ran out in 454 runs of Llamas on A100s and H100s. (A table of the same author, a month older, has 4 of 87
-such runs without a result: benchmarks/published_rule.py.) The formula is as in the first author's public code, a fork of
-Megatron-LM, tools/memory_estimate, December 2024.
+Consumption Estimator", arXiv:2411.06465): if the formula below gives at most SAFE_SHARE of the GPU's memory for stage 0, the
+run does not run out of memory. This held in 454 runs of Llamas on A100s and H100s. (A table of the same author, a month older,
+has 4 of 87 such runs without a result: benchmarks/published_rule.py.) The formula follows the first author's public code, a
+fork of Megatron-LM, tools/memory_estimate, December 2024.
 
-Bytes of Megatron, not of jaxllm: bfloat16 weights, float32 gradients summed in place, AdamW with float32 master weights, 1F1B,
-sequence parallelism, flash attention, and nothing computed twice; parallel.remat, the compute dtype and documents are not read.
+The bytes are Megatron's, not jaxllm's: bfloat16 weights, float32 gradients accumulated in place, AdamW with float32 master
+weights, 1F1B, sequence parallelism, flash attention, and no recomputation. parallel.remat, the compute dtype and documents are
+ignored.
 
 D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length, b
 sequences of a microbatch, M microbatches; p, d, c and t ranks of pipe, data, context and tensor.
@@ -21,27 +22,27 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory
 
 SAFE_SHARE = 0.8
-"""Of a GPU's memory: the rest is for what the formula leaves out, CUDA's context, NCCL, scratch and fragments."""
+"""Share of a GPU's memory; the rest is for everything outside the formula: CUDA's context, NCCL, scratch and fragmentation."""
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
-"""For one parameter: bfloat16; float32; master weight and two moments in float32."""
+"""Bytes per parameter: bfloat16; float32; master weight and two moments in float32."""
 NOMINAL_UNIT_BYTES = 2**30
 
 
 def megatron_memory(config: Config) -> MemoryEstimate:
-    """What stage 0 takes, the fullest without rematerialisation, in bytes of one device.
+    """Bytes of one device of stage 0, the fullest stage without rematerialisation.
 
     With x = S b / (c t), a layer's matrices m = D H (2 N + 2 K) + 3 D F and its norms' 2 D,
 
         parameters   ((m + 2 D) L / p + V D) / t, and V D / t + D more where p = 1 (head, last norm)
         weights      2 x parameters
         gradients    4 x parameters
-        optimizer    12 x parameters, / (d c) from ZeRO 1 on (Megatron's distributed optimizer; 2 and 3 it does not know)
+        optimizer    12 x parameters, / (d c) from ZeRO 1 on (Megatron's distributed optimizer; it does not support 2 and 3)
         activations  x (L (8 D + 4 N H + 4 K H + 8 F) + 8 D p), times 1 + (p - 1) / (p virtual_stages) if interleaved, times
                      min(1, M / p) if not
         logits       x (4 D + 4 V), in float32, where p = 1
 
-    For H = D / N that is D (12 + 4 K / N + 8 F / D) bytes a token and layer. As coded, norms are divided by t, L / p is
-    not rounded, and the 8 D p for embeddings is more than there is; the logits of a last stage are left out. Tied embeddings
+    For H = D / N that is D (12 + 4 K / N + 8 F / D) bytes a token and layer. As in the author's code, norms are divided by t,
+    L / p is not rounded, and the 8 D p for embeddings is too large; the logits of a last stage are left out. Tied embeddings
     have no second matrix.
 
     Args:
@@ -64,11 +65,12 @@ def megatron_memory(config: Config) -> MemoryEstimate:
 
 
 def megatron_memory_by_stage(config: Config) -> MemoryEstimate:
-    """The same for every stage, by rules of the same kind for what the published formula leaves out.
+    """The same for every stage, with rules of the same kind for the parts that the published formula leaves out.
 
     Stage i holds min(p - i, M) microbatches of its layers (gpipe: M; interleaved over v virtual stages: min((v - 1) p +
-    2 (p - i - 1) + 1, M v) chunks of L / (p v) layers), the first the embedding and token ids in int32, the last the head and
-    its logits. Norms are whole on all tensor ranks. remat=full keeps 2 S b D / (c t) of a layer, and all of one.
+    2 (p - i - 1) + 1, M v) chunks of L / (p v) layers). The first stage also holds the embedding and token ids in int32, the
+    last the head and its logits. Norms are replicated over tensor ranks. remat=full keeps 2 S b D / (c t) of each layer, and
+    all of one layer.
 
     Args:
       config: resolved.
@@ -94,21 +96,21 @@ def megatron_memory_by_stage(config: Config) -> MemoryEstimate:
 
 
 def megatron_fits(config: Config, gpu: Gpu) -> bool:
-    """Whether the published rule calls the config safe: megatron_memory at most SAFE_SHARE of nominal_bytes."""
+    """Whether the published rule calls the config safe: megatron_memory is at most SAFE_SHARE of nominal_bytes."""
     return megatron_memory(config).peak_bytes <= SAFE_SHARE * nominal_bytes(gpu)
 
 
 def nominal_bytes(gpu: Gpu) -> int:
-    """The memory that the rule takes a share of: what the GPU has, in whole GiB.
+    """The memory of which the rule takes a share: that of the GPU, rounded to GiB.
 
-    The author's code sets GiB against the number in the GPU's name (40, 80, 94), which these are, where the driver tells of up
-    to 0.4 GiB less. A B200's name counts in decimal, and it has 179, not 192.
+    The author's code compares GiB with the number in the GPU's name (40, 80, 94). Rounding gives the same numbers, although the
+    driver reports up to 0.4 GiB less. The name of a B200 is decimal: it has 179 GiB, not 192.
     """
     return round(gpu.memory_bytes / NOMINAL_UNIT_BYTES) * NOMINAL_UNIT_BYTES
 
 
 def megatron_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Model FLOPs of forward and backward per token, as Megatron-LM logs them: attention by its whole square, the head counted.
+    """Model FLOPs of forward and backward per token, as Megatron-LM logs them: the full square of attention, with the head.
 
     12 L D^2 ((1 + K / N + S / D) N H / D + 3 F / (2 D) + V / (2 L D)) (num_floating_point_operations in
     megatron/training/training.py; later versions take half the square). Its V is the padded vocabulary; here it is not padded.
@@ -122,17 +124,17 @@ def _layers_matrices(model: ModelConfig) -> int:
 
 
 def _activation_bytes(model: ModelConfig) -> int:
-    """Of one token in one layer, bfloat16: inputs of both norms, their outputs, query, key, value, attention's output, and four
-    of the feed-forward's width (a fused SwiGLU would keep three).
+    """Activation bytes of one token in one layer, bfloat16: inputs and outputs of both norms, query, key, value, attention's
+    output, and four of the feed-forward's width (a fused SwiGLU would keep three).
     """
     return 8 * model.hidden_size + 4 * model.head_dim * (model.num_heads + model.num_kv_heads) + 8 * model.intermediate_size
 
 
 def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> MemoryEstimate:
-    """Args: stages: parameters, bytes of activations and bytes of logits of each."""
+    """Builds the estimate from each stage's parameters, bytes of activations and bytes of logits."""
     parallel = config.parallel
     shards = int(parallel.data) * parallel.context if parallel.zero else 1
-    told = []
+    estimates = []
     for stage, (parameters, activations, logits) in enumerate(stages):
         terms = {
             "weights": WEIGHT_BYTES * parameters,
@@ -141,5 +143,5 @@ def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> Memor
             "activations": activations,
             "logits": logits,
         }
-        told.append(StageMemory(stage, {name: round(size) for name, size in terms.items()}))
-    return MemoryEstimate(devices=config.devices, stages=tuple(told), host_bytes=0)
+        estimates.append(StageMemory(stage, {name: round(size) for name, size in terms.items()}))
+    return MemoryEstimate(devices=config.devices, stages=tuple(estimates), host_bytes=0)

@@ -1,4 +1,4 @@
-"""Which arithmetic a train step does in which precision, as a table: `jaxllm inspect` prints it.
+"""The precision of each operation in a train step, as a table: `jaxllm inspect` prints it.
 
 for row in precision_table(config): row.what, row.inputs, row.sums, row.result
 """
@@ -14,16 +14,16 @@ from jaxllm.config import Config
 class Row:
     what: str
     inputs: str
-    """As they are multiplied or added."""
+    """Precision of the operands."""
     sums: str
-    """Inside the operation."""
+    """Precision of the accumulation inside the operation."""
     result: str
 
 
 def precision_table(config: Config) -> tuple[Row, ...]:
-    """Of the step that the config means on an NVIDIA GPU.
+    """The precisions of the config's train step on an NVIDIA GPU.
 
-    There XLA multiplies float32 in TF32 (10 bits of mantissa) unless jax_default_matmul_precision says otherwise.
+    XLA multiplies float32 in TF32 there (10 bits of mantissa) unless jax_default_matmul_precision changes it.
     """
     dtype = config.model.compute_dtype
     product = "TF32" if dtype == "float32" else dtype

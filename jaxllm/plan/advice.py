@@ -69,8 +69,8 @@ class Change:
     @property
     def cost(self) -> str:
         """The cost in words; '' if COSTS does not list the change."""
-        told = (COSTS.get(f"{key}={value}", COSTS.get(key)) for key, value in self.keys.items())
-        return "; ".join(dict.fromkeys(words for words in told if words))
+        costs = (COSTS.get(f"{key}={value}", COSTS.get(key)) for key, value in self.keys.items())
+        return "; ".join(dict.fromkeys(words for words in costs if words))
 
     @property
     def figures(self) -> str:

@@ -50,7 +50,7 @@ def confirm(
         in it runs alone, to find the one that kills it. None: compile in this process, one after another.
       workers: compilations at the same time.
     """
-    start = start or Here
+    start = start or InlineExecutor
     executor = start()
     waiting = deque(range(len(plan.candidates)))
     running: dict[Future, int] = {}
@@ -74,8 +74,8 @@ def confirm(
                 except BrokenExecutor:
                     broken.append(number)
                 except (ConfigError, RuntimeError) as error:
-                    said = " ".join(str(error).split())[:MOST_OF_ERROR]
-                    refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {said}"
+                    message = " ".join(str(error).split())[:MOST_OF_ERROR]
+                    refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {message}"
                 else:
                     if size <= plan.capacity_bytes:
                         confirmed[number] = size
@@ -128,7 +128,7 @@ def _with_figures(
     )
 
 
-class Here(Executor):
+class InlineExecutor(Executor):
     """An executor that runs each call immediately, in the calling thread."""
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:

@@ -1,6 +1,6 @@
-"""What a gradient noise scale says of a batch, in one sentence: the log's (train/noise_scale.py) and that of `jaxllm report`.
+"""Describes a gradient noise scale and a batch in one sentence, for the log (train/noise_scale.py) and for `jaxllm report`.
 
-No JAX here.
+No JAX.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from jaxllm.plan.cost import short
 from jaxllm.plan.data_ranks import wasted_share
 
 
-class Estimate(NamedTuple):
-    """The noise scale and its 95% interval, in tokens; `low` is 0 and `high` infinite where nothing says more."""
+class NoiseEstimate(NamedTuple):
+    """The noise scale and its 95% interval, in tokens. `low` is 0 and `high` infinite if that end is not known."""
 
     tokens: float
     low: float
     high: float
 
 
-def reading(found: Estimate, batch_tokens: float) -> str:
-    """What the noise scale says of a batch: the share of a step that is wasted, and what twice the data ranks would give.
+def reading(found: NoiseEstimate, batch_tokens: float) -> str:
+    """Describes a batch by the noise scale: the share of a step that is wasted, and the effect of twice the data ranks.
 
-    With w the share B / (B + N), twice the batch takes (1 - w) / 2 fewer steps and w more tokens (data_ranks.Needed).
+    With w = B / (B + N), twice the batch takes (1 - w) / 2 fewer steps and w more tokens (data_ranks.StepsToLoss).
     """
     if found.low == 0 and math.isinf(found.high):
         known = "unknown yet" if math.isinf(found.tokens) else f"about {short(found.tokens)} tokens"

@@ -14,7 +14,7 @@ from functools import partial
 
 from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Memory, Plan, Rejected, Speed
 from jaxllm.plan.space import (
@@ -140,7 +140,7 @@ def search(
     Raises:
       ConfigError: gpus_per_host does not divide, `keep` names what cannot be kept.
     """
-    per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     estimate, step_time = options.estimate or _real_memory(gpu), options.step_time or _real_time()
     keep, limits = options.keep, options.limits(gpu)
     found: list[Candidate] = []
@@ -186,7 +186,7 @@ def any_fits(
     config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> bool:
     """Whether the search would find anything. It stops at the first, and looks at meshes that take least first."""
-    per_host, _ = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
+    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or _real_memory(gpu)
     every = list(meshes(config, gpus, keep))
     # Sharding the layers' work takes less than sharing out the batch.

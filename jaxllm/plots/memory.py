@@ -1,8 +1,9 @@
-"""Pictures of memory: what lies on a device, when, and against what it is weighed. Every one is drawn from plain data.
+"""Figures of device memory: its contents, over stages, settings or one step, beside the capacity. All are drawn from plain
+data.
 
-    stage_picture(report.memory.stages, "stages.png", capacity_bytes=report.capacity_bytes)
+    stage_picture(estimate.memory.stages, "stages.png", capacity_bytes=estimate.capacity_bytes)
 
-Each *_figure returns a matplotlib Figure (a notebook shows it), each *_picture writes it to a .png or .svg. GiB are 2^30 bytes.
+Each *_figure returns a matplotlib Figure (a notebook shows it); each *_picture writes it to a .png or .svg. GiB are 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MIB, GIB = 2**20, 2**30
 OVER = ("sequence", "microbatch")
 OPTIMIZER, PARAMETERS, GRADIENTS, ACTIVATIONS = GROUPS = ("optimizer", "parameters", "gradients", "activations")
 _GROUP_OF = {GRADIENTS: "gradient", OPTIMIZER: "master|moment|optimizer", PARAMETERS: "weight|parameter|copy"}
-"""What the name of a term in a group has in it; the first that matches. Any other lives within a step: activations."""
+"""Pattern in the names of a group's terms; the first match decides. Every other term exists only within a step: activations."""
 HUES = {
     PARAMETERS: (0.12, 0.37, 0.65),
     GRADIENTS: (0.16, 0.50, 0.28),
@@ -35,22 +36,23 @@ HUES = {
 }
 _CAPACITY = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
 SMALL = 0.004
-"""Of the tallest bar: a term below that in every bar is too thin to see, and goes under `other`."""
+"""Share of the tallest bar. A term below it in every bar is too thin to see and is counted under `other`."""
 MOST_STAGES = 16
-"""Drawn one by one."""
+"""Largest number of stages drawn one by one."""
 MORE_BARS = 3
-"""Drawn on each side of the config's own, at most."""
+"""Maximum number of bars on each side of the config's own."""
 FARTHEST = 3.0
-"""Times the capacity, or the config's own bytes: a taller bar would leave the others no height."""
+"""Multiple of the capacity, or of the config's own bytes. A taller bar would leave the others no height."""
 
 
 def group_of(term: str) -> str:
-    """parameters, gradients, optimizer (its moments and the fp32 master weights) or activations, by a term's name."""
+    """The group of a term by its name: parameters, gradients, optimizer (with moments and fp32 master weights) or
+    activations."""
     return next((group for group, words in _GROUP_OF.items() if re.search(words, term)), ACTIVATIONS)
 
 
 def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
-    """The bytes of each of GROUPS."""
+    """Total bytes of each of GROUPS."""
     sums: dict[str, int] = dict.fromkeys(GROUPS, 0)
     for term, size in terms_bytes.items():
         sums[group_of(term)] += size
@@ -66,8 +68,8 @@ def stage_picture(stages: Sequence[StageMemory], path: str | Path, **options: An
 
 
 def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = None, title: str = "") -> Any:
-    """A stacked bar of terms for each stage, and the capacity as a line. Of more than MOST_STAGES, neighbours that hold the
-    same share a bar.
+    """A stacked bar of terms for each stage, with the capacity as a line. Above MOST_STAGES stages, equal neighbours share one
+    bar.
 
     Raises:
       ConfigError: matplotlib is not installed.
@@ -90,11 +92,11 @@ def over_figure(
     own: int | None = None,
     title: str = "",
 ) -> Any:
-    """Parameters, gradients, optimizer and activations as a stacked bar for each value of something.
+    """Parameters, gradients, optimizer and activations as a stacked bar for each value of a setting.
 
     Args:
       points: (value, term -> bytes of the fullest stage).
-      own: the value that the config has, whose label is bold.
+      own: the config's value, whose label is bold.
 
     Raises:
       ConfigError: matplotlib is not installed.
@@ -113,13 +115,13 @@ def _stacked(
     title: str,
     own: int | None = None,
 ) -> Any:
-    """Args: own: the column of the config as it is."""
+    """Draws one stacked bar per column; `own` is the index of the config's column."""
     figure = new_figure(max(6.5, 1.0 * len(labels) + 4.2), 4.6, dpi=150)
     axes = figure.add_subplot()
     if title:
         figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     terms = list(dict.fromkeys(term for column in columns for term in column))
-    # What stays from step to step at the bottom.
+    # Memory that persists between steps is at the bottom.
     terms.sort(key=lambda term: GROUPS.index(group_of(term)))
     colors = colors_of(terms)
     highest = y_limit(max(sum(column.values()) for column in columns), capacity_bytes)
@@ -132,7 +134,7 @@ def _stacked(
     draw_capacity(axes, capacity_bytes, highest, unit)
     for i, top in enumerate(bottom):
         label = axes.text(i, top + 0.008 * highest / unit, short_number(top), ha="center", va="bottom", fontsize=8, zorder=5)
-        # Where the capacity's line passes behind it.
+        # A background, because the capacity line may cross the label.
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
     axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(0, 1.12 * highest / unit))
     axes.set_xticks(x, labels, fontsize=8, rotation=30 if max(map(len, labels)) > 11 and len(labels) > 6 else 0)
@@ -141,7 +143,7 @@ def _stacked(
     axes.set_xlabel(x_label, fontsize=9)
     style_axes(axes, f"{unit_name} on one device")
     handles, names = axes.get_legend_handles_labels()
-    # From top to bottom as in the bars.
+    # In the order of the bars, from top to bottom.
     axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
     return figure
 
@@ -149,16 +151,16 @@ def _stacked(
 def fold_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
     tallest = max(sum(column.values()) for column in columns)
     seen = {term for column in columns for term, size in column.items() if size > SMALL * tallest}
-    told = []
+    merged = []
     for column in columns:
         kept = {term: size for term, size in column.items() if term in seen}
         other = sum(size for term, size in column.items() if term not in seen)
-        told.append(kept | ({"other": other} if other else {}))
-    return told
+        merged.append(kept | ({"other": other} if other else {}))
+    return merged
 
 
 def colors_of(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """A hue for each group, lighter from term to term."""
+    """One hue per group, lighter from term to term."""
     colors = {}
     for group in GROUPS:
         members = [term for term in terms if group_of(term) == group]
@@ -169,12 +171,12 @@ def colors_of(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 
 def display_unit(most_bytes: float) -> tuple[int, str]:
-    """GiB, or MiB for what is less than half of one."""
+    """GiB, or MiB below half a GiB."""
     return (GIB, "GiB") if most_bytes >= GIB / 2 else (MIB, "MiB")
 
 
 def y_limit(most_bytes: int, capacity_bytes: int | None) -> int:
-    """What a picture reaches up to: the capacity, unless what is drawn would be small beside it."""
+    """Upper end of the y axis: the capacity, unless the bars would be small beside it."""
     return max(most_bytes, capacity_bytes if capacity_bytes and capacity_bytes <= FARTHEST * most_bytes else 0)
 
 
@@ -200,18 +202,18 @@ def style_axes(axes: Any, y_label: str) -> None:
 # ---------------------------------------------------------------------------------------------------- from an estimate
 
 
-def estimate_picture(report: Estimate, path: str | Path, over: str | None = None) -> None:
-    """What `jaxllm estimate --picture FILE` draws: the stages, or bytes against `over`, one of OVER.
+def estimate_picture(estimate: Estimate, path: str | Path, over: str | None = None) -> None:
+    """Draws `jaxllm estimate --picture FILE`: the stages, or bytes against `over`, one of OVER.
 
     Raises:
-      ConfigError: no such `over`, matplotlib is not installed, or the file cannot be written.
+      ConfigError: `over` is unknown, matplotlib is not installed, or the file cannot be written.
     """
-    title, capacity = title_of(report), report.by_convention["jaxllm"].capacity_bytes
-    memory = report.by_convention["jaxllm"].memory
+    title, capacity = title_of(estimate), estimate.by_convention["jaxllm"].capacity_bytes
+    memory = estimate.by_convention["jaxllm"].memory
     if over is None:
         stage_picture(memory.stages, path, capacity_bytes=capacity, title=title)
     elif over in OVER:
-        points, own = variations(report.config, over, capacity, report.gpu)
+        points, own = variations(estimate.config, over, capacity, estimate.gpu)
         x_label = {"sequence": "sequence length, tokens", "microbatch": "sequences of a microbatch"}[over]
         over_picture(points, path, x_label=x_label, capacity_bytes=capacity, own=own, title=title)
     else:
@@ -221,8 +223,8 @@ def estimate_picture(report: Estimate, path: str | Path, over: str | None = None
 def variations(
     config: Config, over: str, capacity_bytes: int | None = None, gpu: Gpu | None = None
 ) -> tuple[list[tuple[int, Mapping[str, int]]], int]:
-    """([(value, term -> bytes of the fullest stage)], the config's own value) for powers of two round the config's own sequence
-    length or microbatch; those that the rest of the config allows, and that can be drawn beside its own.
+    """([(value, term -> bytes of the fullest stage)], the config's own value) for powers of two around the config's own
+    sequence length or microbatch: those that the rest of the config allows and that fit into one figure with its own.
     """
     own = config.train.sequence_length if over == "sequence" else config.microbatch_sequences
     key = "train.sequence_length" if over == "sequence" else "train.microbatch_sequences"
@@ -235,11 +237,11 @@ def variations(
     return [(value, stage.terms_bytes) for value, stage in stages if stage.total_bytes <= highest], own
 
 
-def title_of(report: Estimate) -> str:
-    """Model, GPUs and mesh."""
-    p, kind = report.config.parallel, report.gpu.name if report.gpu else "GPU"
+def title_of(estimate: Estimate) -> str:
+    """Figure title: model, GPUs and mesh."""
+    p, kind = estimate.config.parallel, estimate.gpu.name if estimate.gpu else "GPU"
     mesh = f"pipe {p.pipe}, data {p.data}, context {p.context}, tensor {p.tensor}, ZeRO {p.zero}"
-    return f"{report.config.model.name or 'model'} on {report.devices} x {kind}: {mesh}"
+    return f"{estimate.config.model.name or 'model'} on {estimate.devices} x {kind}: {mesh}"
 
 
 # ------------------------------------------------------------------------------------------------------------ one step

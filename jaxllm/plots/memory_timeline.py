@@ -39,7 +39,7 @@ from jaxllm.runtime.xla_flags import compile_options
 
 _PHASES = {FORWARD: (0.93, 0.95, 0.99), BACKWARD: (1.0, 0.95, 0.90), UPDATE: (0.95, 0.92, 0.97)}
 SHORT_SPAN = 0.01
-"""Of all instructions: a shorter run of one phase is painted as its neighbours are."""
+"""Share of all instructions. A shorter range of one phase gets the colour of its neighbours."""
 
 
 def draw_step(report: Estimate, path: str | Path) -> None:
@@ -83,11 +83,11 @@ def step_picture(curve: StepMemory, held_bytes: int, stage: StageMemory, path: s
 def step_figure(
     curve: StepMemory, held_bytes: int, stage: StageMemory, *, capacity_bytes: int | None = None, title: str = ""
 ) -> Any:
-    """What a device has in use from instruction to instruction, by XLA's buffer assignment; the estimate's terms beside it.
+    """Memory of a device in use at each instruction, by XLA's buffer assignment, with the estimate's terms beside it.
 
     Args:
-      held_bytes: arguments and outputs, which lie there all the time.
-      stage: the fullest of the estimate.
+      held_bytes: arguments and outputs, which are allocated all the time.
+      stage: the fullest stage of the estimate.
 
     Raises:
       ConfigError: matplotlib is not installed.
@@ -124,7 +124,7 @@ def step_figure(
 
 
 def _draw_terms(axes: Any, stage: StageMemory, unit: int) -> None:
-    """One stacked bar, its legend beside it."""
+    """One stacked bar, with its legend beside it."""
     (terms,) = fold_slivers([stage.terms_bytes])
     order = sorted(terms, key=lambda term: GROUPS.index(group_of(term)))
     colors, bottom = colors_of(order), 0.0
@@ -141,7 +141,7 @@ def _draw_terms(axes: Any, stage: StageMemory, unit: int) -> None:
 
 
 def _long_spans(curve: StepMemory) -> list[tuple[str, int, int]]:
-    """The curve's phases, with runs too short to see painted over by what is before them."""
+    """The phases of the curve. Ranges too short to see are merged into the range before them."""
     spans: list[tuple[str, int, int]] = []
     for phase, start, end in curve.spans():
         if spans and (spans[-1][0] == phase or end - start < SHORT_SPAN * len(curve.phases)):

@@ -1,6 +1,6 @@
-"""Pictures for people: the timeline of a pipeline schedule, drawn from the table that is executed.
+"""Figures of pipeline schedules: the timeline, drawn from the table that is executed.
 
-matplotlib is optional (the `notebook` extra) and is imported when a picture is made.
+matplotlib is optional (extra `notebook`) and is imported only when a figure is drawn.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jaxllm.pipeline_schedule import Schedule, idle_share
 
 ENDINGS = (".png", ".svg")
 _HUES = ((0.12, 0.37, 0.65), (0.83, 0.42, 0.05), (0.16, 0.50, 0.28), (0.52, 0.25, 0.60))
-"""Of chunk 0, 1, ... (then again from the first); forward is a tint of it."""
+"""Hues of chunk 0, 1, ... (then from the first again); forward is a lighter tint."""
 _IDLE = (0.90, 0.90, 0.90)
 _LABEL_INCHES = 0.17
-"""The least width on paper of one forward that can carry its microbatch's number."""
+"""Smallest width of one forward that has room for its microbatch's number."""
 
 
 def new_figure(width: float, height: float, dpi: int = 100) -> Any:
-    """A matplotlib Figure, in inches, that is bound to no window.
+    """A matplotlib Figure, with its size in inches, that has no window.
 
     Raises:
       ConfigError: matplotlib is not installed.
@@ -39,13 +39,13 @@ def new_figure(width: float, height: float, dpi: int = 100) -> Any:
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Writes a .png or .svg.
+    """Writes a figure to a .png or .svg file.
 
     Raises:
-      ConfigError: another ending, or the file cannot be written.
+      ConfigError: the file name ends in something else, or the file cannot be written.
     """
     if Path(path).suffix not in ENDINGS:
-        raise ConfigError(f"{path} is no picture's name: let it end in {' or '.join(ENDINGS)}.")
+        raise ConfigError(f"{path} is not the name of a figure: let it end in {' or '.join(ENDINGS)}.")
     try:
         figure.savefig(path)
     except OSError as error:
@@ -62,12 +62,12 @@ def schedule_picture(schedule: Schedule, path: str | Path, **options: Any) -> No
 
 
 def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backward_cost: float = 2.0) -> Any:
-    """What each stage does when, how many residual slots it has in use meanwhile, and the most it ever has.
+    """Timeline of every stage, with its residual slots in use over time and their maximum.
 
     Args:
-      slot_bytes: residuals of one chunk for one microbatch; without it slots are counted.
-      backward_cost: how long a backward is drawn, in forwards. All stages wait for the slowest, so a tick in which any stage
-        runs backward is that long everywhere.
+      slot_bytes: residuals of one chunk for one microbatch; None: the figure shows numbers of slots only.
+      backward_cost: drawn length of a backward, in forwards. All stages wait for the slowest, so a tick in which any stage runs
+        backward has this length everywhere.
 
     Returns:
       A matplotlib Figure; a notebook shows it.
@@ -77,7 +77,7 @@ def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backwa
     """
     edges = _tick_edges(schedule, backward_cost)
     P = schedule.stages
-    # Between the width of a page and the widest that a screen shows.
+    # At least the width of a page, at most that of a screen.
     width = float(np.clip(0.24 * edges[-1], 7, 20))
     rows = 0.42 * P + 0.3
     below = 2.1 if schedule.has_backward else 0
@@ -103,9 +103,9 @@ def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backwa
 
 
 def _tick_edges(schedule: Schedule, backward_cost: float) -> np.ndarray:
-    """float [ticks + 1]: when each tick begins, in forwards; the last entry is the end."""
+    """float [ticks + 1]: start of each tick, in forwards; the last entry is the end."""
     forward, backward = (units.valid.any(axis=1) for units in (schedule.forward, schedule.backward))
-    # The tick in which an evaluation only takes its last loss has a width too.
+    # In an evaluation, the tick that computes only the last loss has a width too.
     lengths = np.maximum(forward + backward_cost * backward, 0.5)
     return np.concatenate([[0.0], lengths.cumsum()])
 
@@ -122,20 +122,20 @@ def _title(schedule: Schedule) -> str:
 
 def _shade(chunk: int, forward: bool) -> tuple[float, float, float]:
     hue = np.array(_HUES[chunk % len(_HUES)])
-    # Later rounds through the hues are lighter.
+    # The hues repeat, lighter each time.
     hue = hue + (1 - hue) * 0.3 * (chunk // len(_HUES))
     red, green, blue = hue + (1 - hue) * 0.62 if forward else hue
     return red, green, blue
 
 
 def _draw_units(axes: Any, schedule: Schedule, edges: np.ndarray, label: bool) -> None:
-    """A row for each stage, and below them one for the loss, which all stages take together."""
+    """One row for each stage, and below them one for the loss, which all stages compute together."""
     P = schedule.stages
     line = {"edgecolor": "white", "linewidth": 0.8} if label else {"linewidth": 0}
     axes.set(xlim=(0, edges[-1]), ylim=(P + 0.3, -0.5))
     axes.set_yticks([*range(P), P - 0.1], [*(f"stage {i}" for i in range(P)), "loss"], fontsize=9)
     axes.tick_params(length=0)
-    # The colours of the lines and bars beside.
+    # The labels have the colours of the lines and bars beside them.
     for i, stage in enumerate(axes.get_yticklabels()[:P]):
         stage.set(color=_stage_color(i, P), fontweight="bold")
     axes.spines[:].set_visible(False)
@@ -165,7 +165,7 @@ def _write(axes: Any, spans: list[tuple[float, float]], y: float, microbatches: 
 
 
 def _stage_color(stage: int, stages: int) -> tuple[float, ...]:
-    """From black for the first stage, which holds most, to a light red."""
+    """From black for the first stage, which holds most residuals, to a light red."""
     share = stage / max(stages - 1, 1)
     return (0.10 + 0.80 * share, 0.10 + 0.38 * share, 0.10 + 0.35 * share)
 
@@ -217,7 +217,7 @@ def _draw_legend(axes: Any, schedule: Schedule) -> None:
 
 
 def _label_ticks(axes: Any, edges: np.ndarray, width: float) -> None:
-    """Numbers of ticks in their middle, as many as there is room for."""
+    """Labels ticks in their middle, as many as there is room for."""
     middles = (edges[:-1] + edges[1:]) / 2
     room = 0.22 * edges[-1] / width
     every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**6) if n * np.diff(edges).min() >= room or n == 10**6)

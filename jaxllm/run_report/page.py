@@ -1,4 +1,4 @@
-"""The page of `jaxllm report RUN`: a RunReport as one HTML file, with its pictures in it, that asks no server for anything.
+"""HTML page of `jaxllm report RUN`: one file with its charts inside, which loads nothing from a server.
 
 write_page(report, "report.html")
 """
@@ -24,7 +24,7 @@ from jaxllm.run_report.svg import (
     ORANGE,
     PURPLE,
     RED,
-    Line,
+    Curve,
     Mark,
     line_chart,
     number,
@@ -33,12 +33,12 @@ from jaxllm.run_report.svg import (
 )
 
 FILE_NAME = "report.html"
-"""In the run directory, unless another is named."""
+"""Default name, inside the run directory."""
 USUAL = 0.99
-"""Of the points of a chart, what its height is for: a spike would press the rest flat."""
+"""Share of a chart's points that its height is chosen for: a spike would flatten the rest."""
 GIB = 2**30
 MOST_MARKS = 60
-"""Of a kind, drawn in one chart; more would hide the line."""
+"""Maximum number of marks of one kind in a chart; more would hide the curve."""
 MOST_TICKS = 8
 PALE_BLUE = "#8fb0d8"
 _PART_COLORS = {
@@ -46,11 +46,11 @@ _PART_COLORS = {
     **{REDONE: RED, DOWN: GREY},
 }
 CAVEAT = (
-    "How this is reckoned: a step of batch B brings 1 / (1 + N / B) of a step without noise, N the noise scale measured at "
-    "that time (McCandlish et al. 2018); the microbatch and the other axes stay as they were, and on each number of ranks the "
-    "accumulation is taken that is fastest. It takes the learning rate for well chosen at every batch, and counts training "
-    "alone: no starts, saves or evaluations. In branching experiments far larger batches than the noise scale still paid "
-    "(Merrill et al. 2025): take the numbers for an order of magnitude, and try before you buy."
+    "Method: a step of batch B makes the progress of 1 / (1 + N / B) steps without noise, where N is the noise scale measured "
+    "at that time (McCandlish et al. 2018). The microbatch and the other axes stay constant, and each number of ranks uses the "
+    "fastest accumulation. The law assumes a well chosen learning rate at every batch, and it counts training alone: no "
+    "starts, saves or evaluations. In branching experiments batches far larger than the noise scale still paid "
+    "(Merrill et al. 2025): the numbers are an order of magnitude, so try before you buy."
 )
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -75,10 +75,10 @@ table.numbers td, table.numbers th { text-align: right; font-variant-numeric: ta
 
 
 def write_page(report: RunReport, path: str | Path) -> Path:
-    """Writes the page, over an older one.
+    """Writes the page and replaces an existing file.
 
     Raises:
-      ConfigError: it cannot be written.
+      ConfigError: the file cannot be written.
     """
     path = Path(path)
     try:
@@ -89,7 +89,7 @@ def write_page(report: RunReport, path: str | Path) -> Path:
 
 
 def page(report: RunReport) -> str:
-    """The HTML text."""
+    """The page as HTML text."""
     name, times_s = escape(report.history.folder.resolve().name), report.history.times_s
     parts = [
         f"<h1>{name}</h1>",
@@ -99,7 +99,7 @@ def page(report: RunReport) -> str:
     ]
     if times_s:
         parts += ["<h2>Where the time went</h2>", f'<div class="bar">{time_bar(times_s)}</div>', _time_table(times_s)]
-    parts += ["<h2>What more data ranks would give</h2>", *_paragraphs(report.verdict())]
+    parts += ["<h2>Effect of more data ranks</h2>", *_paragraphs(report.verdict())]
     if report.over_ranks is not None:
         parts += [_grid(rank_charts(report)), f'<div class="wide">{_rank_table(report)}</div>']
         parts.append(f'<p class="small">{escape(CAVEAT)}</p>')
@@ -110,14 +110,14 @@ def page(report: RunReport) -> str:
 
 
 def training_charts(history: History) -> list[str]:
-    """Loss, learning rate, batch and noise scale, gradient norm, speed: over tokens."""
+    """Charts of loss, learning rate, batch and noise scale, gradient norm and speed over tokens."""
     tokens = history.tokens
     restarts = _marks(history, history.restarts, "restart", RED)
     saves = _marks(history, history.saves, "save", GREY)
     loss = [spread("each step", tokens, history.column("loss"), PALE_BLUE), spread("smoothed", tokens, history.smoothed_loss)]
     at, evaluated = history.evaluated()
     if evaluated.size:
-        loss.append(Line("held-out", at, evaluated, ORANGE, dots=True))
+        loss.append(Curve("held-out", at, evaluated, ORANGE, dots=True))
     rate = [spread("learning rate", tokens, history.column("learning_rate"))]
     norm = [spread("gradient norm", tokens, _above_zero(history.column("grad_norm")))]
     unusual = [
@@ -135,27 +135,27 @@ def training_charts(history: History) -> list[str]:
 
 
 def batch_chart(history: History) -> str:
-    """Batch and noise scale with its interval, in tokens."""
+    """Chart of the batch and of the noise scale with its interval, in tokens."""
     lines = [spread("batch", history.tokens, history.batch_tokens)]
     noise = _above_zero(history.column("noise_scale_tokens"))
     if (measured := np.flatnonzero(np.isfinite(noise))).size:
         measured = measured[:: math.ceil(measured.size / MOST_POINTS)]
         low, high = (_above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
-        lines.append(Line("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
+        lines.append(Curve("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
     title = "Batch and noise scale" if len(lines) > 1 else "Batch (noise scale not measured)"
     return line_chart(title, lines, x_label="tokens", y_label="tokens of a step", y_log=True)
 
 
 def memory_chart(report: RunReport) -> str:
-    """What was in use at most, as it rose, beside what was foretold."""
+    """Chart of the peak memory in use over time, beside the predictions."""
     history, sizes = report.history, report.memory_bytes
     used, ends = history.column("memory_peak_bytes") / GIB, history.tokens[[0, -1]]
     colors = {ESTIMATE: ORANGE, COMPILED: GREEN}
-    foretold = {name: size for name, size in sizes.items() if name != IN_USE}
-    lines = [Line(name, ends, np.full(2, size / GIB), colors.get(name, RED)) for name, size in foretold.items()]
+    predicted = {name: size for name, size in sizes.items() if name != IN_USE}
+    lines = [Curve(name, ends, np.full(2, size / GIB), colors.get(name, RED)) for name, size in predicted.items()]
     if IN_USE in sizes:
         lines.append(spread(IN_USE, history.tokens, used))
-    title = "Memory" if IN_USE in sizes else "Memory (not told: in use)"
+    title = "Memory" if IN_USE in sizes else "Memory (not logged: in use)"
     return line_chart(title, lines, x_label="tokens", y_label="GiB on one device")
 
 
@@ -164,7 +164,7 @@ def time_bar(times_s: dict[str, float]) -> str:
 
 
 def rank_charts(report: RunReport) -> list[str]:
-    """Hours and GPU-hours to the loss against data ranks, those that fit; a band for the noise scale's interval."""
+    """Hours and GPU-hours to the loss against data ranks that fit, with a band for the noise scale's interval."""
     over = report.over_ranks
     if over is None:
         return []
@@ -177,7 +177,7 @@ def rank_charts(report: RunReport) -> list[str]:
     def chart(key: str, words: str, color: str) -> str:
         values = _of_rows(rows, key, ranks)
         ends = np.array([values, *(_of_rows(found.rows, key, ranks) for found in report.by_interval)])
-        line = Line(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
+        line = Curve(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
         x_ticks = ranks[:: math.ceil(len(ranks) / MOST_TICKS)]
         axes = {"x_label": "data ranks", "y_label": words, "x_log": True, "y_log": True, "x_ticks": x_ticks, "marks": marks}
         return line_chart(f"{words} to a loss of {report.target_loss:.4f}", [line], **axes)
@@ -186,7 +186,7 @@ def rank_charts(report: RunReport) -> list[str]:
 
 
 def _of_rows(rows: Sequence[RankRow], key: str, ranks: np.ndarray) -> np.ndarray:
-    """Of the rows for these ranks, in their order; not-a-number where there is none."""
+    """Values of `key` for these ranks, in their order; not-a-number for a missing row."""
     known = {row.data_ranks: getattr(row, key) for row in rows}
     return np.array([known.get(int(count), math.nan) for count in ranks])
 
@@ -219,10 +219,10 @@ def _rank_table(report: RunReport) -> str:
     heading = ["data ranks", "GPUs", "microbatches", "batch, tokens", "steps", "tokens", "a step", "hours", "GPU-hours", ""]
     rows, classes = [], []
     for row in over.rows:
-        said = "does not fit" if row.fits is False else "stops paying" if row.data_ranks == over.stops_paying else ""
+        note = "does not fit" if row.fits is False else "stops paying" if row.data_ranks == over.stops_paying else ""
         counts = [f"{count:,}" for count in (row.data_ranks, row.gpus, row.microbatches)]
         costs = [duration(row.step_s), f"{row.hours:,.4g}", f"{row.gpu_hours:,.4g}"]
-        rows.append([*counts, number(row.batch_tokens), number(row.steps), number(row.tokens), *costs, said])
+        rows.append([*counts, number(row.batch_tokens), number(row.steps), number(row.tokens), *costs, note])
         classes.append("no" if row.fits is False else "own" if row.data_ranks == report.own_ranks else "")
     return _table(heading, rows, classes, numbers=True)
 
@@ -230,7 +230,7 @@ def _rank_table(report: RunReport) -> str:
 def _table(
     heading: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence[str] | None = None, numbers: bool = False
 ) -> str:
-    """An HTML table; `classes` has one for each row."""
+    """An HTML table. `classes` has one CSS class per row."""
     head = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in heading)}</tr>" if heading else ""
     cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     names = classes or [""] * len(cells)

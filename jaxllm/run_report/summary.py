@@ -1,11 +1,11 @@
-"""`jaxllm report RUN`: how a run went, and what more GPUs would have given it.
+"""`jaxllm report RUN`: results of a run, and a prediction for more GPUs.
 
 report = report_on("runs/quickstart", gpu="h100-80gb", gpus_per_host=8)
 print("\\n".join(report.lines()))
 write_page(report, "report.html")          (run_report/page.py)
 
-All of it comes from metrics.jsonl and config.yaml (run_report/history.py) and closed forms (plan/); what a run did not measure
-is said to be missing. `jaxllm inspect` is another thing (compile/inspect.py): it looks at a config, this at a run. No JAX here.
+Everything comes from metrics.jsonl and config.yaml (run_history.py) and closed forms (plan/). The report names values that the
+run did not measure. `jaxllm inspect` (report.py) is about a config, this module about a run. No JAX.
 """
 
 from __future__ import annotations
@@ -22,81 +22,81 @@ import numpy as np
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import mfu, parameter_count
 from jaxllm.cost_model.hardware import Gpu, find_gpu
-from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.cost import DAY_S, HOUR_S
-from jaxllm.plan.data_ranks import Needed, OverRanks, needed_for, over_data_ranks, ranks_of, wasted_share, with_ranks
-from jaxllm.plan.noise_scale_text import Estimate, reading
+from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, ranks_of, steps_to_loss, wasted_share, with_ranks
+from jaxllm.plan.noise_scale_text import NoiseEstimate, reading
 from jaxllm.run_report.history import DOWN, TRAINING, History, read_run
 from jaxllm.run_report.svg import number
 
 ESTIMATE, COMPILED, IN_USE, CAPACITY = "estimate, of a GPU", "compiled, by XLA", "in use at most", "capacity"
-"""Who says how many bytes."""
+"""Sources of memory sizes."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """The whole of `jaxllm report`."""
+    """The complete result of `jaxllm report`."""
 
     history: History
     gpu: Gpu | None
     target_loss: float | None
-    """Smoothed loss that `over_ranks` is about; None where no loss was finite."""
+    """Smoothed loss that `over_ranks` aims at; None if no loss was finite."""
     reached_at: int | None
-    """Number of the line by which it was reached."""
-    needed: Needed | None
-    """To reach it. None: see why_not."""
+    """Index of the metrics line at which it was reached."""
+    needed: StepsToLoss | None
+    """Steps and tokens to reach it. None: see why_not."""
     over_ranks: OverRanks | None
     by_interval: tuple[OverRanks, ...]
-    """The same for the ends of the noise scale's interval, as many as are known."""
+    """The same for the known ends of the noise scale's interval."""
     slower: float | None
-    """Steps as measured over steps as predicted; None where they cannot be compared."""
+    """Measured over predicted step time; None if they cannot be compared."""
     why_not: str
-    """What is missing for over_ranks; ''."""
+    """The reason why over_ranks is None; else ''."""
 
     # ------------------------------------------------------------------------------------------------------------- numbers
 
     @property
     def own_ranks(self) -> int:
-        """Data ranks of the run, those of all islands."""
+        """Data ranks of the run, over all replicas."""
         return ranks_of(self.history.config)
 
     @cached_property
     def tokens_per_s_per_device(self) -> float | None:
-        """The median of the last half of the steps with the last batch."""
+        """Median over the last half of the steps with the last batch size."""
         return usual_rate(self.history)
 
     @property
     def mfu(self) -> float | None:
-        """Causal; None where the device's peak is not known."""
+        """MFU with causal attention; None if the device's peak is not known."""
         peak, rate, config = self.history.last("device_peak_flops"), self.tokens_per_s_per_device, self.history.config
         return mfu(rate, config.model, config.train.sequence_length, peak) if peak and rate else None
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:
-        """Of the fullest device, by who says it. What a run did not tell of the estimate is computed."""
-        told = {
+        """Bytes of the fullest device by source. An estimate that the run did not log is computed."""
+        sizes = {
             ESTIMATE: self.history.last("memory_estimate_bytes"),
             COMPILED: self.history.most("memory_compiled_bytes"),
             IN_USE: self.history.most("memory_peak_bytes"),
             CAPACITY: self.history.last("memory_capacity_bytes"),
         }
-        if told[ESTIMATE] is None:
-            told[ESTIMATE] = estimate_memory(self.history.config.at_largest_batch, self.gpu).peak_bytes
-        return {name: int(size) for name, size in told.items() if size is not None}
+        if sizes[ESTIMATE] is None:
+            sizes[ESTIMATE] = estimate_memory(self.history.config.at_largest_batch, self.gpu).peak_bytes
+        return {name: int(size) for name, size in sizes.items() if size is not None}
 
     @property
     def noise(self) -> tuple[float, float] | None:
-        """(noise scale, batch) at the last step, in tokens. Of an island that trains on its own the batch is its share."""
+        """(noise scale, batch) at the last step, in tokens. For a replica that trains alone, the batch is its share."""
         noise, config = self.history.noise_tokens, self.history.config
         alone = config.train.diloco_steps is not None and self.history.steps[-1] > config.train.diloco_after_steps
         share = config.parallel.replica if alone else 1
         return None if noise is None else (float(noise[-1]), float(self.history.batch_tokens[-1]) / share)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers; null for what is not known."""
+        """Plain dicts, lists, strings and numbers; null for unknown values."""
         history, noise = self.history, self.noise
         evaluated = history.evaluated()[1]
         return {
@@ -131,14 +131,14 @@ class RunReport:
     # --------------------------------------------------------------------------------------------------------------- words
 
     def lines(self) -> Iterator[str]:
-        """For a terminal."""
+        """The report as terminal text."""
         yield from (f"{name:<18}{value}" for name, value in self.facts())
         yield from self.notes()
         yield ""
         yield from self.verdict()
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """(what, how much)."""
+        """Yields (name, value as text)."""
         history, config = self.history, self.history.config
         p = config.parallel
         axes = {name: int(getattr(p, name)) for name in ("replica", "pipe", "data", "context", "tensor")}
@@ -160,13 +160,13 @@ class RunReport:
         yield "memory", ", ".join(f"{name} {readable(size)}" for name, size in self.memory_bytes.items())
 
     def time_lost(self) -> list[tuple[str, float]]:
-        """(to what, seconds), most first; what is below a thousandth is left out."""
+        """[(cause, seconds)], largest first; causes below a thousandth are left out."""
         times, busy_s = self.history.times_s, self.history.busy_s or 0.0
         lost = [(name, s) for name, s in times.items() if name not in (TRAINING, DOWN) and s > 1e-3 * busy_s]
         return sorted(lost, key=lambda part: -part[1])
 
     def notes(self) -> Iterator[str]:
-        """One sentence each, where there is something to say."""
+        """Yields one sentence for each notable event."""
         history = self.history
         if not history.times_s:
             yield "Where the time went is not known: this run's lines have no times."
@@ -180,50 +180,50 @@ class RunReport:
         if self.noise is not None:
             scale, batch = self.noise
             low, high = history.noise_factors
-            found = Estimate(scale, 0.0 if low is None else low * scale, math.inf if high is None else high * scale)
+            found = NoiseEstimate(scale, 0.0 if low is None else low * scale, math.inf if high is None else high * scale)
             yield f"At the end: {reading(found, batch)}."
 
     def verdict(self) -> list[str]:
-        """Where more data ranks stop paying, and how sure that is."""
+        """Where more data ranks stop paying, and how certain that is."""
         if self.over_ranks is None or self.target_loss is None:
-            return [f"What more data ranks would give is not known: {self.why_not}"]
-        told = [f"To a loss of {self.target_loss:.4f}: {self.over_ranks.because}"]
+            return [f"The effect of more data ranks is not known: {self.why_not}"]
+        sentences = [f"To a loss of {self.target_loss:.4f}: {self.over_ranks.because}"]
         ends = [end for end, factor in zip(("lower", "upper"), self.history.noise_factors, strict=True) if factor is not None]
         stops = [found.stops_paying for found in self.by_interval]
         if not stops:
-            told.append("The noise scale has no interval, so that may be far off: measure it over more steps.")
+            sentences.append("The noise scale has no interval, so this may be far off: measure it over more steps.")
         elif any(ranks != self.over_ranks.stops_paying for ranks in stops):
             named = ("none of those tried" if ranks is None else f"{ranks:,}" for ranks in stops)
             at_ends = " and ".join(f"{ranks} at the {end} end" for ranks, end in zip(named, ends, strict=True))
-            told.append(f"It would be {at_ends} of the noise scale's interval.")
+            sentences.append(f"It would be {at_ends} of the noise scale's interval.")
         if self.gpu is None:
-            told.append(
-                "Steps are taken to be as fast on any number of devices as they were here, which nothing does better: with "
+            sentences.append(
+                "Steps are assumed to be as fast on any number of devices as they were here, which is an upper bound: with "
                 "--gpu they are predicted, and the network counts."
             )
         elif self.slower is None:
-            told.append(f"Steps on {self.gpu.name} are predicted, for this run was not on such GPUs.")
+            sentences.append(f"Steps on {self.gpu.name} are predicted, because this run was not on such GPUs.")
         else:
-            told.append(
-                f"Steps are predicted for {self.gpu.name} and multiplied by {self.slower:.2f}, which is what this run's own "
-                f"took, measured over predicted."
+            sentences.append(
+                f"Steps are predicted for {self.gpu.name} and multiplied by {self.slower:.2f}, the ratio of measured to "
+                f"predicted time in this run."
             )
-        return told
+        return sentences
 
 
 def report_on(
     folder: str | Path, *, gpu: Gpu | str | None = None, gpus_per_host: int | None = None, loss: float | None = None
 ) -> RunReport:
-    """Reads a run directory and works out what more data ranks would give.
+    """Reads a run directory and predicts the effect of more data ranks.
 
     Args:
-      gpu: a kind, by name, by a YAML file that describes it, or as a Gpu: what steps on other numbers of ranks are predicted
-        for. None: they are taken to be as fast as they were.
-      gpus_per_host: default: that kind's.
-      loss: nats, smoothed, to which hours are counted. Default: the least that the run reached.
+      gpu: a kind, by name, by a YAML file that describes it, or as a Gpu: the kind to predict steps for on other numbers of
+        ranks. None: steps are assumed to be as fast as they were.
+      gpus_per_host: default: that of the kind.
+      loss: target in nats, smoothed. Default: the smallest smoothed loss of the run.
 
     Raises:
-      ConfigError: no run directory, no such GPU, or the loss was never reached.
+      ConfigError: there is no such run directory or GPU, or the loss was never reached.
     """
     found = find_gpu(gpu) if isinstance(gpu, str) else gpu
     history = read_run(folder)
@@ -241,7 +241,7 @@ def report_on(
             why = "the noise scale that was measured is never above 0; average over more steps."
         return without(why)
     if history.config.train.diloco_steps is not None:
-        return without("with DiLoCo islands step on their own; the law is of ranks that take every step together.")
+        return without("with DiLoCo, replicas step independently; the law holds for ranks that take every step together.")
     rate = usual_rate(history)
     if found is None and rate is None:
         return without("no step's speed is known; name a GPU with --gpu.")
@@ -251,7 +251,7 @@ def report_on(
     def over(factor: float) -> OverRanks:
         return over_data_ranks(
             history.config,
-            needed_for(batch, factor * noise),
+            steps_to_loss(batch, factor * noise),
             gpu=found,
             gpus_per_host=gpus_per_host,
             tokens_per_s_per_device=rate,
@@ -259,14 +259,14 @@ def report_on(
         )
 
     ends = tuple(over(factor) for factor in history.noise_factors if factor is not None)
-    return replace(report, needed=needed_for(batch, noise), over_ranks=over(1.0), by_interval=ends, slower=slower)
+    return replace(report, needed=steps_to_loss(batch, noise), over_ranks=over(1.0), by_interval=ends, slower=slower)
 
 
 def reach(history: History, loss: float | None) -> tuple[float | None, int | None]:
-    """(the loss, the number of the line by which the smoothed loss was down there).
+    """(the loss, index of the first metrics line with a smoothed loss at or below it).
 
     Raises:
-      ConfigError: it never was.
+      ConfigError: the run never reached the loss.
     """
     smoothed = history.smoothed_loss
     if not np.isfinite(smoothed).any():
@@ -286,28 +286,28 @@ def reach(history: History, loss: float | None) -> tuple[float | None, int | Non
 
 
 def usual_rate(history: History) -> float | None:
-    """Tokens/s/device: the median of the last half of the steps with the last batch; None if none is known."""
+    """Tokens/s/device: the median over the last half of the steps with the last batch size; None if none is known."""
     batch, rates = history.batch_tokens, history.column("tokens_per_s_per_device")
     rates = rates[np.isclose(batch, batch[-1]) & np.isfinite(rates)]
-    # The first step of a start is no usual one.
+    # The first step after a start is not typical.
     rates = rates[len(rates) // 2 :]
     return float(np.median(rates)) if rates.size and np.median(rates) > 0 else None
 
 
 def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None, rate: float) -> float | None:
-    """Measured over predicted time of the run's last steps; None where the run was not on such GPUs, as far as it told."""
+    """Measured over predicted time of the run's last steps; None if the run was on other GPUs, as far as it logged them."""
     config, peak = history.config, history.last("device_peak_flops")
     if peak is None or peak != gpu.peak_flops(config.model.compute_dtype):
         return None
     ranks = ranks_of(config)
     sequences = config.phase_at(int(history.steps[-1]) - 1).sequences
     as_run = with_ranks(config, ranks, sequences // (ranks * config.microbatch_sequences))
-    per_host, _ = hosts_of(as_run.devices, None, gpus_per_host or gpu.gpus_per_host)
+    per_host, _ = choose_gpus_per_host(as_run.devices, None, gpus_per_host or gpu.gpus_per_host)
     return estimate_step_time(as_run, gpu, per_host).tokens_per_s_per_gpu / rate
 
 
 def skipped_steps(history: History) -> int:
-    """So far: what the run counts itself, over all its starts, or the marked lines."""
+    """Skipped steps so far: the run's own count over all starts, else the number of marked lines."""
     counted = history.last("skipped_steps")
     return int(counted) if counted is not None else int(np.nansum(history.column("skipped")))
 

@@ -1,10 +1,10 @@
-"""Charts as SVG text, for a page that is one file: lines with bands, points and marks, and one bar of parts. No package needed
-beside numpy.
+"""Charts as SVG text, for a page in a single file: curves with bands, points and marks, and a bar of parts. It needs only
+numpy.
 
-    line_chart("loss", [Line("smoothed", tokens, loss)], x_label="tokens", y_label="nats")
+    line_chart("loss", [Curve("smoothed", tokens, loss)], x_label="tokens", y_label="nats")
 
-Not-a-number breaks a line. Of lines longer than MOST_POINTS each point is the mean of its neighbours, and a band may show the
-least and the most of them.
+Not-a-number interrupts a curve. A curve of more than MOST_POINTS points is averaged over neighbours, and a band can show their
+minimum and maximum.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#1f5ea6", "#d46b0d", "#2a8047", "#8540
 MOST_POINTS = 600
 WIDTH, HEIGHT = 640, 270
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 30, 42
-"""Room beside the plot, in the same units."""
+"""Space beside the plot, in the same units."""
 CHARACTER = 6.2
-"""Width of a letter, about."""
+"""Approximate width of a letter."""
 MOST_LEGEND = 5
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
-class Line:
-    """Points in order of x, joined up."""
+class Curve:
+    """Points in order of x, connected by a curve."""
 
     label: str
     x: np.ndarray
     y: np.ndarray
     color: str = BLUE
     low: np.ndarray | None = None
-    """With `high`: a band round the line."""
+    """With `high`: a band around the curve."""
     high: np.ndarray | None = None
     dots: bool = False
-    """Points alone."""
+    """Whether to draw the points only."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,21 @@ class Mark:
     color: str = GREY
 
 
-def spread(label: str, x: np.ndarray, y: np.ndarray, color: str = BLUE) -> Line:
-    """A line of at most MOST_POINTS points, each the mean of its neighbours, in a band from their least to their most."""
+def spread(label: str, x: np.ndarray, y: np.ndarray, color: str = BLUE) -> Curve:
+    """A curve of at most MOST_POINTS points, each the mean of its neighbours, in a band from their minimum to their maximum."""
     if len(y) <= MOST_POINTS:
-        return Line(label, x, y, color)
+        return Curve(label, x, y, color)
     parts = [part[np.isfinite(part)] for part in np.array_split(y, MOST_POINTS)]
     mean, low, high = (np.array([way(part) if part.size else np.nan for part in parts]) for way in (np.mean, np.min, np.max))
-    return Line(label, np.array([part[-1] for part in np.array_split(x, MOST_POINTS)]), mean, color, low, high)
+    return Curve(label, np.array([part[-1] for part in np.array_split(x, MOST_POINTS)]), mean, color, low, high)
 
 
 def number(value: float, digits: int = 3) -> str:
-    """'1.5M', '0.0003', '2e-05': so many digits that mean something."""
+    """'1.5M', '0.0003', '2e-05': a number with that many significant digits."""
     if not math.isfinite(value):
         return "-"
     for size, suffix in _SUFFIXES:
-        # What would round up to 1000 takes the next suffix.
+        # A number that would round up to 1000 uses the next suffix.
         if abs(value) >= 0.9995 * size:
             return f"{value / size:.{digits}g}{suffix}"
     return f"{value:.{digits}g}"
@@ -76,7 +76,7 @@ def number(value: float, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values to places on paper."""
+    """Maps values to positions on the page."""
 
     least: float
     most: float
@@ -97,7 +97,7 @@ class Scale:
 
 
 def even_ticks(least: float, most: float) -> list[float]:
-    """Some five multiples of 1, 2 or 5 times a power of ten."""
+    """About five multiples of 1, 2 or 5 times a power of ten."""
     raw = (most - least) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -106,7 +106,8 @@ def even_ticks(least: float, most: float) -> list[float]:
 
 
 def log_ticks(least: float, most: float) -> list[float]:
-    """Powers of ten; with 2 and 5 between them where there are few; evenly spread values where there is hardly one."""
+    """Powers of ten; 2 and 5 times them as well if there are few; evenly spaced values if there are fewer than two of all
+    these."""
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     tens = [10.0**power for power in powers if least <= 10.0**power <= most]
     if len(tens) >= 3:
@@ -116,15 +117,15 @@ def log_ticks(least: float, most: float) -> list[float]:
 
 
 def digits_of(ticks: Sequence[float]) -> int:
-    """As many as tell neighbours apart."""
+    """The number of digits that makes neighbouring ticks differ."""
     steps = np.diff(ticks)
     most = max(map(abs, ticks), default=0.0)
     return max(3, math.ceil(math.log10(most / steps.min())) + 1) if steps.size and most else 3
 
 
-def limits(lines: Sequence[Line], is_log: bool, usual: float = 1.0) -> tuple[float, float]:
-    """(least, most) that a y axis shows: all of the lines, or of each the `usual` share of its points that is nearest the
-    bottom, so that one spike does not press the rest flat."""
+def limits(lines: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[float, float]:
+    """(lowest, highest) value of a y axis: that of all points, or for each curve that of its `usual` share of points nearest
+    the bottom, so that one spike does not flatten the rest."""
     low, high = [], []
     for line in lines:
         for values in (line.y, line.low, line.high):
@@ -148,7 +149,7 @@ def limits(lines: Sequence[Line], is_log: bool, usual: float = 1.0) -> tuple[flo
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     *,
     x_label: str,
     y_label: str,
@@ -158,11 +159,11 @@ def line_chart(
     marks: Sequence[Mark] = (),
     usual: float = 1.0,
 ) -> str:
-    """An <svg> of lines over one pair of axes.
+    """An <svg> of curves over one pair of axes.
 
     Args:
-      x_ticks: where to write numbers; default: round ones.
-      marks: vertical lines; a label is in the legend once.
+      x_ticks: positions of labels; default: round numbers.
+      marks: vertical lines; each label is in the legend once.
       usual: see `limits`.
     """
     x_values = [line.x[np.isfinite(line.x)] for line in lines if line.x.size]
@@ -181,7 +182,7 @@ def line_chart(
 
 
 def parts_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """An <svg> of one bar, cut in proportion to (label, size, colour), the labels below; sizes of 0 or less are left out."""
+    """An <svg> of one bar, divided in proportion to (label, size, colour), labels below; sizes of 0 or less are left out."""
     parts = [part for part in parts if part[1] > 0]
     whole, at, body = sum(size for _, size, _ in parts), float(LEFT), []
     right = WIDTH - RIGHT
@@ -225,7 +226,7 @@ def _axes(across: Scale, up: Scale, x_label: str, y_label: str, x_ticks: Sequenc
     )
 
 
-def _drawn(line: Line, across: Scale, up: Scale) -> Iterator[str]:
+def _drawn(line: Curve, across: Scale, up: Scale) -> Iterator[str]:
     if line.dots:
         for x, y in zip(line.x, line.y, strict=True):
             if math.isfinite(y):
@@ -245,7 +246,7 @@ def _drawn(line: Line, across: Scale, up: Scale) -> Iterator[str]:
 
 
 def _unbroken(values: np.ndarray) -> Iterator[slice]:
-    """Where finite values follow each other."""
+    """Slices of consecutive finite values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], np.isfinite(values), [False]]).astype(int)))
     for start, end in edges.reshape(-1, 2):
         yield slice(int(start), int(end))
@@ -260,7 +261,7 @@ def _vertical(x: float, color: str) -> str:
 
 
 def _legend(named: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """At the top right, in one row; what is alone needs none."""
+    """The legend at the top right, in one row; a single entry needs none."""
     if len(named) < 2:
         return
     at = float(WIDTH - RIGHT)

@@ -17,7 +17,7 @@ import jax
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import RESERVE_BYTES, Gpu, gpu_from_device_kind
-from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.display import readable
 from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
@@ -127,7 +127,7 @@ def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: Es
 
 
 def _per_host(config: Config, gpu: Gpu | None) -> int | None:
-    return hosts_of(config.devices, None, gpu.gpus_per_host)[0] if gpu else None
+    return choose_gpus_per_host(config.devices, None, gpu.gpus_per_host)[0] if gpu else None
 
 
 # ------------------------------------------------------------------------------------------------------- running out

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.plan.noise_scale_text import Estimate
+from jaxllm.plan.noise_scale_text import NoiseEstimate
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0
@@ -88,12 +88,12 @@ class NoiseScale:
                         self.add(line[G2], line[S])
 
     @property
-    def found(self) -> Estimate | None:
+    def found(self) -> NoiseEstimate | None:
         """None of no estimates."""
         if not self._count:
             return None
         g2, s = map(float, self._mean_2)
-        return Estimate(s / g2 if g2 > 0 else math.inf, *self._interval(g2, s))
+        return NoiseEstimate(s / g2 if g2 > 0 else math.inf, *self._interval(g2, s))
 
     def _interval(self, g2: float, s: float) -> tuple[float, float]:
         """All b for which s - b g2 is within t standard deviations of 0 (Fieller, 1954)."""

@@ -23,7 +23,7 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model import memory
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.plan.confirm import Here
+from jaxllm.plan.confirm import InlineExecutor
 from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.recipe import recipe as recipe_of
 from jaxllm.plan.search import SearchOptions, search
@@ -114,7 +114,7 @@ def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
     out.write_text("mine")
     result = cli(recipe, "--gpus", "16", "--compile", "0", "--out", str(out))
     assert result.returncode == 2
-    assert result.stderr == f"jaxllm: --out={out} exists already, and a plan overwrites nothing: choose another file.\n"
+    assert result.stderr == f"jaxllm: --out={out} exists already, and a plan never overwrites a file: choose another file.\n"
     assert result.stdout == ""
     assert out.read_text() == "mine"
 
@@ -124,15 +124,15 @@ def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
     [
         (["--gpu", "h100"], "There is no GPU h100: did you mean h100-80gb?"),
         (["--objective", "cheap"], "--objective=cheap is not one of the choices: use speed, gpus, sequence, microbatch."),
-        (["--sweep", "hosts"], "--sweep=hosts is nothing to sweep: use --sweep gpus."),
+        (["--sweep", "hosts"], "--sweep=hosts cannot be swept: use --sweep gpus."),
         (["--tokens", "many"], "--tokens=many is not a number of tokens"),
-        (["--keep", "tensr"], "--keep=tensr is nothing that is searched: did you mean tensor?"),
+        (["--keep", "tensr"], "--keep=tensr is not a searched setting: did you mean tensor?"),
         (["--compile", "-1"], "--compile=-1 is not valid"),
         (["--gpus", "0"], "--gpus=0 is not valid"),
         (["--gpus-per-host", "5"], "--gpus-per-host=5 does not divide the 16 GPUs"),
         (["parallel.tensor=16", "--gpus", "8", "--keep", "tensor"], "What --keep holds leaves no configuration of 8 GPUs"),
         (["--tokens", "1,5T"], "--tokens=1,5T is not a number of tokens"),
-        (["--out", "/nowhere/best.yaml"], "--out=/nowhere/best.yaml: there is no folder /nowhere"),
+        (["--out", "/nowhere/best.yaml"], "--out=/nowhere/best.yaml: the folder /nowhere does not exist"),
     ],
 )
 def test_mistakes_are_one_sentence(recipe, arguments, sentence):
@@ -235,7 +235,7 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
 def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeypatch):
     """Also where the fewest GPUs that do are fewer than there are, and compiling has turned down the fastest."""
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: True)
-    monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(Here))
+    monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(InlineExecutor))
     compiled = []
 
     class Report:
@@ -397,15 +397,15 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
     monkeypatch.setattr(plan, "ProcessPoolExecutor", refuse)
     with processes(2) as start:
         executor = start()
-        assert isinstance(executor, Here)
+        assert isinstance(executor, InlineExecutor)
         assert executor.submit(os.getpid).result() == os.getpid()
-    assert "No processes to compile in (no more processes)" in caplog.text
+    assert "no processes could be started (no more processes)" in caplog.text
 
 
 def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
     """By compile figures made up: everything that the estimate takes for the fastest is too large."""
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: True)
-    monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(Here))
+    monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(InlineExecutor))
 
     class Report:
         total_bytes = 10**15

@@ -250,7 +250,7 @@ def test_weights_that_every_rank_holds_are_named():
 
 
 def test_synchronous_collectives_in_loops_are_named():
-    quiet = module.CollectiveLine("all-gather", ("data",), "bf16", True, True, False, 1, 4, 2**24, 2**23)
+    quiet = module.CollectiveRow("all-gather", ("data",), "bf16", True, True, False, 1, 4, 2**24, 2**23)
     loud = dataclasses.replace(quiet, asynchronous=False)
     many = dataclasses.replace(quiet, in_loops=False, count=20, bytes=20 * 1024)
     assert list(module.warnings(config().resolve(8), [quiet], "", None, None)) == []

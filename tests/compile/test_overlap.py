@@ -1,10 +1,10 @@
-"""The schedule's play against a clock, on HLO written by hand; and what of the real 4D step's transfers is hidden."""
+"""Simulated overlap of hand-written HLO, and the hidden share of the transfers in the real 4D step."""
 
 import pytest
 
 from jaxllm.compile.hlo import Module
-from jaxllm.compile.overlap import by_kind, play, total
-from jaxllm.compile.report_warnings import untold
+from jaxllm.compile.overlap import by_kind, simulate_overlap, total
+from jaxllm.compile.report_warnings import unknown_loop_warnings
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import all_gather_s, group_of, links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
@@ -60,7 +60,7 @@ MATMUL, SMALL_MATMUL = 2 * 8192**3, 2 * 1024**3
 
 @pytest.fixture
 def played():
-    return {(t.kind, t.in_loops, t.asynchronous): t for t in play(Module(TEXT, AXES), H100, 8)}
+    return {(t.kind, t.in_loops, t.asynchronous): t for t in simulate_overlap(Module(TEXT, AXES), H100, 8)}
 
 
 def test_flops_are_counted_where_they_lie(played):
@@ -80,15 +80,15 @@ def test_a_loop_of_unknown_turns_is_said():
     assert unknown.flops(unknown.entry) == MATMUL + SMALL_MATMUL
     without = unknown.text.replace("all-gather-start(%h.1)", "copy-start(%h.1)").replace("all-gather(%f.1)", "copy(%f.1)")
     assert Module(without, AXES).loops_of_unknown_turns() == 0
-    (sentence,) = untold(1)
+    (sentence,) = unknown_loop_warnings(1)
     assert sentence.startswith("XLA does not say how often a loop with collectives turns: what is sent there is counted once")
-    assert not list(untold(0))
+    assert not list(unknown_loop_warnings(0))
 
 
 def test_fp8_counts_as_any_other():
     text = TEXT.replace("%b.1 = bf16[8192,8192]", "%b.1 = f8e4m3fn[8192,8192]").replace("$gemm", "$lt$matmul$f8")
     assert Module(text, AXES).flops("main") == MATMUL + 5 * SMALL_MATMUL
-    faster = {t.flops_behind: t for t in play(Module(text, AXES), H100, 8, fp8=True)}
+    faster = {t.flops_behind: t for t in simulate_overlap(Module(text, AXES), H100, 8, fp8=True)}
     assert faster[SMALL_MATMUL].exposed_s > 0
     assert faster[MATMUL].exposed_s == 0
 
@@ -124,7 +124,7 @@ def test_time_behind_nothing_shows(played):
 
 
 def test_sums_are_of_a_step():
-    lines = by_kind(play(Module(TEXT, AXES), H100, 8))
+    lines = by_kind(simulate_overlap(Module(TEXT, AXES), H100, 8))
     gathers = next(line for line in lines if line.kind == "all-gather")
     assert gathers.count == 1 + 2 * 5
     inside = 3 / 4 * 2 * 4096 * 1024
@@ -141,7 +141,7 @@ def test_two_transfers_over_one_link_take_turns():
     start = "  %s.9 = (bf16[2048,4096]{1,0}, bf16[8192,4096]{1,0}) all-gather-start(%a.1), " + DATA + ", dimensions={0}\n"
     done = "  %s.8 = bf16[8192,4096]{1,0} all-gather-done(%s.9)\n"
     text = TEXT.replace("  %m.1 =", start + "  %m.1 =").replace("  %r.1 =", done + "  %r.1 =")
-    first, second = [t for t in play(Module(text, AXES), H100, 8) if t.flops_behind == MATMUL]
+    first, second = [t for t in simulate_overlap(Module(text, AXES), H100, 8) if t.flops_behind == MATMUL]
     assert first.exposed_s == 0
     assert second.exposed_s == pytest.approx(max(0, 2 * second.transfer_s - MATMUL / FLOPS_PER_S))
 

@@ -222,7 +222,7 @@ def test_recomputing_more_takes_longer():
 
 def test_a_mapping_of_fates_means_what_its_name_does():
     names = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
-    kept, offloaded = (configured(remat=dict.fromkeys(names, fate)) for fate in ("keep", "offload"))
+    kept, offloaded = (configured(remat=dict.fromkeys(names, action)) for action in ("keep", "offload"))
     assert step(kept).terms_s == step(configured(remat="selective")).terms_s
     assert step(offloaded).terms_s.keys() == step(configured(remat="offload")).terms_s.keys()
 

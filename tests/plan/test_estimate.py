@@ -12,7 +12,7 @@ import jaxllm
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
-from jaxllm.cost_model.hosts import hosts_of, named_devices, require_devices
+from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices, require_devices
 from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
@@ -161,8 +161,8 @@ def test_the_mesh_says_how_many_gpus_there_are():
     assert named_devices(config(), None) is None
     with pytest.raises(ConfigError, match=r"give their number with --gpus, or set parallel\.data"):
         estimate(config(), "h100-80gb")
-    assert hosts_of(12, None, 8)[0] == 6
-    assert hosts_of(7, None, 4)[0] == 1
+    assert choose_gpus_per_host(12, None, 8)[0] == 6
+    assert choose_gpus_per_host(7, None, 4)[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from jaxllm.plan.space import (
     BEYOND_HOST,
     KEEPABLE,
     MOST_VIRTUAL_STAGES,
-    NOT_SHARED_OUT,
+    NOT_SHARDABLE,
     REMATS,
     UNEVEN,
     ZEROS,
@@ -200,7 +200,7 @@ def test_zero_divides_where_the_shardings_do(shape):
 
 def test_what_zero_cannot_share_out_is_counted():
     plan = find(small("train.global_batch_sequences=3"), H100, 3)
-    (line,) = (line for line in plan.rejected if line.reason == NOT_SHARED_OUT)
+    (line,) = (line for line in plan.rejected if line.reason == NOT_SHARDABLE)
     assert {one.config.parallel.zero for one in plan.candidates if one.config.parallel.data == 3} == {0}
     # Levels 1 to 3, four remat policies, one sequence a rank; and three sequences on context ranks cannot be.
     assert line.count == 3 * 4
@@ -255,9 +255,9 @@ def test_what_is_kept_is_not_searched():
 @pytest.mark.parametrize(
     ("keep", "sentence"),
     [
-        ("tenser", "--keep=tenser is nothing that is searched: did you mean tensor?"),
+        ("tenser", "--keep=tenser is not a searched setting: did you mean tensor?"),
         ("colour", "choose among pipe, data, context, tensor, zero, schedule, remat, microbatch_sequences."),
-        ("data", "--keep=data needs a number there: set parallel.data"),
+        ("data", "--keep=data needs a number: set parallel.data"),
         ("microbatch_sequences", "set train.microbatch_sequences, or leave it out."),
     ],
 )
@@ -306,7 +306,7 @@ def test_nothing_is_lost(share, prune):
     by_unit = {unit: sum(line.count for line in plan.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
     every = list(choices_of(small("model.num_layers=7"), 8))
     uneven = sum(line.count for line in plan.rejected if line.reason == UNEVEN)
-    assert NOT_SHARED_OUT not in [line.reason for line in plan.rejected]
+    assert NOT_SHARDABLE not in [line.reason for line in plan.rejected]
     assert by_unit[MESH] + len({choice.mesh for choice in every}) == plan.meshes == len(list(meshes(small(), 8)))
     assert by_unit[CONFIGURATION] + len(plan.candidates) == plan.configurations == len(every) + uneven
     assert uneven > 0

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from jaxllm.cli import app
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.cost_model.hosts import hosts_of
+from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.plan.data_ranks import accumulations, needed_for, over_data_ranks, verdict, wasted_share, with_ranks
+from jaxllm.plan.data_ranks import accumulations, over_data_ranks, steps_to_loss, verdict, wasted_share, with_ranks
 from jaxllm.plan.sweep import PAYS
 from jaxllm.run_report.history import (
     COMPILING,
@@ -36,7 +36,7 @@ from jaxllm.run_report.history import (
 )
 from jaxllm.run_report.page import page
 from jaxllm.run_report.summary import COMPILED, ESTIMATE, IN_USE, duration, report_on
-from jaxllm.run_report.svg import Line, digits_of, even_ticks, line_chart, log_ticks, number, spread
+from jaxllm.run_report.svg import Curve, digits_of, even_ticks, line_chart, log_ticks, number, spread
 from jaxllm.runtime import progress
 
 H100 = GPUS["h100-80gb"]
@@ -90,16 +90,16 @@ def run(tmp_path):
 
 def test_at_the_runs_own_batch_it_needs_the_runs_own_steps():
     batch, noise = np.array([64.0, 64, 128, 256, 256]), np.array([30.0, 90, 200, 1000, 3000])
-    constant = needed_for(np.full(7, 100.0), np.linspace(50, 5000, 7))
+    constant = steps_to_loss(np.full(7, 100.0), np.linspace(50, 5000, 7))
     assert constant.steps(100) == pytest.approx(7)
     assert constant.tokens(100) == pytest.approx(700)
-    whole, parts = needed_for(batch, noise), (needed_for(batch[:2], noise[:2]), needed_for(batch[2:], noise[2:]))
+    whole, parts = steps_to_loss(batch, noise), (steps_to_loss(batch[:2], noise[:2]), steps_to_loss(batch[2:], noise[2:]))
     assert whole.steps(77) == pytest.approx(sum(part.steps(77) for part in parts))
 
 
 def test_the_limits_are_those_of_the_law():
     """McCandlish et al. 2018: (steps / least - 1) (tokens / least - 1) = 1, and both twice the least at the noise scale."""
-    needed = needed_for(np.full(50, 400.0), np.full(50, 1600.0))
+    needed = steps_to_loss(np.full(50, 400.0), np.full(50, 1600.0))
     assert needed.least_tokens / needed.least_steps == pytest.approx(1600)
     for batch in (1.0, 400.0, 1600.0, 1e6):
         over = needed.steps(batch) / needed.least_steps - 1, needed.tokens(batch) / needed.least_tokens - 1
@@ -116,14 +116,14 @@ def test_the_limits_are_those_of_the_law():
 @pytest.mark.parametrize(("batch", "noise"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0]), ([0.0], [1.0]), ([1.0], [np.nan])])
 def test_steps_without_a_noise_scale_are_refused(batch, noise):
     with pytest.raises(ValueError, match="as many, at least one, and above 0"):
-        needed_for(batch, noise)
+        steps_to_loss(batch, noise)
 
 
 def test_without_a_network_doubling_pays_up_to_half_the_noise_scale():
     """Hours on d ranks are in proportion to b + N / d; twice as many are 1.5 times as fast where d b <= N / 2."""
     config = load_config(TINY, ONE)
     for noise in (100.0, 1100.0, 9000.0):
-        needed = needed_for([BATCH] * 10, [noise] * 10)
+        needed = steps_to_loss([BATCH] * 10, [noise] * 10)
         found = over_data_ranks(config, needed, tokens_per_s_per_device=RATE)
         assert found.stops_paying == next(d for d in (2**k for k in range(20)) if d * BATCH > noise / (1 / PAYS))
         own = found.rows[0]
@@ -142,7 +142,7 @@ def test_without_a_network_doubling_pays_up_to_half_the_noise_scale():
 )
 def test_hours_are_steps_times_what_the_model_predicts(overrides):
     config = load_config(BIG, overrides)
-    needed = needed_for([32 * 4096.0] * 1000, [2e6] * 1000)
+    needed = steps_to_loss([32 * 4096.0] * 1000, [2e6] * 1000)
     found = over_data_ranks(config, needed, gpu=H100)
     assert len(found.rows) > 3
     for fewer, more in pairwise(found.rows):
@@ -155,7 +155,7 @@ def test_hours_are_steps_times_what_the_model_predicts(overrides):
             assert trial.num_microbatches == M
             assert trial.devices == row.gpus
             assert M % (config.parallel.pipe if config.parallel.virtual_stages > 1 else 1) == 0
-            per_host, _ = hosts_of(row.gpus, None, H100.gpus_per_host)
+            per_host, _ = choose_gpus_per_host(row.gpus, None, H100.gpus_per_host)
             tried[M] = estimate_step_time(trial, H100, per_host).step_s
             tried[M] *= needed.steps(trial.step_tokens) / 3600
         assert row.hours == pytest.approx(min(tried.values()))
@@ -171,7 +171,7 @@ def test_hours_are_steps_times_what_the_model_predicts(overrides):
 def test_ranks_go_no_further_than_zero_can_cut():
     """The dims of TINY's query are 32, 4 and 8."""
     config = load_config(TINY, [*ONE, "parallel.zero=1"])
-    found = over_data_ranks(config, needed_for([BATCH], [1e9]), tokens_per_s_per_device=RATE)
+    found = over_data_ranks(config, steps_to_loss([BATCH], [1e9]), tokens_per_s_per_device=RATE)
     assert [row.data_ranks for row in found.rows] == [1, 2, 4, 8, 16, 32]
     assert found.stops_paying is None
     assert found.because == "Every doubling pays, up to 32 data ranks (32 GPUs)."
@@ -179,7 +179,7 @@ def test_ranks_go_no_further_than_zero_can_cut():
 
 def test_islands_stay_as_many():
     config = load_config(BIG, ["parallel.replica=2", "parallel.data=4"])
-    found = over_data_ranks(config, needed_for([1e5] * 9, [1e6] * 9), gpu=H100)
+    found = over_data_ranks(config, steps_to_loss([1e5] * 9, [1e6] * 9), gpu=H100)
     assert [row.data_ranks for row in found.rows][:4] == [2, 4, 8, 16]
     for row in found.rows:
         trial = with_ranks(config, row.data_ranks, row.microbatches)
@@ -188,7 +188,7 @@ def test_islands_stay_as_many():
 
 def test_what_fits_nowhere_is_said():
     config = load_config(BIG, ["model.name=llama-3.1-405b", "parallel.zero=0", "parallel.remat=full"])
-    found = over_data_ranks(config, needed_for([1e5], [1e6]), gpu=H100)
+    found = over_data_ranks(config, steps_to_loss([1e5], [1e6]), gpu=H100)
     assert found.stops_paying is None
     assert found.because.startswith("Nothing fits, on up to 8,192 GPUs")
 
@@ -275,7 +275,7 @@ def test_a_ramp_is_read_as_it_ran(run):
     assert history.batch_tokens.tolist() == [BATCH] * 4 + [2 * BATCH] * 4
     assert history.noise_tokens.tolist() == [100, 100, 100, 300, 300, 300, 300, 500]
     assert report.tokens_per_s_per_device == 700
-    expected = needed_for(history.batch_tokens, history.noise_tokens)
+    expected = steps_to_loss(history.batch_tokens, history.noise_tokens)
     assert report.needed == expected
     assert report.over_ranks.rows[0].steps == pytest.approx(expected.steps(BATCH))
 
@@ -309,13 +309,13 @@ def test_the_noise_scales_interval_gives_one_of_ranks(run):
     )
     unknown = report_on(run(steps(20, noise_scale_tokens=1100.0, noise_scale_low=0.0, noise_scale_high=None)))
     assert unknown.by_interval == ()
-    assert "The noise scale has no interval, so that may be far off: measure it over more steps." in unknown.verdict()
+    assert "The noise scale has no interval, so this may be far off: measure it over more steps." in unknown.verdict()
     assert "about 1.1k tokens: too few or too noisy estimates to read it" in " ".join(unknown.notes())
 
 
 def test_without_a_noise_scale_it_says_what_to_set(run):
     assert report_on(run(steps(5))).verdict() == [
-        "What more data ranks would give is not known: the noise scale was not measured; set log.noise_scale_every."
+        "The effect of more data ranks is not known: the noise scale was not measured; set log.noise_scale_every."
     ]
     below = report_on(run(steps(5, noise_scale_tokens=-3.0)))
     assert "never above 0" in below.why_not
@@ -326,7 +326,7 @@ def test_without_a_noise_scale_it_says_what_to_set(run):
 def test_dilocos_islands_are_under_another_law(run):
     overrides = ("parallel.replica=2", "train.diloco_steps=2", "train.diloco_after_steps=1")
     report = report_on(run(steps(4, noise_scale_tokens=1100.0), *overrides))
-    assert "with DiLoCo islands step on their own" in report.why_not
+    assert "with DiLoCo, replicas step independently" in report.why_not
     assert report.noise == (1100.0, BATCH / 2)
 
 
@@ -391,7 +391,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(run, tmp_path):
     assert "a &lt;b&gt; &amp; &quot;c&quot;" in text
     titles = [svg.find("{*}title").text for svg in pictures(text)]
     assert titles[:5] == ["Loss", "Learning rate", "Batch and noise scale", "Gradient norm", "Speed"]
-    assert titles[5] == "Memory (not told: in use)"
+    assert titles[5] == "Memory (not logged: in use)"
     assert titles[6] == "From the first start to the last step"
     assert [title.split(" to ")[0] for title in titles[7:]] == ["Hours", "GPU-hours"]
     assert "nan" not in text.lower()
@@ -418,7 +418,7 @@ def test_the_command_writes_the_page_and_prints_json_alone(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere"], "nowhere is no run directory, for it has no metrics.jsonl: give what run.dir was."),
+        (["nowhere"], "nowhere is not a run directory, because it has no metrics.jsonl: give the run's run.dir."),
         (["RUN", "--loss", "0.5"], "--loss=0.5 was not reached: the least smoothed loss of RUN is 4"),
         (["RUN", "--gpu", "h101"], "There is no GPU h101"),
         (["RUN", "--out", "/proc/nowhere.html"], "--out=/proc/nowhere.html cannot be written"),
@@ -433,7 +433,7 @@ def test_mistakes_end_in_one_sentence(run, arguments, sentence):
 
 def test_a_run_without_steps_or_config_is_refused(run):
     folder = run([{"step": 0, "eval_loss": 5.0}])
-    with pytest.raises(ConfigError, match="has no step yet: look again when the first is done"):
+    with pytest.raises(ConfigError, match="has no step yet: try again when the first step is done"):
         report_on(folder)
     (folder / "config.yaml").write_text("a: [")
     write_lines(folder / "metrics.jsonl", steps(1))
@@ -446,13 +446,13 @@ def test_a_run_without_steps_or_config_is_refused(run):
 
 def test_charts_break_at_gaps_and_hold_every_point():
     y = np.array([1.0, 2.0, np.nan, 4.0, 3.0])
-    assert line_chart("", [Line("", np.arange(5.0), y)], x_label="", y_label="").count('stroke-width="1.5"') == 2
+    assert line_chart("", [Curve("", np.arange(5.0), y)], x_label="", y_label="").count('stroke-width="1.5"') == 2
     values = np.random.default_rng(0).normal(size=5000)
     line = spread("", np.arange(5000.0), values)
     assert len(line.x) == len(line.y) == 600
     assert (line.low.min(), line.high.max()) == (values.min(), values.max())
     assert ((line.low <= line.y) & (line.y <= line.high)).all()
-    empty = line_chart("", [Line("", np.array([]), np.array([]))], x_label="tokens", y_label="", y_log=True)
+    empty = line_chart("", [Curve("", np.array([]), np.array([]))], x_label="tokens", y_label="", y_log=True)
     assert ElementTree.fromstring(empty).tag.endswith("svg")
 
 

@@ -22,7 +22,7 @@ from jaxllm.parallel.grad_square_norms import microbatches_between
 from jaxllm.parallel.types import NoiseParts
 from jaxllm.pipeline_schedule import make_schedule
 from jaxllm.plan.data_ranks import wasted_share
-from jaxllm.plan.noise_scale_text import Estimate, reading
+from jaxllm.plan.noise_scale_text import NoiseEstimate, reading
 from jaxllm.train.loop import fit
 from jaxllm.train.noise_scale import NoiseScale, student_t
 from jaxllm.train.step_noise import estimates
@@ -129,15 +129,15 @@ def test_the_reading():
         assert share == pytest.approx(1 - 1 / tokens(batch))
         assert (1 - share) / 2 == pytest.approx(1 - steps(2 * batch) / steps(batch))
         assert share == pytest.approx(tokens(2 * batch) / tokens(batch) - 1)
-    assert reading(Estimate(1e6, 5e5, 2e6), 1e6) == (
+    assert reading(NoiseEstimate(1e6, 5e5, 2e6), 1e6) == (
         "gradient noise scale 1.0M tokens (500.0k to 2.0M): of a step of 1.0M tokens 50% (33% to 67%) is wasted; twice the "
         "data ranks, with twice the batch, would take 25% fewer steps and 50% more tokens"
     )
-    assert reading(Estimate(math.inf, 9e6, math.inf), 1e6) == (
+    assert reading(NoiseEstimate(math.inf, 9e6, math.inf), 1e6) == (
         "gradient noise scale above 9.0M tokens: of a step of 1.0M tokens at most 10% is wasted; twice the data ranks, with "
         "twice the batch, would take at least 45% fewer steps and at most 10% more tokens"
     )
-    assert "about 3.0k tokens: too few" in reading(Estimate(3e3, 0.0, math.inf), 1e6)
+    assert "about 3.0k tokens: too few" in reading(NoiseEstimate(3e3, 0.0, math.inf), 1e6)
 
 
 # ------------------------------------------------------------------------------------------------------------- every mesh
