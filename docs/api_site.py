@@ -10,7 +10,7 @@ from jaxllm.commands.plan import plan
 
 API = """# The API
 
-What `import jaxllm` offers; a notebook needs nothing else. Importing it starts no device.
+The names of `import jaxllm`, such as `jaxllm.load_config`: a notebook needs nothing else. The import starts no device.
 
 """
 
@@ -35,4 +35,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _entry(name: str) -> str:
     # The package jaxllm.plan is called like a function, which the site would show as the package.
     thing = plan if name == "plan" else getattr(jaxllm, name)
-    return f"::: {thing.__module__}.{thing.__qualname__}\n    options: {{heading: jaxllm.{name}, toc_label: {name}}}\n"
+    return f"::: {thing.__module__}.{thing.__qualname__}\n"
