@@ -75,7 +75,8 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     import jax
 
     import jaxllm
-    from jaxllm.checkpoint.manager import Checkpoints, describe_run, saved_steps
+    from jaxllm.checkpoint.files import describe_run, saved_steps
+    from jaxllm.checkpoint.manager import Checkpoints
     from jaxllm.pretrained.folder import versions
 
     trainer = jaxllm.Trainer(config)

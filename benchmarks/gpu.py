@@ -43,7 +43,7 @@ from gpu_cases import config_of, largest_microbatch
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.plan.plan_result import FIT_SHARE
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 CASES = Path(__file__).with_name("gpu_cases.py")

@@ -36,7 +36,7 @@ from jaxllm.config import Config, ModelConfig, load_config
 from jaxllm.cost_model.flops import attention_flops_per_token, parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.plan.plan_result import FIT_SHARE
 
 Figures = dict[str, Any]
 Tell = Callable[..., None]

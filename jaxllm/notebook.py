@@ -27,7 +27,7 @@ def register() -> None:
     if shell is not None:
         formatter = shell.display_formatter.formatters["text/html"]
         # By name, because few notebooks import the planner or the compiler's part of jaxllm.
-        formatter.for_type_by_name("jaxllm.plan.search", "Plan", plan_html)
+        formatter.for_type_by_name("jaxllm.plan.plan_result", "Plan", plan_html)
         formatter.for_type_by_name("jaxllm.compile.inspect", "Report", inspect_html)
         formatter.for_type_by_name("jaxllm.compile.report", "CompileReport", compile_html)
         if "jax" in sys.modules:

@@ -27,7 +27,7 @@ from jaxllm.config import load_config
 from jaxllm.display import table
 from jaxllm.model.llama import Llama
 from jaxllm.plan.estimate import estimate
-from jaxllm.plan.search import Plan
+from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.search_text import WIDTH, render
 from jaxllm.train.console import Console
 

@@ -113,7 +113,7 @@ def test_the_stop_button_saves_the_run_and_keeps_the_session(runner, text_file, 
         return "".join(said)
 
     try:
-        assert "by SIGINT; saved; the same command goes on from there" in run(
+        assert "by SIGINT; saved; rerun the same command to resume" in run(
             f"import jaxllm\ntrainer = jaxllm.fit(jaxllm.load_config({recipe!r}))"
         )
         assert "SIGINT True" in run("print(trainer.stopped_by, trainer.step == int(trainer.state.step) > 0)")

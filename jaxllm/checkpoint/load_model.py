@@ -18,8 +18,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.weights import SHAPE_KEYS, WeightsSource, find_weights, read_weights
+from jaxllm.checkpoint.weights import WeightsSource, find_weights, read_weights
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
+from jaxllm.config.hf_config import SHAPE_KEYS
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table

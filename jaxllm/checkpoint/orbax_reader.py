@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.manager import why
+from jaxllm.checkpoint.files import why
 from jaxllm.config.errors import ConfigError
 from jaxllm.pretrained.folder import Folder, Index
 from jaxllm.pretrained.names import Entry

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.manager import META, STATE, damage, newest_whole, read_arrays, read_meta, restacked, why
+from jaxllm.checkpoint.arrays import read_arrays, restacked
+from jaxllm.checkpoint.files import META, STATE, damage, newest_whole, read_meta, why
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, read_json

@@ -25,7 +25,8 @@ from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import require_devices
 from jaxllm.plan.confirm import Here, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, Plan, Progress, SearchOptions, search, why_nothing
+from jaxllm.plan.plan_result import Plan
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,

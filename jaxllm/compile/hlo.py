@@ -5,47 +5,39 @@ what lies between the start and the done of either, how many kernels there are. 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jaxllm.compile.hlo_text import (
+    BUFFER,
+    OPERAND,
+    TRIPS,
+    Instruction,
+    attention_flops,
+    byte_size,
+    coordinates_of,
+    device_groups,
+    matmul_flops,
+    parsed,
+    reads,
+    shape_of,
+    turns,
+)
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
-_BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-"""bf16[8,128], pred[], f8e4m3fn[1024]."""
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
 ON_HOST = "S(5)"
 """How XLA marks arrays in the host's memory."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
-_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_OPERAND = re.compile(r"%([\w.\-]+)")
-_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{([\d,]*)\}|ensions":\s*\[([^\]]*)\])')
-_SCORES = re.compile(r'intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
-_CAUSAL = re.compile(r'mask_type":\s*"[A-Z_]*CAUSAL')
 _RUNNING = ("while", "call", "conditional", "async-start")
 """Operations that run other computations instruction by instruction."""
 NO_KERNELS = (*_PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
 """Operations that launch nothing. Nor does the done of an asynchronous one."""
-
-
-@dataclass(frozen=True)
-class Instruction:
-    name: str
-    op: str
-    result: str
-    """Type of the result, as written."""
-    text: str
-
-    @property
-    def called(self) -> list[str]:
-        names = [name for one, several in _CALLED.findall(self.text) for name in (one or several).split(",")]
-        return [name.strip().lstrip("%") for name in names]
 
 
 @dataclass(frozen=True)
@@ -66,11 +58,11 @@ class _Place:
     def until(self, op: str) -> tuple[list[Instruction], Instruction]:
         """(what lies between, the done), for a start."""
         name, later = self.instruction.name, range(self.position + 1, len(self.among))
-        done = next(i for i in later if _reads(self.among[i], name, op))
+        done = next(i for i in later if reads(self.among[i], name, op))
         return self.among[self.position + 1 : done], self.among[done]
 
     def inputs(self) -> list[Instruction]:
-        names = set(_OPERAND.findall(self.instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
+        names = set(OPERAND.findall(self.instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
         return [instruction for instruction in self.among[: self.position] if instruction.name in names]
 
 
@@ -168,7 +160,7 @@ class Module:
                 if line.startswith("ENTRY"):
                     self.entry = header[1]
             elif current is not None and " = " in line:
-                current.append(_instruction(line))
+                current.append(parsed(line))
 
     def collectives(self) -> list[Collective]:
         kinds = {op: kind for kind in COLLECTIVES for op in (kind, f"{kind}-start")}
@@ -179,7 +171,7 @@ class Module:
         """Those with collectives inside of which XLA does not say how often they turn: all in them counts once. Ours are told;
         what XLA's collective pipeliner makes of the loop over microbatches is not (JAX 0.10.2)."""
         loops = (place.instruction for place in self._walk(self.entry, 1, ()) if place.instruction.op == "while")
-        return sum(not _TRIPS.search(loop.text) and self._has_collective(loop) for loop in loops)
+        return sum(not TRIPS.search(loop.text) and self._has_collective(loop) for loop in loops)
 
     def _has_collective(self, loop: Instruction) -> bool:
         inside = (place.instruction.op.removesuffix("-start") for name in loop.called for place in self._walk(name, 1, ()))
@@ -223,8 +215,8 @@ class Module:
                 continue
             argument, op_name = self._argument(place), _OP_NAME.search(instruction.text)
             name = op_name[1] if op_name else instruction.name
-            for dtype, dims in _BUFFER.findall(instruction.result):
-                found.append(Result(dtype, _shape(dims), name, argument, place.executed, bool(place.loops)))
+            for dtype, dims in BUFFER.findall(instruction.result):
+                found.append(Result(dtype, shape_of(dims), name, argument, place.executed, bool(place.loops)))
         return found
 
     def _argument(self, place: _Place) -> str:
@@ -256,9 +248,9 @@ class Module:
         """
         target = found[1] if (found := _TARGET.search(instruction.text)) else ""
         if instruction.op == "dot" or re.search(r"gemm|cublas", target):
-            return _matmul_flops(instruction, types)
+            return matmul_flops(instruction, types)
         if "fmha" in target:
-            return _attention_flops(instruction, target, types)
+            return attention_flops(instruction, target, types)
         inside = sum(self.flops(name) for name in instruction.called)
         return inside * turns(instruction)
 
@@ -278,7 +270,7 @@ class Module:
         start = place.instruction
         asynchronous = start.op.endswith("-start")
         between, end = place.until(f"{kind}-done") if asynchronous else ([], start)
-        buffers = tuple((dtype, _shape(dims)) for dtype, dims in _BUFFER.findall(end.result))
+        buffers = tuple((dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(end.result))
         spans = [instruction for instruction in between if self._has_matmul(instruction)]
         types = {instruction.name: instruction.result for instruction in place.among if spans}
         return Collective(
@@ -308,7 +300,7 @@ class Module:
             return None
         # What is written: the one large input that is not the array it goes into.
         moved = [instruction.result for instruction in inputs if ON_HOST not in instruction.result] if to_host else [end.result]
-        buffers = [(dtype, _shape(dims)) for result in moved for dtype, dims in _BUFFER.findall(result)]
+        buffers = [(dtype, shape_of(dims)) for result in moved for dtype, dims in BUFFER.findall(result)]
         largest = max(buffers, key=lambda buffer: math.prod(buffer[1]))
         spans = any(self._has_matmul(instruction) for instruction in between)
         return HostCopy(to_host, largest, place.executed, place.loops, asynchronous, spans)
@@ -323,111 +315,9 @@ class Module:
     def _axes_of(self, text: str) -> tuple[str, ...]:
         """The axes along which the devices of a group differ."""
         names, sizes = tuple(self.axes), tuple(self.axes.values())
-        groups = _groups(text, math.prod(sizes))
+        groups = device_groups(text, math.prod(sizes))
         varying = set()
         for group in groups:
-            coordinates = [_coordinates(device, sizes) for device in group]
+            coordinates = [coordinates_of(device, sizes) for device in group]
             varying |= {name for i, name in enumerate(names) if len({c[i] for c in coordinates}) > 1}
         return tuple(name for name in names if name in varying)
-
-
-def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array, by HLO's name of its dtype; what has less than a byte takes a whole one."""
-    width = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
-    return math.prod(shape) * max(1, width // 8)
-
-
-def turns(instruction: Instruction) -> int:
-    """Of a loop; 1 for anything else, and where XLA does not know."""
-    found = _TRIPS.search(instruction.text) if instruction.op == "while" else None
-    return int(found[1]) if found else 1
-
-
-def _matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
-    """2 x elements of the result x elements that each sums over. Of a library's call, which hands back its workspace too, the
-    first result is the product."""
-    left = _BUFFER.search(types.get(_first_operand(instruction), ""))
-    result, found = _BUFFER.search(instruction.result), _CONTRACTED.search(instruction.text)
-    if not (left and result and found):
-        return 0
-    contracted = _shape(re.sub(r'[" ]', "", found[1] or found[2] or ""))
-    return 2 * math.prod(_shape(result[2])) * math.prod(_shape(left[2])[dim] for dim in contracted)
-
-
-def _attention_flops(instruction: Instruction, target: str, types: Mapping[str, str]) -> int:
-    """cuDNN's: 4 products of scores and head size forward and 10 backward, which makes the scores again; half of them under a
-    causal mask."""
-    scores, query = _SCORES.search(instruction.text), _BUFFER.search(types.get(_first_operand(instruction), ""))
-    if not (scores and query):
-        return 0
-    square = math.prod(json.loads(f"[{scores[1]}]".replace('"', "")))
-    causal = 2 if _CAUSAL.search(instruction.text) else 1
-    return (10 if "Backward" in target else 4) * square * _shape(query[2])[-1] // causal
-
-
-def _first_operand(instruction: Instruction) -> str:
-    found = _OPERAND.search(instruction.text.split(f" {instruction.op}(", 1)[1])
-    return found[1] if found else ""
-
-
-def _instruction(line: str) -> Instruction:
-    name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
-    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    op = re.match(r"\s*([\w\-]+)\(", rest[end:])
-    return Instruction(name.lstrip("%"), op[1] if op else "", rest[:end], line)
-
-
-def _closing(text: str) -> int:
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            return position
-    raise ValueError(f"unbalanced parentheses in {text[:80]}")
-
-
-def _reads(instruction: Instruction, name: str, op: str) -> bool:
-    return instruction.op == op and re.search(rf"%{re.escape(name)}\b(?![.\-\w])", instruction.text) is not None
-
-
-def _shape(dims: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in dims.split(",") if size)
-
-
-def _groups(text: str, devices: int) -> list[list[int]]:
-    """Device ids of each group; XLA writes them in three ways, and permutes as pairs."""
-    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
-        return [list(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])]
-    if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text):
-        return [list(_shape(group)) for group in re.findall(r"\{([\d,]*)\}", listed[1])] or [list(range(devices))]
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, dims = _shape(iota[1]), _shape(iota[2])
-        order = _transposed(dims, _shape(iota[3]) if iota[3] else tuple(range(len(dims))))
-        size = shape[-1]
-        return [order[i : i + size] for i in range(0, len(order), size)]
-    if mesh := _MESH_GROUPS.search(text):
-        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        # Which device is where, if not in order: an iota of other dims, transposed.
-        order = _transposed(_shape(mesh[2]), _shape(mesh[3])) if mesh[3] else list(range(math.prod(axes.values())))
-        inside = set(re.findall(r"'([^']+)'", mesh[4]))
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for place, device in enumerate(order):
-            at = dict(zip(axes, _coordinates(place, tuple(axes.values())), strict=True))
-            groups.setdefault(tuple(c for name, c in at.items() if name not in inside), []).append(device)
-        return list(groups.values())
-    raise ValueError(f"no replica groups in {text[:200]}")
-
-
-def _coordinates(device: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    coordinates = []
-    for size in reversed(sizes):
-        coordinates.append(device % size)
-        device //= size
-    return tuple(reversed(coordinates))
-
-
-def _transposed(dims: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """iota over `dims`, transposed to `order`, flat."""
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    ranges = [[index * strides[axis] for index in range(dims[axis])] for axis in order]
-    return [sum(parts) for parts in itertools.product(*ranges)]

@@ -21,7 +21,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, turns
+from jaxllm.compile.hlo import Collective, Module
+from jaxllm.compile.hlo_text import Instruction, byte_size, turns
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Links, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED

@@ -12,12 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,69 +25,25 @@ import jax
 import jaxlib
 
 from jaxllm.compile import aot
-from jaxllm.compile.hlo import Collective, Module, byte_size
-from jaxllm.compile.inspect_table import ParameterLine, describe
-from jaxllm.compile.jaxpr_flops import matmul_flops, walk
-from jaxllm.compile.overlap import Overlap, by_kind, play, sent_bytes
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.jaxpr_flops import matmul_flops
+from jaxllm.compile.overlap import Overlap, by_kind, play
+from jaxllm.compile.program import CollectiveLine, LargeResult, grouped, kernel_flops, largest_results
+from jaxllm.compile.report_warnings import untold, warnings
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import hosts_of, require_devices
 from jaxllm.display import readable
-from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes
-from jaxllm.parallel.parameters import parameter_table
+from jaxllm.mesh import axis_sizes
 from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.initialize import code_hash
-from jaxllm.sharding import STACK_DIMS
 from jaxllm.train.memory_check import capacity_of, total_bytes
 
 log = logging.getLogger(__name__)
 
 REMAT_SHARE = 0.76
 """Of the memory that XLA believes a GPU has; a step that takes more is rematerialised (measured, JAX 0.10.2)."""
-GIANT_SHARE = 0.01
-"""Of the capacity: a parameter whose copies take more is worth a warning."""
-SMALL_GATHER_BYTES, MANY_GATHERS = 2**20, 16
-"""So many gathers of less than that each, one after another, cost more in latency than in bytes."""
-SMALL_BYTES = 2**16
-"""A synchronous collective of less (a norm, a count) is not worth a warning."""
-LARGEST = 8
-"""Temporaries to name."""
-
-
-@dataclass(frozen=True)
-class CollectiveLine:
-    """All collectives of one step that are alike, on one device."""
-
-    kind: str
-    axes: tuple[str, ...]
-    """Mesh axes they run over; none for a group of one."""
-    dtype: str
-    asynchronous: bool
-    in_loops: bool
-    behind_matmuls: bool
-    """Whether a matmul or fused attention lies between start and done."""
-    instructions: int
-    count: int
-    """Executed in one step."""
-    bytes: int
-    """Of their results, in one step."""
-    sent_bytes: int
-    """What a device sends for them round a ring of n: (n-1)/n of a gathered or exchanged result, twice that of an all-reduced
-    one, n-1 times a scattered one, once a permuted one."""
-
-
-@dataclass(frozen=True)
-class LargeResult:
-    """The largest results of instructions, those of one shape and origin together."""
-
-    bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    origin: str
-    """The argument it comes from, or else the operation, as traced."""
-    instructions: int
-    in_loops: bool
 
 
 @dataclass(frozen=True)
@@ -311,144 +266,6 @@ def host_bytes(memory: Any) -> int:
     """The same as total_bytes(), of the host's memory."""
     held = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
     return held + memory.host_temp_size_in_bytes
-
-
-# ----------------------------------------------------------------------------------------------- what the program holds
-
-
-def grouped(collectives: Iterable[Collective], sizes: dict[str, int]) -> tuple[CollectiveLine, ...]:
-    """By kind, axes, dtype, and how they run; the one that sends most first."""
-    groups: dict[tuple, list[Collective]] = {}
-    for c in collectives:
-        dtype = " ".join(sorted({dtype for dtype, _ in c.buffers}))
-        groups.setdefault((c.kind, c.axes, dtype, c.asynchronous, bool(c.loops), c.spans_matmul), []).append(c)
-    lines = []
-    for key, members in groups.items():
-        size = sum(c.executed * sum(byte_size(*buffer) for buffer in c.buffers) for c in members)
-        n = math.prod(sizes[axis] for axis in key[1])
-        sent = round(sent_bytes(key[0], size, n))
-        lines.append(CollectiveLine(*key, len(members), sum(c.executed for c in members), size, sent))  # type: ignore[call-arg]
-    return tuple(sorted(lines, key=lambda line: -line.sent_bytes))
-
-
-def largest_results(module: Module) -> tuple[LargeResult, ...]:
-    """XLA's public interface does not give its buffer assignment for GPUs, so these are what instructions make: some live at
-    different times in the same memory.
-    """
-    groups: dict[tuple, list[bool]] = {}
-    sizes: dict[tuple, int] = {}
-    for result in module.results():
-        key = (result.dtype, result.shape, origin(result.argument, result.op_name))
-        groups.setdefault(key, []).append(result.in_loop)
-        sizes[key] = result.size_bytes
-    largest = sorted(groups, key=lambda key: -sizes[key])[:LARGEST]
-    return tuple(
-        LargeResult(sizes[key], *key, len(groups[key]), all(groups[key]))  # type: ignore[call-arg]
-        for key in largest
-    )
-
-
-def origin(argument: str, op_name: str) -> str:
-    """'layers.mlp.up' of state.params['layers']['mlp']['up'], or the last words of an operation's path that say something."""
-    if argument:
-        path = argument.removeprefix("state.").removeprefix("params")
-        return ".".join(re.findall(r"\w+", path)) or argument
-    dull = r"jit\(\w+\)|shard_map|while|body|closed_call|checkpoint|cond|branch_\d+_fun|custom_vjp_call|remat2?"
-    words = [word for word in op_name.split("/") if word and not re.fullmatch(dull, word)]
-    backward = "backward: " if any("transpose(" in word for word in words) else ""
-    said = [word for word in words if not re.fullmatch(r"(transpose|jvp|rematted_computation)\b.*", word)]
-    return backward + "/".join(said[-2:] or words[-1:]) if words else op_name.rsplit("/", 1)[-1]
-
-
-def kernel_flops(jaxpr: Any) -> int:
-    """FLOPs of cuDNN's attention in one step of all devices, by its shapes (q [B, S, N, H], k [B, T, K, H]): 4 B S T N H
-    forward and 10 backward, which makes the scores again; half of it under a causal mask. Documents cut it into rectangles,
-    which count whole.
-    """
-    total = 0
-    for visit in walk(jaxpr):
-        found = re.match(r"dot_product_attention_(fwd|bwd)", visit.equation.primitive.name)
-        if found:
-            (B, S, N, H), (_, T, *_) = (x.aval.shape for x in visit.equation.invars[:2])
-            causal = "CAUSAL" in str(visit.equation.params.get("mask_type", "")).upper()
-            flops = (4 if found[1] == "fwd" else 10) * B * S * T * N * H // (2 if causal else 1)
-            total += flops * visit.executed * visit.ranks
-    return total
-
-
-# ------------------------------------------------------------------------------------------------------------- warnings
-
-
-def warnings(
-    config: Config, collectives: Sequence[CollectiveLine], text: str, capacity: int | None, fits: bool | None
-) -> Iterator[str]:
-    if capacity is not None:
-        yield from replicated_giants(config, capacity, fits)
-    for line in collectives:
-        if not line.in_loops and line.kind == "all-gather":
-            average = line.bytes / line.count
-            if line.count >= MANY_GATHERS and average < SMALL_GATHER_BYTES:
-                yield (
-                    f"{line.count} all-gathers over {' x '.join(line.axes)} move {readable(average)} each on average: XLA did "
-                    f"not combine them."
-                )
-    for line in collectives:
-        each = line.bytes / line.count
-        if line.in_loops and not line.asynchronous and line.axes and each >= SMALL_BYTES:
-            yield (
-                f"{line.count} {line.kind}s of {line.dtype} over {' x '.join(line.axes)}, {readable(line.bytes)} a step, are "
-                f"synchronous inside loops: nothing is computed meanwhile."
-            )
-    if '_xla_compute_type="host"' in text or 'execution_thread="host"' in text:
-        yield "XLA computes a part of the step on the host's CPU, which is very slow: look at parallel.remat and offload_state."
-
-
-def untold(loops: int) -> Iterator[str]:
-    if loops:
-        which = "a loop with collectives turns" if loops == 1 else f"{loops} loops with collectives turn"
-        yield f"XLA does not say how often {which}: what is sent there is counted once, and is more."
-
-
-def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Iterator[str]:
-    """Parameters of which every rank along an axis holds the same large part, though a dim of it would divide. At rest always;
-    the copy to compute with is whole by choice below ZeRO 3, so it is named only where the step does not fit.
-    """
-    sizes = axis_sizes(config.parallel)
-    lines = [describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1])]
-    masters: dict[str, list[ParameterLine]] = {}
-    copies: dict[str, list[ParameterLine]] = {}
-    for line in lines:
-        at_rest = line.bytes_per_device.master + line.bytes_per_device.moments
-        for axis in (PIPE, DATA, CONTEXT, TENSOR):
-            if at_rest > GIANT_SHARE * capacity and _could_split(line, line.master, axis, sizes):
-                masters.setdefault(axis, []).append(line)
-            held = line.bytes_per_device.compute_copy
-            if held > GIANT_SHARE * capacity and axis in ZERO_AXES and _could_split(line, line.compute, axis, sizes):
-                copies.setdefault(axis, []).append(line)
-    for axis, found in masters.items():
-        size = sum(line.bytes_per_device.master + line.bytes_per_device.moments for line in found)
-        cure = ": parallel.zero=1 or more shares them out." if axis in ZERO_AXES and config.parallel.zero == 0 else "."
-        yield f"Weights and moments of {_names(found)}, {readable(size)}, are the same on all {sizes[axis]} {axis} ranks{cure}"
-    if fits is False and config.parallel.zero < 3:
-        for axis, found in copies.items():
-            size = sum(line.bytes_per_device.compute_copy for line in found)
-            yield (
-                f"The {config.model.compute_dtype} copies of {_names(found)}, {readable(size)}, are the same on all "
-                f"{sizes[axis]} {axis} ranks: parallel.zero=3 gathers them a layer at a time."
-            )
-
-
-def _could_split(line: ParameterLine, layout: tuple[tuple[str, ...], ...], axis: str, sizes: dict[str, int]) -> bool:
-    """Whether the layout leaves an axis unused that divides what a device has of some dim. Only layers go over `pipe`."""
-    if sizes[axis] == 1 or any(axis in axes for axes in layout):
-        return False
-    left = [size // math.prod(sizes[a] for a in axes) for size, axes in zip(line.shape, layout, strict=True)]
-    dims = [size for size, dim in zip(left, line.dims, strict=True) if (dim in STACK_DIMS) == (axis == PIPE)]
-    return any(size % sizes[axis] == 0 for size in dims)
-
-
-def _names(lines: Sequence[ParameterLine]) -> str:
-    return ", ".join(line.path for line in lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache

@@ -33,10 +33,9 @@ from jaxllm.config.sections import (
     Section,
     SourceConfig,
     TrainConfig,
-    XlaOptions,
     divisors,
 )
-from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat
+from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions
 from jaxllm.display import table
 
 __all__ = [

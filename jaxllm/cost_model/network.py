@@ -157,21 +157,3 @@ def permute_s(size_bytes: float, group: Group, links: Links) -> float:
         # One neighbour: one of the ways out.
         return links.link_latency_s + size_bytes * links.peers / links.link_bytes_per_s
     return links.network_latency_s + size_bytes / min(links.link_bytes_per_s, links.network_bytes_per_s)
-
-
-def parameter_server_s(size_bytes: float, workers: int, servers: int, links: Links) -> float:
-    """Gradients to servers and weights back (Li et al. 2014). Servers share the bytes and are reached over the network: the
-    adapter of a server carries B x workers / servers each way, that of a worker B. To set beside all_reduce_s; jaxllm has none.
-
-    Args:
-      workers: GPUs, each with an adapter of its own.
-      servers: as fast at the network as a GPU.
-
-    Raises:
-      ValueError: fewer than one worker or server.
-    """
-    if min(workers, servers) < 1:
-        raise ValueError(f"{workers} workers and {servers} servers: there must be at least one of each.")
-    if workers == 1:
-        return 0.0
-    return 2 * (links.network_latency_s + size_bytes * max(1.0, workers / servers) / links.network_bytes_per_s)

@@ -19,7 +19,8 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, Memory, SearchOptions, search
+from jaxllm.plan.plan_result import Memory
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
 
 CHUNK_TOKENS = 1024
 """Logits of this many tokens are small, and still fill an H100 with tiles."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
-from jaxllm.plan.search import CONFIGURATION, Plan, Progress, Rejected
+from jaxllm.plan.plan_result import Plan, Rejected
+from jaxllm.plan.search import CONFIGURATION, Progress
 
 TRIES = 3
 """Limit on compilations, as a multiple of the number to confirm."""

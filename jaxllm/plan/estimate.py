@@ -23,7 +23,7 @@ from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 from jaxllm.display import preformatted, readable
 from jaxllm.plan.advice import Change, changes_that_fit
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.plan.plan_result import FIT_SHARE
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""

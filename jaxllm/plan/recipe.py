@@ -14,7 +14,7 @@ import yaml
 from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import readable
-from jaxllm.plan.search import FIT_SHARE, Plan
+from jaxllm.plan.plan_result import FIT_SHARE, Plan
 
 
 def recipe(config: Config) -> dict[str, Any]:

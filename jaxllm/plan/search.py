@@ -8,29 +8,25 @@ The estimates can be handed in. What is found is confirmed by compiling in confi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
-from jaxllm.config import Config, ConfigError
+from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import hosts_of
 from jaxllm.display import readable
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Memory, Plan, Rejected, Speed
 from jaxllm.plan.space import (
     BEYOND_HOST,
     Choice,
     Group,
-    choice_in,
     groups,
     meshes,
     remat_text,
     why_not,
 )
 
-FIT_SHARE = 0.95
-"""Of the capacity: the most an estimate may say of a config that is taken to fit. The rest is for where it is short."""
 HOST_BYTES_PER_GPU = 128 * 2**30
 """Of a host's memory, for what is offloaded: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (by
 NVIDIA's data sheets)."""
@@ -44,157 +40,11 @@ _LEANER = {"selective": "full", "none": "selective"}
 """A remat policy that never takes more memory than this one."""
 
 
-class Memory(Protocol):
-    """What is read of a MemoryEstimate."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def host_bytes(self) -> int: ...
-
-
-class Speed(Protocol):
-    """What is read of a StepTime."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def exposed_communication_share(self) -> float: ...
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float: ...
-
-    @property
-    def tflops_per_gpu(self) -> float: ...
-
-
 EstimateMemory = Callable[[Config], Memory]
 EstimateTime = Callable[[Config, Gpu, int], Speed]
 """Of a resolved config, a kind of GPU and the GPUs of a host."""
 Progress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A config that fits, with its figures; bytes of one device."""
-
-    config: Config
-    """Resolved."""
-    estimate_bytes: int
-    host_bytes: int
-    step_s: float
-    exposed_communication_share: float
-    tokens_per_s_per_gpu: float
-    tflops_per_gpu: float
-    compiled_bytes: int | None = None
-
-    @property
-    def choice(self) -> Choice:
-        return choice_in(self.config)
-
-    def __repr__(self) -> str:
-        return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
-
-    def to_json(self) -> dict[str, Any]:
-        choice = self.choice
-        return {
-            **dataclasses.asdict(choice.mesh),
-            "zero": choice.zero,
-            "microbatch_sequences": choice.microbatch_sequences,
-            "schedule": choice.schedule,
-            "virtual_stages": choice.virtual_stages,
-            "remat": choice.remat,
-            "estimate_bytes": self.estimate_bytes,
-            "compiled_bytes": self.compiled_bytes,
-            "host_bytes": self.host_bytes,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "tflops_per_gpu": self.tflops_per_gpu,
-            "step_s": self.step_s,
-            "exposed_communication_share": self.exposed_communication_share,
-        }
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """All that was left out for one reason."""
-
-    unit: str
-    """mesh or configuration: a mesh that breaks a rule is left out whole."""
-    reason: str
-    count: int
-    example: str
-    """Of those that do not fit, the one nearest to it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a search found. No mesh and no configuration is lost: those looked at are the rejected and the rest, and a mesh of
-    which --keep leaves nothing is rejected too."""
-
-    config: Config
-    """As given."""
-    gpu: Gpu
-    gpus: int
-    gpus_per_host: int
-    hosts_because: str
-    candidates: tuple[Candidate, ...]
-    """All that fit, best first."""
-    rejected: tuple[Rejected, ...]
-    meshes: int
-    """Of that many GPUs, as far as the search came; `configurations` are those of the meshes that break no rule."""
-    configurations: int
-    leanest: tuple[Choice, int] | None = None
-    """Of the configurations that do not fit, the one that takes least, and its bytes."""
-    interrupted: bool = False
-    confirmed: int = 0
-    unconfirmed_because: str | None = None
-    """Why less were confirmed than asked for."""
-
-    def __repr__(self) -> str:
-        best = f"; the best {self.candidates[0]!r}" if self.candidates else ""
-        return f"<Plan for {self.gpus} x {self.gpu.name}: {len(self.candidates):,} configurations fit{best}>"
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self.gpu.capacity_bytes
-
-    @property
-    def best(self) -> Config:
-        """The winner, resolved.
-
-        Raises:
-          ConfigError: nothing fits.
-        """
-        if not self.candidates:
-            raise ConfigError(f"Nothing fits on {self.gpus} x {self.gpu.name}: use more GPUs, or shorter sequences.")
-        return self.candidates[0].config
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
-        return {
-            "gpu": self.gpu.name,
-            "gpus": self.gpus,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
-            "capacity_bytes": self.capacity_bytes,
-            "fit_share": FIT_SHARE,
-            "sequence_length": self.config.train.sequence_length,
-            "global_batch_sequences": self.config.train.global_batch_sequences,
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-            "candidates_that_fit": len(self.candidates),
-            "confirmed": self.confirmed,
-            "unconfirmed_because": self.unconfirmed_because,
-            "rejected": [rejected.to_json() for rejected in self.rejected],
-            "meshes": self.meshes,
-            "configurations": self.configurations,
-            "interrupted": self.interrupted,
-        }
 
 
 @dataclass(frozen=True)

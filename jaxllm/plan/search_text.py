@@ -14,9 +14,10 @@ from rich.text import Text
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.cost import TrainingCost
-from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
+from jaxllm.plan.search import MESH
 from jaxllm.plan.space import remat_text, schedule_text
-from jaxllm.plan.sweep import PARAMETER_SERVER, Sweep
+from jaxllm.plan.sweep import Sweep
 
 GIB = 2**30
 WIDTH = 110
@@ -32,9 +33,7 @@ NARROW_HEADINGS = (
 WORDS = ("schedule", "remat")
 """Columns that are no numbers."""
 NOTEBOOK_ROWS = 10
-SWEEP_HEADINGS = {PARAMETER_SERVER: "server"}
-SPLIT = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed", "hierarchical": "hier-\narchy"}
-NARROW_SWEEP_HEADINGS = {**SWEEP_HEADINGS, **SPLIT}
+NARROW_SWEEP_HEADINGS = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed", "hierarchical": "hier-\narchy"}
 
 
 def render(
@@ -170,7 +169,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
     ways = list(next((row.reduction_s for row in sweep.rows if row.reduction_s), {}))
     headings = ["GPUs", "tokens/s", "efficiency", "exposed", *(["days"] if with_days else []), *ways, "best"]
     for heading in headings:
-        name = (NARROW_SWEEP_HEADINGS if narrow else SWEEP_HEADINGS).get(heading, heading)
+        name = NARROW_SWEEP_HEADINGS.get(heading, heading) if narrow else heading
         grid.add_column(name, justify="left" if heading == "best" else "right", overflow="fold")
     for row in sweep.rows:
         if row.best is None:
@@ -191,7 +190,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
 def sweep_lines(sweep: Sweep) -> Iterator[str]:
     yield (
         "efficiency: tokens/s/GPU beside the fewest that fit; exposed: share of the step that waits for communication; the "
-        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree, hierarchy, and a parameter server (analytic)"
+        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree and hierarchy (analytic)"
     )
     if sweep.interrupted:
         yield "INTERRUPTED: the last number of GPUs was not looked at to its end, and larger ones not at all"

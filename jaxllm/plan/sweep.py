@@ -15,9 +15,10 @@ from typing import Any, Literal, get_args
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, parameter_server_s
+from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
-from jaxllm.plan.search import Candidate, Plan, Progress, SearchOptions, any_fits, search, why_nothing
+from jaxllm.plan.plan_result import Candidate, Plan
+from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
 """What a plan is for; see objective_line()."""
@@ -30,7 +31,6 @@ SEQUENCE_UNIT = 1024
 """Longest sequences are multiples of that."""
 MOST_TOKENS = 2**26
 """No longer sequence is looked at."""
-PARAMETER_SERVER = "parameter_server"
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class SweepRow:
     days: float | None
     """For the tokens asked for."""
     reduction_s: dict[str, float]
-    """Of one sum of the float32 gradients over data x context, in closed form, not overlapped with anything: ring, tree,
-    hierarchical, and a parameter server with one server for each host, which jaxllm has not."""
+    """Of one sum of the float32 gradients over data x context, in closed form, not overlapped with anything: ring, tree
+    and hierarchical."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -152,8 +152,7 @@ def gradient_reduction_s(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[s
     ranks = int(p.data) * p.context
     size_bytes = 4 * parameter_count(config.model) / (p.pipe * p.tensor)
     group, links = group_of(ranks, p.tensor, gpus_per_host), links_of(gpu)
-    seconds = {name: way(size_bytes, group, links) for name, way in ALL_REDUCES.items()}
-    return {**seconds, PARAMETER_SERVER: parameter_server_s(size_bytes, ranks, group.hosts, links)}
+    return {name: way(size_bytes, group, links) for name, way in ALL_REDUCES.items()}
 
 
 def smallest_cluster(

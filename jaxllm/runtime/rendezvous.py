@@ -331,7 +331,7 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
     """Raises OSError if nothing listens there, or the host cannot be reached in time."""
     connection = socket.create_connection((host, port), timeout=limit_s)
     if connection.getsockname() == connection.getpeername():
-        # If nothing listens on a port of this host that lies in Linux's range for outgoing connections, about one try in ten
+        # If nothing listens on a port of this host within Linux's range for outgoing connections, about one try in ten
         # thousand gets this very port and connects to itself.
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))

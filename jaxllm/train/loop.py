@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.manager import Checkpoints, describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.files import describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
@@ -79,7 +80,7 @@ def fit(config: Config) -> Trainer:
         with progress.phase("finish"):
             stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, signals, console, sinks)
         if stopped_by and trainer.step:
-            console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; the same command goes on from there")
+            console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; rerun the same command to resume")
         elif stopped_by:
             console.say(f"stopped before the first step by {stopped_by}; there is nothing to save")
         console.say(f"run directory {folder}")

@@ -21,7 +21,7 @@ from jaxllm.cost_model.hosts import hosts_of
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.display import readable
 from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.plan.plan_result import FIT_SHARE
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxllm.checkpoint.manager import Meta
+from jaxllm.checkpoint.files import Meta
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE

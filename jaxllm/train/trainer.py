@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoint.manager import Checkpoints, Meta
+from jaxllm.checkpoint.files import Meta
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.weights import WeightsSource, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.sources import load_data

@@ -21,8 +21,9 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm import cli
-from jaxllm.checkpoint import manager
-from jaxllm.checkpoint.manager import Checkpoints, describe_run, read_meta, saved_steps
+from jaxllm.checkpoint.arrays import read_arrays
+from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
 from jaxllm.runtime import exit_codes
@@ -435,7 +436,7 @@ def test_moments_are_not_read_for_weights_alone(tmp_path):
         checkpointer.save(tmp_path / "state", {"params": {"w": noise[0]}, "opt_state": {"mu": noise[1], "nu": noise[2]}})
     before = bytes_read()
     like = jax.ShapeDtypeStruct((1024, 1024), "float32", sharding=noise.sharding)
-    read = manager.read_arrays(tmp_path / "state", {"params": {"w": like}}, {})
+    read = read_arrays(tmp_path / "state", {"params": {"w": like}}, {})
     assert 3e6 < bytes_read() - before < 4.5e6
     np.testing.assert_array_equal(read["params"]["w"], noise[0])
 

@@ -17,7 +17,7 @@ from outside import wait_until
 from run_files import saved_state, steps_of
 from tiny import TINY
 
-from jaxllm.checkpoint.manager import saved_steps
+from jaxllm.checkpoint.files import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS, SEED, LIMIT_S = 600, 0, 200

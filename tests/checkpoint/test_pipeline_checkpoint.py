@@ -9,7 +9,8 @@ import outside
 import pytest
 from meshes import in_one_stack
 
-from jaxllm.checkpoint.manager import Checkpoints, describe_run
+from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.weights import find_weights, read_weights
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.mesh import axis_sizes, make_mesh

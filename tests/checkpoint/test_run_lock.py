@@ -20,7 +20,8 @@ import yaml
 from tiny import TINY
 
 from jaxllm.checkpoint import run_lock as module
-from jaxllm.checkpoint.manager import Checkpoints, SaveError, read_meta, saved_steps
+from jaxllm.checkpoint.files import read_meta, saved_steps
+from jaxllm.checkpoint.manager import Checkpoints, SaveError
 from jaxllm.checkpoint.run_lock import Holder, RunDirLock, hold_run_dir, holder_status, read_holder, this_process
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes

@@ -15,8 +15,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
+from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.hf_convert import from_hf
-from jaxllm.checkpoint.manager import Checkpoints, describe_run
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.cli import app
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import load_chat_template

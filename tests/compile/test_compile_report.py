@@ -20,7 +20,8 @@ from tiny import SMALL_MODEL
 
 from jaxllm.compile import report as module
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, trace_step
-from jaxllm.compile.report import compile_report, kernel_flops, origin, report_from_json
+from jaxllm.compile.program import kernel_flops, origin
+from jaxllm.compile.report import compile_report, report_from_json
 from jaxllm.compile.text import render
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.hardware import GPUS, find_gpu

@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.overlap import by_kind, play, total
-from jaxllm.compile.report import untold
+from jaxllm.compile.report_warnings import untold
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import all_gather_s, group_of, links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED

@@ -17,7 +17,6 @@ from jaxllm.cost_model.network import (
     hierarchical_all_reduce_s,
     inside_bytes_per_s,
     links_of,
-    parameter_server_s,
     permute_s,
     reduce_scatter_s,
     ring_all_reduce_s,
@@ -63,7 +62,6 @@ def test_where_hosts_do_not_divide_evenly_no_group_is_split_finer_than_said(per_
 def test_one_rank_sends_nothing():
     alone = Group(1, 1)
     assert [way(GIB, alone, LINKS) for way in COLLECTIVES] == [0.0] * len(COLLECTIVES)
-    assert parameter_server_s(GIB, 1, 1, LINKS) == 0.0
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -124,13 +122,3 @@ def test_a_pair_on_a_board_without_switch_has_a_third_of_the_links():
 def test_reaching_half_the_bandwidth_takes_twice_as_long():
     whole, half = (dataclasses.replace(links_of(GPUS["h100-80gb"], share), link_latency_s=0.0) for share in (1.0, 0.5))
     assert all_gather_s(GIB, Group(8, 1), half) == pytest.approx(2 * all_gather_s(GIB, Group(8, 1), whole))
-
-
-def test_a_parameter_server_is_as_slow_as_its_busiest_adapter():
-    # As many servers as workers: what a ring of very many approaches.
-    even = parameter_server_s(GIB, 4096, 4096, FREE_STARTS)
-    assert even == pytest.approx(ring_all_reduce_s(GIB, Group(1, 4096), FREE_STARTS), rel=1e-3)
-    assert parameter_server_s(GIB, 64, 1, FREE_STARTS) == 64 * even
-    assert parameter_server_s(GIB, 64, 16, FREE_STARTS) == 4 * even
-    with pytest.raises(ValueError, match="at least one of each"):
-        parameter_server_s(GIB, 8, 0, LINKS)

@@ -24,7 +24,7 @@ from outside import free_port
 from run_files import records, saved_state
 from tiny import TINY
 
-from jaxllm.checkpoint.manager import saved_steps
+from jaxllm.checkpoint.files import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
 HOST = re.escape(socket.gethostname())

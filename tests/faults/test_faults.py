@@ -181,7 +181,7 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_resumes(tmp_p
 
 def stopped_step(launch) -> int:
     (line,) = (line for line in launch[0].out.lines if line.startswith("stopped at"))
-    return int(re.fullmatch(r"stopped at step (\d+) by SIGTERM; saved; the same command goes on from there", line)[1])
+    return int(re.fullmatch(r"stopped at step (\d+) by SIGTERM; saved; rerun the same command to resume", line)[1])
 
 
 def test_sigterm_in_a_step_saves_the_same_step_of_all(run):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from meshes import Run, assert_close
 
-from jaxllm.checkpoint.manager import Checkpoints, describe_run
+from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig
 from jaxllm.mesh import HOST
 

@@ -18,7 +18,8 @@ from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memor
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
 from jaxllm.plan.estimate import estimate, fold, memory_table
-from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU, SearchOptions, search
+from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, SearchOptions, search
 
 ROOT = config_folder().parent
 H100 = GPUS["h100-80gb"]

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
+from jaxllm.config.sections import divisors
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.parallel.parameters import parameter_table
+from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.recipe import recipe
 from jaxllm.plan.search import (
     CONFIGURATION,
     DOES_NOT_FIT,
-    FIT_SHARE,
     HOST_BYTES_PER_GPU,
     HOST_FULL,
     KEPT_AWAY,
@@ -42,7 +43,6 @@ from jaxllm.plan.space import (
     Mesh,
     choice_in,
     choices_of,
-    divisors,
     meshes,
     schedules,
     space,

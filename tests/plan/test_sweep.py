@@ -10,13 +10,13 @@ from plan_stand_ins import Memory, Time, estimate, gpu_for, small, step_time
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, parameter_server_s, ring_all_reduce_s
-from jaxllm.plan.search import FIT_SHARE, SearchOptions, search
+from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, ring_all_reduce_s
+from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.search_text import sweep_lines
 from jaxllm.plan.space import space
 from jaxllm.plan.sweep import (
     MOST_TOKENS,
-    PARAMETER_SERVER,
     gradient_reduction_s,
     host_size,
     longest_sequence,
@@ -132,12 +132,11 @@ def test_gradients_are_reduced_over_the_ranks_that_share_weights():
         ["parallel.pipe=2", "parallel.tensor=2", "parallel.context=2", "parallel.data=8", "train.microbatch_sequences=1"],
     )
     found = gradient_reduction_s(config, H100, 8)
-    assert set(found) == {*ALL_REDUCES, PARAMETER_SERVER}
+    assert set(found) == set(ALL_REDUCES)
     # 16 ranks, two devices apart: four in each host of eight.
     size, group = 4 * parameter_count(config.model) / 4, group_of(16, 2, 8)
     assert (group.inside, group.hosts) == (4, 4)
     assert found["ring"] == ring_all_reduce_s(size, group, links_of(H100))
-    assert found[PARAMETER_SERVER] == parameter_server_s(size, 16, 4, links_of(H100))
     alone = config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": 1, "context": 1})})
     assert set(gradient_reduction_s(alone, H100, 4).values()) == {0.0}
 

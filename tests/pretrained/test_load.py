@@ -13,9 +13,10 @@ from hf_folders import DTYPES, HUB, LLAMA3_ROPE, model_of, random_weights, write
 from tiny import TINY
 
 import jaxllm
+from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.hf_convert import from_hf, to_hf
 from jaxllm.checkpoint.load_model import open_model
-from jaxllm.checkpoint.manager import Checkpoints, describe_run
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.weights import initial_weights
 from jaxllm.config import ConfigError, load_config
 from jaxllm.mesh import make_mesh

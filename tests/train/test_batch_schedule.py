@@ -13,7 +13,7 @@ import pytest
 from run_files import steps_of
 
 import jaxllm
-from jaxllm.checkpoint.manager import read_meta
+from jaxllm.checkpoint.files import read_meta
 from jaxllm.config import ConfigError
 from jaxllm.config.batch_schedule import Phase, done_by, phase_at, phases_of, sequences_before
 from jaxllm.plan.estimate import estimate

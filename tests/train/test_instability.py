@@ -12,7 +12,7 @@ from meshes import Run
 from run_files import records
 
 import jaxllm
-from jaxllm.checkpoint.manager import read_meta
+from jaxllm.checkpoint.files import read_meta
 from jaxllm.config import ConfigError
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.train.instability import FEWEST, WINDOW, Recent, Watch, by_layer, layer_grad_norms, skip_not_finite, skip_spikes

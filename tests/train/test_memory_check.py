@@ -8,7 +8,7 @@ from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.display import readable
 from jaxllm.plan.advice import changed
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.train import loop, memory_check
 from jaxllm.train.memory_check import (
     OutOfMemoryAdvice,

@@ -89,7 +89,7 @@ def losses(folder) -> list[tuple[int, float]]:
 
 def stopped_step(out: str, name: str) -> int:
     (line,) = (line for line in out.splitlines() if line.startswith("stopped at"))
-    found = re.fullmatch(rf"stopped at step (\d+) by {name}; saved; the same command goes on from there", line)
+    found = re.fullmatch(rf"stopped at step (\d+) by {name}; saved; rerun the same command to resume", line)
     assert found, line
     return int(found[1])
 

@@ -264,7 +264,7 @@ def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, mo
     assert trainer.step == 2
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert not any("eval_loss" in r for r in records(tmp_path))
-    assert "stopped at step 2 by SIGTERM; saved; the same command goes on from there" in capsys.readouterr().out
+    assert "stopped at step 2 by SIGTERM; saved; rerun the same command to resume" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_the_end_of_a_run_lost_is_made_up_for(finished, tiny_config):
