@@ -1,4 +1,4 @@
-"""The batches of a run in order, read ahead of their steps."""
+"""A queue that reads the batches of a run ahead of their steps, in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchQueue:
             batch, self._peeked = self._peeked, None
             return batch
         if self._batches is None or self._next_step != step:
-            # After ctrl-C a batch may have left the queue for a step that was never taken.
+            # After Ctrl-C a batch may have left the queue for a step that never ran.
             self.close()
             self._batches = ahead(self._read, start=step)
         self._next_step = None
