@@ -31,7 +31,7 @@ from jaxllm.train.loop import fit
 
 CHECKOUT = Path(__file__).parents[2]
 # The vocabulary is padded to 260 on four tensor ranks. Constant: half a run sees the learning rates of a whole one.
-COMMON = ("model.vocab_size=258", "optimizer.schedule=constant", "manager.every_steps=2", "train.eval_batches=1")
+COMMON = ("model.vocab_size=258", "optimizer.schedule=constant", "checkpoint.every_steps=2", "train.eval_batches=1")
 DATA_8 = ("run.cpu_devices=8", "parallel.data=8", "parallel.zero=3", *COMMON)
 TENSOR_4 = ("run.cpu_devices=8", "parallel.data=2", "parallel.tensor=4", "parallel.zero=1", *COMMON)
 
@@ -92,7 +92,7 @@ def test_metadata_says_where_the_run_is_and_what_made_it(whole, trainer):
 
 def test_the_newest_are_kept_and_the_multiples_for_good(trainer, whole, tiny_config, tmp_path):
     restore(trainer, whole[0])
-    config = tiny_config(*DATA_8, "manager.keep=1", "manager.keep_every_steps=2", "manager.asynchronous=false")
+    config = tiny_config(*DATA_8, "checkpoint.keep=1", "checkpoint.keep_every_steps=2", "checkpoint.asynchronous=false")
     checkpoints = Checkpoints(tmp_path, config.checkpoint)
     for step in range(1, 6):
         checkpoints.save(step, trainer.state, describe_run(config, step, "text"))
@@ -332,7 +332,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, tmp_pat
 
 @pytest.mark.slow
 def test_two_processes_agree_on_the_checkpoint_before_the_damaged_one(pair, tmp_path):
-    overrides = ("optimizer.schedule=constant", "manager.every_steps=2", "data.held_out_fraction=0.0")
+    overrides = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "data.held_out_fraction=0.0")
     for code, _, error in pair(*overrides):
         assert code == 0, error
     array_file(tmp_path / "run" / "checkpoints" / "4").unlink()
@@ -350,7 +350,7 @@ def test_a_process_that_cannot_save_leaves_and_the_other_does_not_wait_for_ever(
     limits = ["unlimited", "unlimited"]
     limits[rank] = "16"
     started = time.monotonic()
-    ends = pair("manager.every_steps=20", "train.steps=100000", limits=limits)
+    ends = pair("checkpoint.every_steps=20", "train.steps=100000", limits=limits)
     assert "Checkpoint 20 could not be written" in ends[rank][2]
     assert ends[rank][0] == 2
     assert ends[1 - rank][0] != 0
