@@ -181,12 +181,14 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
 # bfloat16 sum.
 
 
+@jax.named_scope("send")
 def send(h_BSD: jax.Array, direction: int, stages: int) -> jax.Array:
     """Hidden states of the stage before (direction 1) or after (-1), in a ring of `stages`."""
     pairs = [(stage, (stage + direction) % stages) for stage in range(stages)]
     return _per_tensor_rank(lambda x: jax.lax.ppermute(x, PIPE, pairs), h_BSD)
 
 
+@jax.named_scope("sum_over_stages")
 def sum_over_stages(h_BSD: jax.Array) -> jax.Array:
     """The sum over stages of hidden states, on every stage."""
     return _per_tensor_rank(lambda x: jax.lax.psum(x, PIPE), h_BSD)
