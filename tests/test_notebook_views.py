@@ -18,7 +18,7 @@ from rich.text import Text
 from tiny import TINY
 
 import jaxllm
-from jaxllm import notebook
+from jaxllm import api, config, notebook
 from jaxllm.commands.plan import plan
 from jaxllm.compile.inspect import Report, inspect_config
 from jaxllm.compile.inspect_text import in_columns
@@ -188,6 +188,11 @@ def test_a_run_in_a_notebook_shows_one_line_that_changes(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_front_door_has_what_notebooks_import():
-    assert {"fit", "inspect_config", "Trainer", "estimate", "plan", "load_model"} <= set(dir(jaxllm))
-    assert jaxllm.fit is not None
+def test_the_front_door_gives_what_the_modules_hold():
+    for name in set(jaxllm.__all__) - {"plan"}:
+        assert name in dir(jaxllm)
+        assert getattr(jaxllm, name) is getattr(config if hasattr(config, name) else api, name)
+    # Its name is a package's, too.
+    assert callable(jaxllm.plan)
+    with pytest.raises(AttributeError, match="has no attribute 'fitt'"):
+        jaxllm.fitt  # noqa: B018

@@ -1,4 +1,4 @@
-"""benchmarks/memory_accuracy.py: what it draws, what its rows hold, its sums; and the bounds it must hold."""
+"""benchmarks/memory_accuracy.py: its draws, its rows and its statistics; and the bounds on the estimate's error."""
 
 import json
 import sys

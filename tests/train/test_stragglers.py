@@ -1,13 +1,13 @@
 """Which process is reported as the one that the others wait for."""
 
 import json
-from collections import deque
+import time
 
 import jax
 import numpy as np
 import pytest
 
-from jaxllm.runtime import progress
+from jaxllm.runtime import distributed, progress
 from jaxllm.train import stragglers
 from jaxllm.train.stragglers import Stragglers, Times, straggler_sentences, usual_times
 
@@ -43,8 +43,8 @@ def test_a_slow_device_is_named_though_all_take_the_same_time():
 
 
 def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
-    steps = deque(progress.StepTime(step_s, data_s, 0.5) for step_s, data_s in [(1, 0.25)] * 4)
-    monkeypatch.setattr(progress, "_steps", steps)
+    steps = [progress.StepTime(1, 0.25, 0.5)] * 4
+    monkeypatch.setattr(progress, "last_steps", lambda: list(steps))
     assert usual_times() is None
     steps.append(progress.StepTime(60, 30, 0.5))
     assert usual_times(0.002)[1:] == (1.25, 0.75, 0.25, 0.002)
@@ -52,16 +52,17 @@ def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """As process 0 of two: the lines of Stragglers, minute by minute, while process 1 publishes `peer`."""
-    monkeypatch.setattr(stragglers.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(progress, "_steps", deque([progress.StepTime(1.0, 0.0, 0.9)] * 5))
-    clock = [0.0]
-    monkeypatch.setattr(stragglers.time, "monotonic", lambda: clock[0])
+    """As process 0 of two: what Stragglers says, minute by minute, while process 1 puts up what `peer` gives."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(progress, "last_steps", lambda: [progress.StepTime(1.0, 0.0, 0.9)] * 5)
+    clock, board = [0.0], distributed.Board()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(distributed, "Board", lambda: board)
 
     def minutes(count: int, peer: Times) -> list[str]:
         lines: list[str] = []
         watch = Stragglers(lines.append)
-        watch._board.put("1", json.dumps(peer))
+        board.put("1", json.dumps(peer))
         for _ in range(count):
             watch.look()
             clock[0] += 60
