@@ -14,7 +14,6 @@ from jaxllm.pipeline_schedule import (
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
-    Group,
     ScheduleError,
     check,
     forward_only,
@@ -22,6 +21,7 @@ from jaxllm.pipeline_schedule import (
     make_schedule,
     microbatches_for,
 )
+from jaxllm.pipeline_table import Group
 from jaxllm.plan.pipeline_report import pipeline_report
 
 

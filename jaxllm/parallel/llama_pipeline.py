@@ -26,7 +26,8 @@ from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.pipeline import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.regions import GradientRegion, LossRegion
 from jaxllm.parallel.types import Batch, Params, Rows, Tree, WeightAccess
-from jaxllm.pipeline_schedule import Schedule, forward_only, make_schedule
+from jaxllm.pipeline_schedule import forward_only, make_schedule
+from jaxllm.pipeline_table import Schedule
 
 
 class StageSums(NamedTuple):

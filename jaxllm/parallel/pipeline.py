@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.mesh import PIPE, TENSOR
 from jaxllm.parallel.types import Batch, Rows, Tree
-from jaxllm.pipeline_schedule import Group, Run, Schedule, Units
+from jaxllm.pipeline_table import Group, Run, Schedule, Units
 from jaxllm.sharding import tensor_shard_map
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
-from jaxllm.config.sections import divisors
+from jaxllm.config.types import divisors
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
