@@ -32,6 +32,7 @@ from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
 from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
 from jaxllm.parallel.zero import Sinks
+from jaxllm.private_jax import empty_on_host
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["on_host"])
@@ -119,7 +120,7 @@ class LayerLoop:
             on_host = waits_on_host(kept_names(self._block, weights, h_BSD, block_context, self._policy), self._policy)
         leaves, structure = jax.tree.flatten(kept)
         shapes = [((slots * self.length, *x.shape), x.dtype) for x in leaves]
-        room = [host_room(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
+        room = [empty_on_host(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
         return Ring(structure.unflatten(room), on_host)
 
     def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
@@ -264,20 +265,6 @@ class LayerLoop:
 def unrolling(model: ModelConfig) -> int | bool:
     """How many layers a turn of the layer loop holds, as `lax.scan` wants it; True: all."""
     return 1 if model.scan_layers else True
-
-
-def host_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array in the host's memory whose content means nothing.
-
-    As `lax.scan` makes the room for its results. Zeros moved there would first lie on the device, whole, and cross the link in
-    every step; that is what is left if a JAX has another way.
-    """
-    try:
-        from jax._src.lax.lax import empty2
-
-        return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
-    except (ImportError, TypeError):
-        return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
 
 
 def _add(sums: Tree, number, gradients: Tree, valid) -> Tree:

@@ -516,7 +516,7 @@ def test_where_keep_leaves_no_mesh_it_says_so():
 def test_where_no_mesh_divides_the_rule_is_named():
     plan = find(small("train.global_batch_sequences=3"), H100, 7, keep=["pipe"])
     sentence = why_nothing(plan, SearchOptions(estimate=estimate))
-    assert sentence.startswith("No configuration for 7 x h100-80gb can be had, mostly because ")
+    assert sentence.startswith("No configuration for 7 x h100-80gb is possible, mostly because ")
     assert "global_batch_sequences=3 does not divide over data" in " ".join(line.reason for line in plan.rejected)
     assert DOES_NOT_FIT not in [line.reason for line in plan.rejected]
 
