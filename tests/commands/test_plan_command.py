@@ -226,7 +226,7 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
     assert values["interrupted"] is False
     assert values["sweep"]["interrupted"] is True
     assert [row["gpus"] for row in values["sweep"]["rows"]] == [1, 2]
-    assert result.stderr == "jaxllm: interrupted; the plan is whole, the sweep is not.\n"
+    assert result.stderr == "jaxllm: interrupted; the plan is complete, the sweep is not.\n"
     text = run(*arguments).stdout
     assert "INTERRUPTED: the best so far" not in text
     assert "INTERRUPTED: the last number of GPUs was not looked at to its end" in text
@@ -280,7 +280,7 @@ def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     monkeypatch.setattr(memory, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "16")
     assert result.exit_code == 130
-    assert "stopped before anything that fits was found" in result.stderr
+    assert "stopped before any configuration that fits was found" in result.stderr
     assert result.stdout == ""
 
 
