@@ -242,7 +242,7 @@ def giants(*overrides, gpus=8, capacity=2**20, fits=True):
 def test_weights_that_every_rank_holds_are_named():
     (found,) = giants("parallel.zero=0", "parallel.tensor=1")
     assert "embedding" in found
-    assert "the same on all 8 data ranks: parallel.zero=1 or more shares them out." in found
+    assert "the same on all 8 data ranks: parallel.zero=1 or more shards them." in found
     assert giants("parallel.zero=1", "parallel.tensor=1") == []
     assert giants("parallel.zero=0", "parallel.tensor=1", capacity=2**40) == []
     (copies,) = giants("parallel.zero=1", "parallel.tensor=1", fits=False)
@@ -297,11 +297,11 @@ def test_a_broken_or_read_only_cache_does_no_harm(report, tmp_path, caplog, monk
     monkeypatch.setattr(module, "cache_key", lambda *_: "key")
     (tmp_path / "key.json").write_text('{"total_bytes": 3')
     assert compile_report(config(), H100, 8, cache=tmp_path) == report
-    assert "compiling anew" in caplog.text
+    assert "compiling again" in caplog.text
     assert json.loads((tmp_path / "key.json").read_text())["total_bytes"] == report.total_bytes
     assert compile_report(config(), H100, 8, cache=tmp_path).cached
     assert compile_report(config(), H100, 8, cache=tmp_path / "key.json" / "no-folder") == report
-    assert "not kept for next time" in caplog.text
+    assert "The report is not cached" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["key.json"]
 
 

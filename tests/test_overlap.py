@@ -75,13 +75,13 @@ def test_flops_are_counted_where_they_lie(played):
 def test_a_loop_of_unknown_turns_is_said():
     """Where it holds collectives; in it all counts once."""
     unknown = Module(TEXT.replace(f", {TURNS}", ""), AXES)
-    assert Module(TEXT, AXES).loops_of_unknown_turns() == 0
-    assert unknown.loops_of_unknown_turns() == 1
+    assert Module(TEXT, AXES).loops_without_trip_count() == 0
+    assert unknown.loops_without_trip_count() == 1
     assert unknown.flops(unknown.entry) == MATMUL + SMALL_MATMUL
     without = unknown.text.replace("all-gather-start(%h.1)", "copy-start(%h.1)").replace("all-gather(%f.1)", "copy(%f.1)")
-    assert Module(without, AXES).loops_of_unknown_turns() == 0
+    assert Module(without, AXES).loops_without_trip_count() == 0
     (sentence,) = unknown_loop_warnings(1)
-    assert sentence.startswith("XLA does not say how often a loop with collectives turns: what is sent there is counted once")
+    assert sentence.startswith("XLA gives no trip count for a loop with collectives: transfers in it count once")
     assert not list(unknown_loop_warnings(0))
 
 

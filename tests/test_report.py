@@ -215,7 +215,7 @@ def test_hosts_that_do_not_hold_the_tensor_axis():
     assert (report.hosts, report.gpus_per_host) == (2, 6)
     assert "the largest divisor of 12 not above 8" in report.hosts_because
     (network,) = [w.message for w in report.warnings if w.kind == "network"]
-    assert network == "context x tensor = 4 devices do not lie within hosts of 6: every layer waits for the network"
+    assert network == "context x tensor = 4 devices do not fit within hosts of 6: every layer waits for the network"
     text = text_of(report)
     assert "data 1, tensor 0..1: 4 5" in text
     assert "data 1, tensor 2..3: 6 7" in text
