@@ -1,6 +1,6 @@
-"""`jaxllm compile`: what it says is what XLA says of the same compilation, and what a user can get wrong is one sentence.
+"""`jaxllm compile`: the report agrees with XLA's figures for the same compilation, and user errors give one sentence.
 
-Skipped where the extra `aot` is not installed, but for what needs no compiler.
+Skipped without the extra `aot`, except for tests that do not compile.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """Whatever compiles fails the test."""
+    """Makes the test fail if anything compiles."""
 
     def refuse(*_):
         raise AssertionError("compiled")
@@ -104,7 +104,7 @@ def test_the_verdict_follows_from_the_capacity(report):
 
 @needs_gpu_compiler
 def test_too_little_memory_is_said_and_is_no_error(recipe, tmp_path):
-    """A user's own kind with 1.2 GiB leaves a step 113 MiB; the state of 4M parameters and the logits take more."""
+    """A user-defined kind with 1.2 GiB leaves a step 113 MiB; the state of 4M parameters and the logits need more."""
     mine = tmp_path / "mine.yaml"
     mine.write_text("{like: a100-40gb, name: tiny, memory_bytes: 1288490189}")
     overrides = ["model.vocab_size=8192", "train.sequence_length=1024", "train.loss_chunk_tokens=16384", "parallel.tensor=1"]
@@ -119,7 +119,7 @@ def test_too_little_memory_is_said_and_is_no_error(recipe, tmp_path):
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_real_memory_shows_what_xla_computes_again():
-    """The matmul outputs that selective remat keeps of 12 layers: with room for half of them XLA keeps fewer."""
+    """Selective remat keeps matmul outputs of 12 layers: with room for half of them, XLA keeps fewer."""
     chosen = config(
         "parallel.data=1", "parallel.tensor=1", "model.num_layers=12", "model.scan_layers=false", "parallel.remat=none"
     )
@@ -137,7 +137,7 @@ def test_real_memory_shows_what_xla_computes_again():
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_what_lies_on_the_host_is_not_held_against_the_gpu(monkeypatch):
-    """XLA counts it as if it were the GPU's: left alone it computes again what there is room for."""
+    """XLA counts host memory as if it were the GPU's. By default it would recompute values that do fit."""
     many = ("model.num_layers=48", "train.global_batch_sequences=64", "train.microbatch_sequences=64")
     chosen = config("parallel.data=1", "parallel.tensor=1", "parallel.remat=offload", *many)
     memory = compile_step(chosen, gpu_devices(1, 1)).memory_analysis()
@@ -158,7 +158,7 @@ def test_what_lies_on_the_host_is_not_held_against_the_gpu(monkeypatch):
     ],
 )
 def test_every_kind_compiles(name):
-    """Each is taken for what it is: the capability decides which kernels there are. Those of one chip differ in little."""
+    """XLA compiles for the given kind: the compute capability selects the kernels. Kinds with the same chip differ little."""
     gpu = GPUS[name]
     devices = gpu_devices(1, 1, gpu)
     assert str(devices[0].compute_capability) == ".".join(map(str, gpu.chip.compute_capability))
@@ -172,12 +172,12 @@ def test_every_kind_compiles(name):
 
 @needs_gpu_compiler
 def test_collectives_are_grouped_and_counted(report):
-    """ZeRO 1 over four data ranks: one float32 gradient of each parameter, one gathering of the weights, in no loop."""
+    """ZeRO 1 over four data ranks: one float32 gradient per parameter, one all-gather of the weights, in no loop."""
     parameters = 2 * (256 * 64 * (2 * 4 + 2 * 2) + 3 * 256 * 512 + 2 * 256) + 256 + 2 * 2048 * 256
     scattered = [line for line in report.collectives if line.kind == "reduce-scatter" and line.axes == ("data",)]
     gathered = [line for line in report.collectives if line.kind == "all-gather" and line.axes == ("data",)]
     assert {(line.dtype, line.in_loops) for line in scattered} == {("f32", False)}
-    # Tensor ranks hold halves, but for norms; a rank keeps a quarter and sends the other three.
+    # Tensor ranks hold halves, except for norms; a rank keeps a quarter and sends the other three.
     norms = 5 * 256
     share = ((parameters - norms) / 2 + norms) / 4
     assert sum(line.bytes for line in scattered) == pytest.approx(4 * share, rel=0.01)
@@ -324,7 +324,7 @@ def test_text_fits_80_columns_and_says_it_all(report):
     ],
 )
 def test_mistakes_end_in_one_sentence_and_code_2(recipe, arguments, sentence):
-    # Not 16 but 12 sequences, so that six data ranks share them and it is the hosts that are wrong.
+    # 12 sequences instead of 16, so that six data ranks divide them and only the hosts are wrong.
     result = cli(recipe, "train.global_batch_sequences=12", "train.microbatch_sequences=1", *arguments)
     assert result.returncode == 2
     assert sentence in result.stderr
@@ -368,7 +368,7 @@ def test_70b_on_1024_gpus_takes_less_than_a_minute():
     chosen = load_config({"model": {"name": "llama-3.1-70b"}, "train": train}, mesh)
     clock, cores = time.perf_counter(), sum(os.times()[:4])
     found = compile_report(chosen, H100, 1024)
-    # Beside another test it takes longer by the clock; what its threads and their assembler took of the cores does not grow.
+    # Beside another test it takes more wall time; the CPU time of its threads and their assembler does not grow.
     assert min(time.perf_counter() - clock, sum(os.times()[:4]) - cores) < 60
     assert found.mesh == {"pipe": 8, "data": 16, "context": 2, "tensor": 4}
     assert found.fits

@@ -1,4 +1,4 @@
-"""No step is compiled into more kernels, fusions, collectives or temporary bytes than benchmarks/hlo_budget.json allows."""
+"""No step compiles into more kernels, fusions, collectives or temporary bytes than benchmarks/hlo_budget.json permits."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_the_file_has_every_step_and_a_reason():
 @pytest.mark.slow
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 def test_nothing_grew():
-    """In a process of its own: the test room's flags leave optimisations out."""
+    """In a process of its own: this test process has XLA flags that skip optimisations."""
     kept = budget.read()
     if kept["versions"] != budget.versions():
         pytest.skip(f"the budget is of {', '.join(kept['versions'])}; here are {', '.join(budget.versions())}")

@@ -1,4 +1,4 @@
-"""`jaxllm estimate`: its sums are sums, its verdict follows from the capacity, its advice fits, and it needs no JAX."""
+"""`jaxllm estimate`: terms add up, the verdict follows from the capacity, the advice fits, and it does not import JAX."""
 
 import dataclasses
 import json
@@ -294,7 +294,7 @@ BATCH_OF_EIGHT = ["train.global_batch_sequences=8", "train.microbatch_sequences=
 @pytest.mark.parametrize(
     ("gpus", "overrides", "state"),
     [
-        # Only a pipeline of seven, which no power of 2 makes; fewer tensor ranks than now; these, and the state on the host.
+        # Only a pipeline of seven, which no power of 2 gives; fewer tensor ranks than now; both, with the state on the host.
         (7, ["parallel.tensor=1", "parallel.zero=0", "train.global_batch_sequences=98"], "none"),
         (8, ["parallel.tensor=8", "train.sequence_length=655360", *BATCH_OF_EIGHT], "none"),
         (8, ["parallel.tensor=8", "train.sequence_length=786432", *BATCH_OF_EIGHT], "optimizer_and_master"),
@@ -324,7 +324,7 @@ def divides(config):
 
 
 def test_tensor_is_not_advised_across_hosts():
-    """Unless it reaches there now. Without a kind of GPU there are no hosts."""
+    """Unless they cross hosts now. Without a kind of GPU there are no hosts."""
     chosen = eight("parallel.tensor=2")
 
     def tensors(config, **options):

@@ -1,4 +1,4 @@
-"""benchmarks/memory_accuracy.py: what it draws, how it goes on where it stopped, its sums; and the bounds it must hold."""
+"""benchmarks/memory_accuracy.py: its draws, how it resumes, its sums; and the bounds that it must keep."""
 
 import argparse
 import itertools
@@ -26,7 +26,7 @@ def accuracy():
 
 @pytest.fixture(scope="module")
 def cases(accuracy):
-    """All that a run would draw, by a formula that is not to be tuned, so that these tests do not move with the one that is."""
+    """All draws of a run, by a fixed formula, so that these tests do not change with the tuned one."""
     return accuracy.draw(SEED, accuracy.COUNT, accuracy.ESTIMATES["megatron"])
 
 
@@ -68,7 +68,7 @@ def test_few_draws_are_alike(cases):
 
 def test_every_draw_is_the_planners(accuracy, cases):
     assert all(accuracy.belongs(case) for case in cases)
-    # By the whole list of choices too, where it is short.
+    # Also checked against the complete list of choices, where it is short.
     short = [case for case in cases if case.gpus <= 8][:12]
     for case in short:
         assert choice_in(case.config) in list(choices_of(case.config, case.gpus)), case
@@ -111,7 +111,7 @@ def test_every_value_of_every_axis_is_drawn(accuracy, cases):
 
 
 class FakeWorker:
-    """Calls every estimate 2% too small; notes what it was asked."""
+    """Reports every estimate as 2% too small, and records its calls."""
 
     asked: list[int]
     stopped = False
@@ -131,7 +131,7 @@ class FakeWorker:
 
 @pytest.fixture
 def asked(accuracy, monkeypatch):
-    """The indices that were compiled, in order; nothing really is."""
+    """The indices that were compiled, in order; nothing is compiled in fact."""
     FakeWorker.asked = []
     monkeypatch.setattr(accuracy, "Worker", FakeWorker)
     return FakeWorker.asked
@@ -292,7 +292,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(accuracy, monkeypatch):
     assert told[3]["error"].endswith("the reason")
     assert "ended with -9" in told[5]["error"]
     assert len({pids[i] for i in (0, 2, 4, 6)}) == 4
-    # Its own flag alone, whatever the caller's environment says.
+    # Only its own flag, whatever the caller's environment has.
     assert told[0]["flags"].startswith("--xla_gpu_kernel_cache_file=")
     assert " " not in told[0]["flags"]
 
@@ -347,7 +347,7 @@ def test_errors_are_of_what_xla_says(accuracy):
     assert told["underestimated_by_more_than_10_percent"] == 1
 
 
-# estimate, XLA's: near capacity, same verdict at 95% of it, a false promise
+# (estimate, XLA's bytes): near capacity, equal verdict at 95% of it, a false promise
 VERDICTS = {
     (500, 500): (False, True, False),
     (950, 950): (True, True, False),
@@ -424,7 +424,7 @@ def test_the_picture_shows_every_compiled_row(accuracy, tmp_path):
 
 
 TABLES = ("memory_calibration.csv", "memory_accuracy.csv")
-"""Steps that the estimate was made with (seed 456), and steps that nobody looked at before (SEED)."""
+"""Steps from which the estimate was made (seed 456), and steps not used before (SEED)."""
 
 
 @pytest.fixture(scope="module", params=TABLES)
@@ -444,7 +444,7 @@ def require_bounds(told):
 
 
 def test_the_stored_estimates_are_todays(accuracy, table):
-    """Else: python benchmarks/memory_accuracy.py --rescore [--table benchmarks/memory_calibration.csv]"""
+    """If this fails: python benchmarks/memory_accuracy.py --rescore [--table benchmarks/memory_calibration.csv]"""
     stale = [
         row["index"] for row in table if accuracy.estimated(accuracy.case_of(row))["estimate_bytes"] != row["estimate_bytes"]
     ]
