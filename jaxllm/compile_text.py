@@ -18,9 +18,8 @@ from jaxllm.plan.cluster import hosts_text
 from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, readable
 from jaxllm.report import axes_line
 
-"""Collectives in the table; the JSON has all."""
 ROWS = 14
-"""Of collectives in the table; the JSON has all."""
+"""Collectives in the table; the JSON has all."""
 
 
 def render(report: CompileReport) -> Group:

@@ -254,14 +254,14 @@ def test_synchronous_collectives_in_loops_are_named():
     loud = dataclasses.replace(quiet, asynchronous=False)
     many = dataclasses.replace(quiet, in_loops=False, count=20, bytes=20 * 1024)
     assert list(module.warnings(config().resolve(8), [quiet], "", None, None)) == []
-    (said,) = module.warnings(config().resolve(8), [loud], "", None, None)
-    assert "4 all-gathers of bf16 over data, 16.0 MiB a step, are synchronous inside loops" in said
-    (said,) = module.warnings(config().resolve(8), [many], "", None, None)
-    assert "20 all-gathers over data move 1.0 KiB each on average: XLA did not combine them." in said
-    (said,) = module.warnings(
+    (warning,) = module.warnings(config().resolve(8), [loud], "", None, None)
+    assert "4 all-gathers of bf16 over data, 16.0 MiB a step, are synchronous inside loops" in warning
+    (warning,) = module.warnings(config().resolve(8), [many], "", None, None)
+    assert "20 all-gathers over data move 1.0 KiB each on average: XLA did not combine them." in warning
+    (warning,) = module.warnings(
         config().resolve(8), [], 'x = custom-call(), frontend_attributes={_xla_compute_type="host"}', None, None
     )
-    assert "on the host's CPU" in said
+    assert "on the host's CPU" in warning
 
 
 # ----------------------------------------------------------------------------------------------------- the command line
@@ -309,8 +309,8 @@ def test_a_broken_or_read_only_cache_does_no_harm(report, tmp_path, caplog, monk
 def test_text_fits_80_columns_and_says_it_all(report):
     text = text_of(report)
     assert all(len(line) <= 80 for line in text.splitlines())
-    for said in ("8 x h100-80gb, 1 host of 8", "the largest divisor of 8", "Fits:", "of 79.6 GiB", "reduce-scatter", "TFLOP"):
-        assert said in text
+    for words in ("8 x h100-80gb, 1 host of 8", "the largest divisor of 8", "Fits:", "of 79.6 GiB", "reduce-scatter", "TFLOP"):
+        assert words in text
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,7 @@ def test_compilations_run_in_other_processes_which_end_with_the_plan():
             break
         time.sleep(0.1)
     else:
-        pytest.fail(f"process {busy} goes on")
+        pytest.fail(f"process {busy} is still running")
 
 
 def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):

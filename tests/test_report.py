@@ -80,7 +80,7 @@ def test_the_state_on_the_host_is_billed():
     held, state = report.bytes_per_device, report.state_offload
     assert (state.host, state.to_device, state.to_host) == (held.master * 3, held.master * 4, held.master * 3)
     np.testing.assert_allclose(state.link_s, 7 * held.master / 55.04e9)
-    assert "lie in the host's memory" in " ".join(text_of(report).split())
+    assert "are in the host's memory" in " ".join(text_of(report).split())
     assert json.loads(json.dumps(report.to_json()))["state_offload"]["what"] == "optimizer_and_master"
 
 
@@ -147,13 +147,13 @@ def test_replicated_key_value_heads_are_said_with_their_cost():
 
 def test_idle_tiles():
     report = inspect_config(published("llama-3.1-8b", "parallel.tensor=32", "train.microbatch_sequences=4"), gpus=32)
-    said = messages(report, "tiles")
+    warned = messages(report, "tiles")
     for name in ("gate", "up", "down"):
-        assert said[f"layers.mlp.{name}"] == "14336/32 = 448 columns: 12% of 2 256-wide tiles idle"
+        assert warned[f"layers.mlp.{name}"] == "14336/32 = 448 columns: 12% of 2 256-wide tiles idle"
     for name in ("query", "out"):
-        assert said[f"layers.attention.{name}"] == "4096/32 = 128 columns: 50% of each 256-wide tile idle"
+        assert warned[f"layers.attention.{name}"] == "4096/32 = 128 columns: 50% of each 256-wide tile idle"
     # Replicated key-value heads are not split; 2% of the head's tiles are idle; an embedding multiplies nothing.
-    assert set(said) == {f"layers.{name}" for name in ("mlp.gate", "mlp.up", "mlp.down", "attention.query", "attention.out")}
+    assert set(warned) == {f"layers.{name}" for name in ("mlp.gate", "mlp.up", "mlp.down", "attention.query", "attention.out")}
     assert {w.axis for w in report.warnings if w.kind == "tiles"} == {"tensor"}
 
 
@@ -167,10 +167,10 @@ def test_idle_part_of_a_single_tile():
 
 
 def test_matmuls_too_small_for_a_gpu():
-    said = messages(inspect_config(published("llama-3.1-8b", "parallel.tensor=8"), gpus=16), "small")
+    warned = messages(inspect_config(published("llama-3.1-8b", "parallel.tensor=8"), gpus=16), "small")
     # 8192 rows are 64 tiles: 1 tile wide is 64, 2 are 128, under 132. The output projection is 4096 wide for every tensor size.
-    assert set(said) == {f"layers.attention.{name}" for name in ("query", "key", "value")}
-    assert said["layers.attention.query"] == (
+    assert set(warned) == {f"layers.attention.{name}" for name in ("query", "key", "value")}
+    assert warned["layers.attention.query"] == (
         "8192 tokens x 512 columns becomes too small to fill a GPU: 128 output tiles of 128x256 "
         "for the 132 multiprocessors of an H100"
     )

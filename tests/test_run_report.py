@@ -333,8 +333,8 @@ def test_dilocos_islands_are_under_another_law(run):
 def test_predictions_are_held_against_the_run_where_it_ran_on_such_gpus(run):
     config = load_config(BIG)
     predicted = estimate_step_time(config, H100, 8)
-    told = {"device_peak_flops": H100.dense_flops["bfloat16"], "noise_scale_tokens": 2e6, "memory_peak_bytes": 2**34}
-    lines = steps(50, config.step_tokens, tokens_per_s_per_device=predicted.tokens_per_s_per_gpu / 1.25, **told)
+    logged = {"device_peak_flops": H100.dense_flops["bfloat16"], "noise_scale_tokens": 2e6, "memory_peak_bytes": 2**34}
+    lines = steps(50, config.step_tokens, tokens_per_s_per_device=predicted.tokens_per_s_per_gpu / 1.25, **logged)
     folder = run(lines, base=BIG)
     report = report_on(folder, gpu="h100-80gb")
     assert report.slower == pytest.approx(1.25)
@@ -401,14 +401,14 @@ def test_the_page_is_one_file_that_asks_for_nothing(run, tmp_path):
 
 def test_the_command_writes_the_page_and_prints_json_alone(run, tmp_path):
     folder = run(steps(20, noise_scale_tokens=1100.0))
-    said = CliRunner().invoke(app, ["report", str(folder), "--json"], catch_exceptions=False)
-    found = json.loads(said.output)
+    result = CliRunner().invoke(app, ["report", str(folder), "--json"], catch_exceptions=False)
+    found = json.loads(result.output)
     assert found["data_ranks"]["stops_paying"] == 8
     assert found["data_ranks"]["rows"][0].keys() >= {"data_ranks", "gpus", "batch_tokens", "hours", "gpu_hours", "fits"}
     assert not (folder / "report.html").exists()
-    said = CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False)
-    assert "Doubling stops paying at 8 data ranks (8 GPUs)" in said.output
-    assert said.output.endswith(f"page {folder / 'report.html'}\n")
+    result = CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False)
+    assert "Doubling stops paying at 8 data ranks (8 GPUs)" in result.output
+    assert result.output.endswith(f"page {folder / 'report.html'}\n")
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     out = tmp_path / "other.html"
     CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--gpu", "h100-80gb"], catch_exceptions=False)
@@ -426,9 +426,9 @@ def test_the_command_writes_the_page_and_prints_json_alone(run, tmp_path):
 )
 def test_mistakes_end_in_one_sentence(run, arguments, sentence):
     folder = str(run(steps(20, noise_scale_tokens=1100.0)))
-    said = CliRunner().invoke(app, ["report", *(folder if word == "RUN" else word for word in arguments)])
-    assert isinstance(said.exception, ConfigError)
-    assert sentence.replace("RUN", folder) in str(said.exception)
+    result = CliRunner().invoke(app, ["report", *(folder if word == "RUN" else word for word in arguments)])
+    assert isinstance(result.exception, ConfigError)
+    assert sentence.replace("RUN", folder) in str(result.exception)
 
 
 def test_a_run_without_steps_or_config_is_refused(run):

@@ -157,7 +157,7 @@ def test_a_compiler_that_dies_takes_its_candidate_alone(plan):
 
 def test_progress_counts_what_is_confirmed(plan):
     seen = []
-    confirm(plan, 2, Compiler(plan, above=(0,)), progress=lambda *told: seen.append(told))
+    confirm(plan, 2, Compiler(plan, above=(0,)), progress=lambda *call: seen.append(call))
     assert seen == [("compiled", 0, 2), ("compiled", 1, 2), ("compiled", 2, 2)]
 
 

@@ -103,15 +103,15 @@ def test_the_megatron_convention_is_the_published_rule():
 
 def test_what_the_rule_does_not_know_is_said():
     chosen = config("parallel.remat=none").resolve(16)
-    said = "ZeRO 0 and 1, and nothing computed twice"
-    assert said in "\n".join(estimate(chosen, H100, convention="megatron").lines())
-    assert said not in "\n".join(estimate(chosen, H100).lines())
+    sentence = "ZeRO 0 and 1, and nothing computed twice"
+    assert sentence in "\n".join(estimate(chosen, H100, convention="megatron").lines())
+    assert sentence not in "\n".join(estimate(chosen, H100).lines())
 
 
 def test_stages_are_said_to_be_the_same_where_there_are_some():
-    said = "(each stage the same: all run one program)"
-    assert said in "\n".join(estimate(config(), H100, 16).lines())
-    assert said not in "\n".join(estimate(config("parallel.pipe=1"), H100, 16).lines())
+    sentence = "(each stage the same: all run one program)"
+    assert sentence in "\n".join(estimate(config(), H100, 16).lines())
+    assert sentence not in "\n".join(estimate(config("parallel.pipe=1"), H100, 16).lines())
 
 
 @pytest.mark.parametrize(("share", "doubted"), [(0.94, False), (0.96, True), (1.0, True), (1.01, False)])

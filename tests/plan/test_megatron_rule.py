@@ -138,8 +138,8 @@ def test_every_stage(mesh):
     for column, changes in enumerate(({}, {"remat": "full"}, {"zero": 0})):
         stages = megatron_memory_by_stage(llama(t, 1, p, d, **changes)).stages
         assert [stage.stage for stage in stages] == list(range(p))
-        told = [stage.total_bytes / GIB for stage in stages]
-        assert told == pytest.approx([row[column] for row in BY_STAGE[mesh]], abs=HALF_DIGIT)
+        sizes_gib = [stage.total_bytes / GIB for stage in stages]
+        assert sizes_gib == pytest.approx([row[column] for row in BY_STAGE[mesh]], abs=HALF_DIGIT)
 
 
 def test_interleaving_holds_more():
@@ -147,8 +147,8 @@ def test_interleaving_holds_more():
     plain, cut = llama(2, 1, 4, 1), llama(2, 1, 4, 1, schedule="interleaved", virtual_stages=2)
     assert gib(cut, "activations") == pytest.approx(1.375 * gib(plain, "activations"), rel=1e-9)
     assert states_gib(cut) == states_gib(plain)
-    told = [stage.terms_bytes["activations"] / GIB for stage in megatron_memory_by_stage(cut).stages]
-    assert told == pytest.approx([28.19, 23.06, 17.94, 12.81], abs=HALF_DIGIT)
+    sizes_gib = [stage.terms_bytes["activations"] / GIB for stage in megatron_memory_by_stage(cut).stages]
+    assert sizes_gib == pytest.approx([28.19, 23.06, 17.94, 12.81], abs=HALF_DIGIT)
 
 
 def test_few_microbatches_fill_a_pipeline_in_part():
@@ -297,11 +297,11 @@ def test_safety_is_counted_on_compiled_configurations(rule):
 def test_the_report_says_it_in_words(rule, monkeypatch):
     monkeypatch.setattr(rule, "admitted", lambda mesh, remat: rule.Admitted(mesh, 1, 2, 32, 40))
     monkeypatch.setattr(rule, "read_table", lambda path: [])
-    told = rule.report(rule.read_rows(), "full")
-    assert (told["safe"], told["safe_and_ran"], told["rows"], len(told["meshes"])) == (87, 83, 139, 50)
-    assert told["largest_difference_percent"] < 0.501
-    assert told["our_share"]["a100-40gb"] == pytest.approx(0.95 * (0.92 * 40 - 1) / 40)
-    text = "\n".join(rule.lines(told))
+    report = rule.report(rule.read_rows(), "full")
+    assert (report["safe"], report["safe_and_ran"], report["rows"], len(report["meshes"])) == (87, 83, 139, 50)
+    assert report["largest_difference_percent"] < 0.501
+    assert report["our_share"]["a100-40gb"] == pytest.approx(0.95 * (0.92 * 40 - 1) / 40)
+    text = "\n".join(rule.lines(report))
     assert "Of 87 runs that the published rule calls safe, 83 ran:" in text
     assert "a100-40gb: 22 of 26; and 0 of 21 that it calls unsafe" in text
     assert "| a100-40gb | 8 | 4 | 1 | 2 | 1 | 1 | 2 | 32 | 40 |" in text

@@ -119,8 +119,8 @@ class FakeWorker:
     def compile(self, case):
         self.asked.append(case.index)
         total = round(megatron_memory_by_stage(case.config).peak_bytes * 1.02)
-        told = {"argument_bytes": total - 7, "temp_bytes": 7, "output_bytes": 5, "alias_bytes": 5, "total_bytes": total}
-        return {**told, "host_bytes": 0, "attention": "cudnn", "compile_s": 1.5, "versions": "jax 0"}
+        report = {"argument_bytes": total - 7, "temp_bytes": 7, "output_bytes": 5, "alias_bytes": 5, "total_bytes": total}
+        return {**report, "host_bytes": 0, "attention": "cudnn", "compile_s": 1.5, "versions": "jax 0"}
 
     def stop(self):
         pass
@@ -168,10 +168,10 @@ def test_a_run_goes_on_where_it_stopped(command, asked):
     assert command("--limit", "5")["configurations"] == 5
     assert asked == [0, 1, 2, 3, 4]
     assert command("--limit", "3")["configurations"] == 8
-    told = command()
+    summary = command()
     assert asked == list(range(12))
-    assert told["configurations"] == 12
-    assert told["median_error_percent"] == pytest.approx(100 - 100 / 1.02, abs=1e-6)
+    assert summary["configurations"] == 12
+    assert summary["median_error_percent"] == pytest.approx(100 - 100 / 1.02, abs=1e-6)
     before = command.table.read_bytes()
     assert command()["configurations"] == 12
     assert len(asked) == 12
@@ -213,11 +213,11 @@ def test_a_changed_draw_is_told_and_kept_until_asked(accuracy, command, asked):
     rows = accuracy.read_table(command.table)
     rows[4] = {**rows[4], "hash": "0" * 12}
     accuracy.write_table(command.table, rows)
-    said = []
-    accuracy.compile_more(accuracy.read_table(command.table), _options(command.table, redo=None), said.append)
-    assert any("1 rows hold what today's draw has otherwise" in line for line in said)
+    messages = []
+    accuracy.compile_more(accuracy.read_table(command.table), _options(command.table, redo=None), messages.append)
+    assert any("1 rows hold what today's draw has otherwise" in line for line in messages)
     assert len(asked) == 12
-    accuracy.compile_more(accuracy.read_table(command.table), _options(command.table, redo="changed"), said.append)
+    accuracy.compile_more(accuracy.read_table(command.table), _options(command.table, redo="changed"), messages.append)
     assert asked[12:] == [4]
     assert accuracy.read_table(command.table)[4]["hash"] != "0" * 12
 
@@ -225,9 +225,9 @@ def test_a_changed_draw_is_told_and_kept_until_asked(accuracy, command, asked):
 def test_what_failed_is_kept_until_asked(command, asked, monkeypatch):
     real = FakeWorker.compile
     monkeypatch.setattr(FakeWorker, "compile", lambda self, case: {"error": "No."} if case.index == 3 else real(self, case))
-    told = command()
-    assert (told["configurations"], told["failed"]) == (11, 1)
-    assert told["errors"][0].endswith(": No.")
+    summary = command()
+    assert (summary["configurations"], summary["failed"]) == (11, 1)
+    assert summary["errors"][0].endswith(": No.")
     monkeypatch.setattr(FakeWorker, "compile", real)
     assert command()["failed"] == 1
     assert command("--redo", "errors")["failed"] == 0
@@ -284,17 +284,17 @@ def test_a_worker_that_dies_or_hangs_is_replaced(accuracy, monkeypatch):
     monkeypatch.setattr(accuracy, "COMPILE_LIMIT_S", 3)
     monkeypatch.setattr(accuracy, "FRESH_WORKER_AFTER", 2)
     worker = accuracy.Worker()
-    told = [worker.compile(accuracy.Case(index, "any", "", 1, {})) for index in (0, 0, 0, 1, 0, 2, 0)]
+    answers = [worker.compile(accuracy.Case(index, "any", "", 1, {})) for index in (0, 0, 0, 1, 0, 2, 0)]
     worker.close()
-    pids = [answer.get("pid") for answer in told]
+    pids = [answer.get("pid") for answer in answers]
     assert pids[0] == pids[1] != pids[2]
-    assert "ended with -6" in told[3]["error"]
-    assert told[3]["error"].endswith("the reason")
-    assert "ended with -9" in told[5]["error"]
+    assert "ended with -6" in answers[3]["error"]
+    assert answers[3]["error"].endswith("the reason")
+    assert "ended with -9" in answers[5]["error"]
     assert len({pids[i] for i in (0, 2, 4, 6)}) == 4
-    # Only its own flag, whatever the caller's environment has.
-    assert told[0]["flags"].startswith("--xla_gpu_kernel_cache_file=")
-    assert " " not in told[0]["flags"]
+    # Only its own flag, for any environment of the caller.
+    assert answers[0]["flags"].startswith("--xla_gpu_kernel_cache_file=")
+    assert " " not in answers[0]["flags"]
 
 
 def test_an_interrupted_run_keeps_its_rows_and_ends_its_workers(accuracy, cases, monkeypatch):
@@ -338,13 +338,13 @@ def fabricated(estimate: int, total: int, **knobs):
 
 def test_errors_are_of_what_xla_says(accuracy):
     rows = [fabricated(*pair) for pair in [(100, 100), (102, 100), (96, 100), (108, 100), (89, 100)]]
-    told = accuracy.figures(rows)
-    assert told["median_error_percent"] == pytest.approx(4)
-    assert told["p95_error_percent"] == pytest.approx(8 + 0.8 * 3)
-    assert told["mean_signed_error_percent"] == pytest.approx(-1)
-    assert told["worst_underestimate_percent"] == pytest.approx(11)
-    assert told["worst_overestimate_percent"] == pytest.approx(8)
-    assert told["underestimated_by_more_than_10_percent"] == 1
+    summary = accuracy.figures(rows)
+    assert summary["median_error_percent"] == pytest.approx(4)
+    assert summary["p95_error_percent"] == pytest.approx(8 + 0.8 * 3)
+    assert summary["mean_signed_error_percent"] == pytest.approx(-1)
+    assert summary["worst_underestimate_percent"] == pytest.approx(11)
+    assert summary["worst_overestimate_percent"] == pytest.approx(8)
+    assert summary["underestimated_by_more_than_10_percent"] == 1
 
 
 # (estimate, XLA's bytes): near capacity, equal verdict at 95% of it, a false promise
@@ -371,14 +371,14 @@ def test_verdicts(accuracy, pair):
 
 
 def test_the_summary_counts_verdicts(accuracy):
-    told = accuracy.summary([fabricated(*pair) for pair in VERDICTS])
+    summary = accuracy.summary([fabricated(*pair) for pair in VERDICTS])
     near, agree, promise = zip(*VERDICTS.values(), strict=True)
-    assert told["configurations"] == len(VERDICTS)
-    assert told["near_capacity"] == sum(near)
-    assert told["verdict_agreement"] == pytest.approx(sum(agree) / len(agree))
+    assert summary["configurations"] == len(VERDICTS)
+    assert summary["near_capacity"] == sum(near)
+    assert summary["verdict_agreement"] == pytest.approx(sum(agree) / len(agree))
     among = [a for a, n in zip(agree, near, strict=True) if n]
-    assert told["verdict_agreement_near_capacity"] == pytest.approx(sum(among) / len(among))
-    assert told["called_safe_and_above_capacity"] == sum(promise)
+    assert summary["verdict_agreement_near_capacity"] == pytest.approx(sum(among) / len(among))
+    assert summary["called_safe_and_above_capacity"] == sum(promise)
 
 
 def test_the_summary_is_broken_down(accuracy):
@@ -388,26 +388,26 @@ def test_the_summary_is_broken_down(accuracy):
         fabricated(120, 100, zero=3, pipe=4, schedule="gpipe", tensor=16),
         fabricated(1, 1, zero=2) | {"error": "No.", "total_bytes": ""},
     ]
-    told = accuracy.summary(rows)
-    assert (told["configurations"], told["failed"]) == (3, 1)
-    by = {column: {value: f["median_error_percent"] for value, f in told["by"][column].items()} for column in told["by"]}
+    summary = accuracy.summary(rows)
+    assert (summary["configurations"], summary["failed"]) == (3, 1)
+    by = {column: {value: f["median_error_percent"] for value, f in summary["by"][column].items()} for column in summary["by"]}
     assert by["zero"] == {"0": pytest.approx(0), "3": pytest.approx(15)}
     assert by["schedule"] == {"1f1b": pytest.approx(10), "gpipe": pytest.approx(20), "no pipeline": pytest.approx(0)}
     assert by["remat"] == {"full": pytest.approx(10), "mapping": pytest.approx(10)}
     assert list(by["tensor"]) == ["1", "8", "16"]
-    for column, values in told["by"].items():
+    for column, values in summary["by"].items():
         assert sum(f["configurations"] for f in values.values()) == 3, column
-    assert told["compile_s"] == {"total": 6, "median": 2, "most": 2}
-    text = "\n".join(accuracy.lines(told))
+    assert summary["compile_s"] == {"total": 6, "median": 2, "most": 2}
+    text = "\n".join(accuracy.lines(summary))
     assert "3 configurations compiled" in text
     assert "1 failed" in text
     assert "| zero | 3 | 2 | 15.00 |" in text
 
 
 def test_no_rows_no_figures(accuracy):
-    told = accuracy.summary([])
-    assert (told["configurations"], told["median_error_percent"], told["verdict_agreement"]) == (0, None, None)
-    assert list(accuracy.lines(told)) == ["0 configurations compiled, 0 near capacity; 0 failed"]
+    summary = accuracy.summary([])
+    assert (summary["configurations"], summary["median_error_percent"], summary["verdict_agreement"]) == (0, None, None)
+    assert list(accuracy.lines(summary)) == ["0 configurations compiled, 0 near capacity; 0 failed"]
 
 
 def test_the_picture_shows_every_compiled_row(accuracy, tmp_path):
@@ -435,12 +435,12 @@ def table(accuracy, request):
     return rows
 
 
-def require_bounds(told):
-    assert told["errors"] == []
-    assert told["median_error_percent"] <= 3
-    assert told["p95_error_percent"] <= 8
-    assert told["underestimated_by_more_than_10_percent"] == 0
-    assert told["called_safe_and_above_capacity"] == 0
+def require_bounds(summary):
+    assert summary["errors"] == []
+    assert summary["median_error_percent"] <= 3
+    assert summary["p95_error_percent"] <= 8
+    assert summary["underestimated_by_more_than_10_percent"] == 0
+    assert summary["called_safe_and_above_capacity"] == 0
 
 
 def test_the_stored_estimates_are_todays(accuracy, table):
@@ -454,12 +454,12 @@ def test_the_stored_estimates_are_todays(accuracy, table):
 def test_the_estimate_on_the_whole_table(accuracy, table):
     assert all(accuracy.belongs(accuracy.case_of(row)) for row in table)
     (seed,) = {row["seed"] for row in table}
-    told = accuracy.summary(table)
-    require_bounds(told)
-    assert told["configurations"] >= (454 if seed == accuracy.SEED else 150)
-    assert told["near_capacity"] >= (150 if seed == accuracy.SEED else 60)
-    assert told["verdict_agreement"] >= 0.97
-    assert told["verdict_agreement_near_capacity"] >= 0.9
+    summary = accuracy.summary(table)
+    require_bounds(summary)
+    assert summary["configurations"] >= (454 if seed == accuracy.SEED else 150)
+    assert summary["near_capacity"] >= (150 if seed == accuracy.SEED else 60)
+    assert summary["verdict_agreement"] >= 0.97
+    assert summary["verdict_agreement_near_capacity"] >= 0.9
 
 
 @pytest.mark.slow
@@ -472,6 +472,6 @@ def test_the_estimate_against_twenty_steps_compiled_now(accuracy, tmp_path):
     newest = next(table for name in reversed(TABLES) if (table := accuracy.read_table(BENCHMARKS / name)))
     cases = [accuracy.case_of(row) for row in accuracy.subset(newest, 20)]
     accuracy.run(cases, tmp_path / "subset.csv", workers=2)
-    told = accuracy.summary(accuracy.read_table(tmp_path / "subset.csv"))
-    assert told["configurations"] == 20
-    require_bounds(told)
+    summary = accuracy.summary(accuracy.read_table(tmp_path / "subset.csv"))
+    assert summary["configurations"] == 20
+    require_bounds(summary)

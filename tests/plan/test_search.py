@@ -444,7 +444,7 @@ def test_the_host_has_an_end_too():
 
 def test_progress_counts_meshes():
     seen = []
-    plan = find(small(), H100, progress=lambda *told: seen.append(told))
+    plan = find(small(), H100, progress=lambda *call: seen.append(call))
     assert seen == [("meshes", number, plan.meshes) for number in range(1, plan.meshes + 1)]
 
 
