@@ -1,4 +1,4 @@
-"""What mkdocs.yml needs beside the pages: one of the API, and links that lead out of docs/ as plain names of files."""
+"""Additions of mkdocs.yml to the pages: an API page, and plain file names for links that lead out of docs/."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The site has no page for these files: the link becomes the text, and the file's name where that is another."""
+    """Replaces links to files without a page by their text, followed by the file name if it differs."""
 
     def named(match: re.Match) -> str:
         text, path = match[1], match[2].partition("#")[0]
@@ -33,6 +33,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _entry(name: str) -> str:
-    # The package jaxllm.plan is called like a function, which the site would show as the package.
+    # The package jaxllm.plan is called as a function, but the site would show it as a package.
     thing = plan if name == "plan" else getattr(jaxllm, name)
     return f"::: {thing.__module__}.{thing.__qualname__}\n"

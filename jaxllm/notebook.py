@@ -64,7 +64,7 @@ def plan_html(plan: Any) -> str:
 
 
 def inspect_html(report: Any) -> str:
-    """What `jaxllm inspect` prints."""
+    """The output of `jaxllm inspect`."""
     from jaxllm.compile.inspect_text import in_columns, render
 
     return preformatted(in_columns(render(report)))

@@ -20,17 +20,17 @@ MANY_PARAMETERS = {
     "cli.py": "Typer makes an option of each parameter of a command",
 }
 
-STEP_MODULES, STEP_LINES, STEP_CHAIN = 14, 3_100, 7
-"""Import closure of the train step: modules, their lines, longest chain. house of 2026-11: 61, 12,754, 17."""
-LOOP_CHAIN = 16
+STEP_MODULES, STEP_LINES, STEP_CHAIN = 18, 2_700, 10
+"""Import closure of the train step: modules (eight are the config's), their lines, longest chain. Before: 61, 12,754, 17."""
+LOOP_CHAIN = 22
 
 ENVIRONMENT = {
-    "runtime/distributed.py": "start-up",
-    "runtime/launchers.py": "what a launcher set",
+    "runtime/distributed.py": "start-up; it hands the variables to launchers.py",
     "runtime/supervisor.py": "outside the process",
     "runtime/xla_flags.py": "XLA_FLAGS must be set before JAX starts",
+    "data/prepare_workers.py": "tells the tokenizers of its own workers not to start threads",
 }
-PRIVATE_JAX: dict[str, str] = {}
+PRIVATE_JAX = "private_jax.py"
 AXIS_CALLS = r"(^P|PartitionSpec|psum\w*|pmax|pmean|all_gather|all_to_all|ppermute|axis_index|axis_size|shard_map)$"
 AXES = {"pipe", "data", "context", "tensor", "replica"}
 
@@ -85,7 +85,8 @@ def at_import(module: str) -> set[str]:
             wanted |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             wanted |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return wanted & imports().modules - {"jaxllm"}
+    # A package's own __init__ is not above its modules.
+    return {m for m in wanted & imports().modules if m != "jaxllm" and not module.startswith(f"{m}.")}
 
 
 @cache
@@ -151,13 +152,13 @@ def test_mesh_axes_are_spelled_in_one_place():
 
 def test_the_environment_is_read_in_start_up_alone():
     uses = {name(file) for file in FILES if re.search(r"\bos\.(environ|getenv|putenv)\b", file.read_text(encoding="utf-8"))}
-    assert uses - set(ENVIRONMENT) == set()
+    assert uses == set(ENVIRONMENT)
 
 
-def test_private_jax_is_used_in_guarded_places_alone():
+def test_private_jax_is_used_in_one_file():
     pattern = re.compile(r"\bjax\._src\b|\bjaxlib\.\w*\._|from jax\._|import jax\._")
     uses = {name(file) for file in FILES if pattern.search(file.read_text(encoding="utf-8"))}
-    assert uses == set(PRIVATE_JAX)
+    assert uses == {PRIVATE_JAX}
 
 
 def test_every_room_is_described():

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works")
 COMPILES = "02_plan_a_cluster"
 NIGHTLY = (COMPILES, "03_bring_a_model")
-"""What these show is held by the tests of plans and of conversion."""
+"""Notebooks whose content the tests of plans and of conversion cover."""
 LARGEST_BYTES = 400_000
 
 

@@ -13,9 +13,8 @@ from jaxllm.config.sections import (
     RunConfig,
     Section,
     SourceConfig,
-    divisors,
 )
-from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions
+from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions, divisors
 
 __all__ = [
     "ATTENTION_RESULTS",

@@ -6,7 +6,8 @@ import itertools
 import math
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.sections import ModelConfig, ParallelConfig, TrainConfig, divisors
+from jaxllm.config.sections import ModelConfig, ParallelConfig, TrainConfig
+from jaxllm.config.types import divisors
 
 FP8_UNIT = 16
 """Dims of cuBLASLt's FP8 matmuls must be multiples of this (cuBLAS library documentation, cublasLtMatmul)."""

@@ -33,9 +33,8 @@ from jaxllm.config.sections import (
     Section,
     SourceConfig,
     TrainConfig,
-    divisors,
 )
-from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions
+from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions, divisors
 from jaxllm.display import table
 
 __all__ = [

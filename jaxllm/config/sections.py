@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import glob
-import math
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,15 +24,9 @@ from jaxllm.config.types import (
     Seed,
     Switch,
     XlaOptions,
+    divisors,
     one_or_more,
 )
-
-
-@lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending. It takes time proportional to the square root, so even a mistyped, much larger size is fast."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
 
 class Section(BaseModel):

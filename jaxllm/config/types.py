@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -71,3 +73,10 @@ def _pairs(schedule: Any) -> Any:
 
 BatchSchedule = Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], BeforeValidator(_pairs)]
 XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending. In the root's time: a size mistyped by some digits is answered too."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(small + [number // n for n in reversed(small) if n * n != number])

@@ -1,15 +1,15 @@
-"""What XLA holds while it runs one layer backward, beside what the step keeps: how many tensors of which size, counted.
+"""Memory that XLA needs to run one layer backward, beside the tensors that the step keeps: counts of tensors of each size.
 
-The counts were read in listings of the buffers that live at a step's fullest moment (XLA's option xla_dump_to), and are of no
-theory but the program's: what is computed again, products that wait for the gradients of weights, gathered sequences, blocks of
-attention, copies in another layout. They are whole or half numbers and none is fitted; how far they are off, on steps that were
-not looked at, is what benchmarks/memory_accuracy.py tells.
+The counts were read in XLA's buffer listings at a step's fullest moment (option xla_dump_to). They follow from the program, not
+from a theory: recomputed tensors, products that wait for the gradients of weights, gathered sequences, attention blocks, copies
+in another layout. They are whole or half numbers, and none is fitted. benchmarks/memory_accuracy.py measures their error on
+steps that were not used for the counts.
 
 A layer is fullest at one of three moments:
 
-    feed_forward       SwiGLU's products, their gradients, and what led to them
-    feed_forward_end   the gradients of the gathered sequence beside most of that
-    attention          the blocks of attention, forward and backward, beside what waits for the gradients of the weights above
+    feed_forward       SwiGLU's products, their gradients, and the tensors they come from
+    feed_forward_end   the gradients of the gathered sequence, beside most of that
+    attention          attention blocks, forward and backward, beside tensors that wait for the gradients of the weights above
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Moments = dict[str, dict[str, float]]
 
 
 class TensorCounts(NamedTuple):
-    """Tensors of each size (LayerShape.units)."""
+    """Number of tensors of each size (LayerShape.units)."""
 
     mlp: int
     whole: int
@@ -44,74 +44,74 @@ COUNTS: Mapping[str, Mapping[str, TensorCounts]] = {
         "attention": TensorCounts(4, 2, 2),
     },
 }
-"""By whether SwiGLU's products are kept; with everything kept it is as with recomputing: autodiff's residuals are copied."""
+"""Counts by whether SwiGLU's products are kept. remat=none counts as recomputed, because autodiff's residuals are copied."""
 
 
 class Blocks(NamedTuple):
-    """Of attention's backward: tensors of the queries' size, and of the keys'."""
+    """Tensors in attention's backward: of the queries' size and of the keys' size."""
 
     query: int
     key: int
 
 
 ATTENTION: Mapping[str, Blocks] = {"whole": Blocks(4, 4), "ring": Blocks(6, 12), "all_gather": Blocks(6, 6)}
-"""All_gather's keys are those of all context ranks."""
+"""For all_gather, a key tensor has the keys of all context ranks."""
 QUERIES_WITH_DOCUMENTS = 6
-"""At least: a block on the diagonal is cut, and its parts are put together again."""
+"""Minimum with documents: a block on the diagonal is split, and its parts are concatenated again."""
 RECOMPUTED_QUERIES, RECOMPUTED_QUERIES_WITH_DOCUMENTS = 3, 6
-"""That lie there, made anew, while the feed-forward runs backward."""
+"""Recomputed query-sized tensors that are live while the feed-forward runs backward."""
 REARRANGED_QUERIES, REARRANGED_IN_A_RING = 3, 6
-"""Copies of queries, outputs and their gradients, by chunks of the zigzag: with one sequence they are the same bytes. More in a
-ring that comes behind a layer made anew, where transfers start early."""
+"""Copies of queries, outputs and their gradients in zigzag chunks; with one sequence no copy is needed. A ring has more of them
+if its layer is recomputed and transfers start early."""
 SMALLEST_HALF = 128
-"""Rows where the halving of a block with documents ends (attention_blocks.documents_by_halves)."""
+"""Rows at which the halving of a block with documents ends (attention_blocks.documents_by_halves)."""
 SMALLEST_SCORES = 6
-"""The smallest blocks' scores, forward and backward, two in float32 and two in the compute dtype: queries, where heads are as
-wide as these blocks are long. Seen with one sequence a microbatch and a layer made anew."""
+"""Scores of the smallest blocks, forward and backward, two in float32 and two in the compute dtype, in units of queries if
+heads are as wide as these blocks are long. Observed with one sequence per microbatch and a recomputed layer."""
 HALVINGS = 2
-"""Queries and outputs, half of each for every halving; while it is computed again, one of them."""
+"""Queries and outputs, half of each per halving; one of them during recomputation."""
 SCORE_BYTES = 10
-"""Of each score that plain XLA attention computes: float32 before and after softmax, and the compute dtype."""
+"""Bytes per score in plain XLA attention: float32 before and after softmax, and the compute dtype."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer of a train step, as one device computes it."""
+    """Sizes of one layer of a train step on one device."""
 
     units: Mapping[str, float]
     """Bytes of one tensor of a block, by its size."""
     policy: Policy
     kept: Mapping[str, float]
-    """Bytes on the device, of one layer and microbatch, by name."""
+    """Bytes on the device per layer and microbatch, by name."""
     offloaded: Mapping[str, float]
-    """Bytes on the host, likewise."""
+    """Bytes on the host per layer and microbatch, by name."""
     scores: float
-    """Numbers of a layer's square of scores, where plain XLA makes it."""
+    """Elements of one layer's score matrices, if plain XLA computes them; else 0."""
     fp8_rounded: float
-    """Bytes of what FP8 matmuls round."""
+    """Bytes of tensors rounded for FP8 matmuls."""
     sequences: int
-    """Of a microbatch."""
+    """Sequences per microbatch."""
     local_length: int
-    """Positions of a sequence on a context rank."""
+    """Positions of a sequence on one context rank."""
     head_dim: int
     context: int
     context_method: str
     tensor: int
     zero: int
-    """0 on one rank."""
+    """ZeRO level; 0 on a single rank."""
     microbatches: int
     chunk_layers: int
     virtual_stages: int
     slots: int
-    """Of a pipeline's ring of residuals."""
+    """Slots in a pipeline's ring of residuals."""
     documents: bool
-    """Attention is cut at the ends of documents."""
+    """Whether attention is masked at document boundaries."""
     pipelined: bool
     overlap_passes: bool
     loops_by_hand: bool
-    """The layer loop sums its gradients itself."""
+    """Whether the layer loop accumulates its own gradients."""
     runs_ahead: bool
-    """XLA starts transfers early on this kind of GPU."""
+    """Whether XLA starts transfers early on this kind of GPU."""
 
 
 def layer_backward(layer: LayerShape) -> Moments:
@@ -120,7 +120,7 @@ def layer_backward(layer: LayerShape) -> Moments:
     units = layer.units
     moments: Moments = {}
     if layer.policy.offload and transposes(layer) and not layer.pipelined:
-        # The stacks that stay on the device, transposed for the backward pass; in a loop of XLA's own making they are not.
+        # The stacks that stay on the device are transposed for the backward pass, except in a loop that XLA builds itself.
         stacks = sum(layer.kept.get(name, 0) for name in ("block_input", "attention_out"))
         moments["turn"] = {"relayout": layer.chunk_layers * stacks}
     for moment, held in counts.items():
@@ -135,7 +135,7 @@ def layer_backward(layer: LayerShape) -> Moments:
         if transposes(layer):
             size += (1 + late_sequences(layer, moment)) * units["whole"]
         if layer.overlap_passes and layer.pipelined:
-            # Of the layer that goes forward beside it: near the mean of 18 steps that were compiled with and without.
+            # Tensors of the concurrent forward layer: close to the mean of 18 steps compiled with and without overlap_passes.
             size += units["mlp"] + units["whole"]
         moments[moment] = {"layer_copies": copies(layer, moment), "working_set": size + attention(layer, moment)}
         if moment == "attention" and layer.scores:
@@ -148,13 +148,13 @@ def keeps_products(layer: LayerShape) -> bool:
 
 
 def is_recomputed_early(layer: LayerShape) -> bool:
-    """Whether most of a layer is computed again before its backward pass, with transfers that start early: more of it waits."""
+    """Whether most of a layer is recomputed before its backward pass while transfers start early, so that more tensors wait."""
     return layer.runs_ahead and not keeps_products(layer) and not layer.policy.everything
 
 
 def fewer_products(layer: LayerShape) -> int:
-    """How many of SwiGLU's products that are made anew do not wait, as compiled steps show: fewer of them wait in a pipeline,
-    whose layer loop is written by hand, and where XLA starts nothing early."""
+    """Number of SwiGLU's recomputed products that do not wait, by compiled steps. Fewer of them wait in a pipeline, whose
+    layer loop is explicit, and where XLA starts no transfers early."""
     if not {"mlp_gate", "mlp_up"} <= set(layer.policy.recompute):
         return 0
     documents = layer.documents
@@ -168,25 +168,26 @@ def fewer_products(layer: LayerShape) -> int:
 
 
 def is_single(layer: LayerShape) -> bool:
-    """Whether a pipeline's chunk is one layer: XLA makes no loop of it."""
+    """Whether a pipeline's chunk is one layer, for which XLA builds no loop."""
     return layer.pipelined and layer.chunk_layers == 1
 
 
 def transposes(layer: LayerShape) -> bool:
-    """Sequences split over tensor are gathered along their second dim, which puts it first: several are transposed back."""
+    """Whether gathered sequences are transposed back. The gather over tensor is along their second dim and moves it first,
+    which matters only for several sequences."""
     return layer.sequences > 1 and layer.tensor > 1
 
 
 def late_sequences(layer: LayerShape, moment: str) -> int:
-    """The gradients by way of queries, keys and values, that wait for each other where transfers start late and a sequence is
-    wider than a rank's part of the feed-forward."""
+    """Number of gradients through queries, keys and values that wait for each other. This happens if transfers start late and a
+    sequence is wider than a rank's part of the feed-forward."""
     narrow = layer.units["mlp"] < layer.units["whole"]
-    anew = not keeps_products(layer) and not layer.policy.everything
-    return 3 if moment == "feed_forward_end" and anew and narrow and not (layer.runs_ahead or layer.pipelined) else 0
+    recomputed = not keeps_products(layer) and not layer.policy.everything
+    return 3 if moment == "feed_forward_end" and recomputed and narrow and not (layer.runs_ahead or layer.pipelined) else 0
 
 
 def attention(layer: LayerShape, moment: str) -> float:
-    """What attention adds: its blocks, or while the feed-forward runs backward what was computed again for them."""
+    """Bytes that attention adds: its blocks, or, while the feed-forward runs backward, the tensors recomputed for them."""
     units, documents = layer.units, layer.documents
     ranks = layer.context
     method = "whole" if ranks == 1 else layer.context_method
@@ -213,19 +214,19 @@ def halvings(layer: LayerShape) -> int:
 
 
 def copies(layer: LayerShape, moment: str) -> float:
-    """One layer's activations out of the stack or ring that holds them, where they are not read in place. What is offloaded
-    comes a layer ahead, so that two lie here (one is part of the activations)."""
+    """Bytes of one layer's activations copied from their stack or ring, where they are not read in place. Offloaded activations
+    are fetched one layer ahead, so two layers of them are live (one is among the activations)."""
     policy, several = layer.policy, layer.chunk_layers > 1
     if policy.everything:
         interleaved = layer.virtual_stages > 1 and several
         if not transposes(layer) or (layer.pipelined and not interleaved):
             return 0
-        # A second stack of the normed input, transposed; interleaved of both, attention's and the feed-forward's, in all slots.
+        # A second, transposed stack of the normed input; if interleaved, of both (attention and feed-forward), in all slots.
         stacks = 2 * layer.slots if interleaved else 1
         return stacks * layer.chunk_layers * layer.units["whole"]
 
     def one_layer(held: Mapping[str, float]) -> float:
-        # One layer's, or one microbatch's, are read in place.
+        # A single layer's or single microbatch's products are read in place.
         alone = is_single(layer) or (layer.pipelined and layer.microbatches == 1 and not layer.documents)
         done = ("mlp_gate", "mlp_up") if moment == "attention" or alone else ()
         return sum(size for name, size in held.items() if name not in done)
@@ -240,21 +241,21 @@ def copies(layer: LayerShape, moment: str) -> float:
     elif moment == "attention":
         size += one_layer(layer.offloaded) - sum(layer.offloaded.values())
     if moment != "attention" and "mlp_gate" in policy.recompute and "mlp_up" not in policy.recompute:
-        # Of the two products that COUNTS has computed again, one is among the kept.
+        # Of the two products that COUNTS has as recomputed, one is kept.
         size -= layer.units["mlp"]
     return size
 
 
 def fetches_ahead(layer: LayerShape) -> bool:
-    """Whether what is offloaded comes a layer ahead; in a pipeline's steps for A100s only behind attention with documents that
-    gathers its keys."""
+    """Whether offloaded tensors are fetched a layer ahead. In pipeline steps for A100s, this happens only behind attention with
+    documents that gathers its keys."""
     gathers = layer.context > 1 and layer.context_method == "all_gather"
     return layer.runs_ahead or (layer.pipelined and gathers and layer.documents)
 
 
 def layers_of_weights(layer: LayerShape) -> float:
-    """Weights of a layer in the compute dtype, and its gradients, in layers of weights: gathered ahead and shared out behind
-    with ZeRO 2 and 3, or on their way into the sums."""
+    """Layers of weights that are live in the compute dtype, with their gradients: gathered ahead and reduce-scattered behind
+    with ZeRO 2 and 3, or about to be added to the sums."""
     if layer.pipelined and layer.chunk_layers == 1:
         return 0.5
     if layer.zero >= 2:

@@ -1,4 +1,4 @@
-"""The roofline of one layer's compute, for one microbatch on one GPU: matmuls, attention, and kernels that only move bytes."""
+"""Roofline of one layer's compute, for one microbatch on one GPU: matmuls, attention, and memory-bound kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxllm.cost_model.step_parts import (
 
 
 class LayerCompute:
-    """A config's sizes as one GPU has them, and what it computes of one layer and microbatch.
+    """Sizes of a config on one GPU, and the compute time of one layer and microbatch.
 
     D, F, N, K, H, L as in flops.py; P stages, V virtual stages, M microbatches; d, c, t ranks of data, context and tensor.
     """
 
     backward_mlp_moves = 8
-    """How often SwiGLU's backward reads or writes the feed-forward width; its product is made again for mlp_down's gradient."""
+    """Reads and writes of the feed-forward width in SwiGLU's backward; its product is recomputed for mlp_down's gradient."""
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         model, parallel = config.model, config.parallel
@@ -33,8 +33,8 @@ class LayerCompute:
         self.policy = policy_of(parallel.remat)
         self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
         self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
-        island = self.P * self.d * self.c * self.t
-        self.devices = parallel.replica * island
+        replica_devices = self.P * self.d * self.c * self.t
+        self.devices = parallel.replica * replica_devices
         self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
         self.peak_flops = gpu.peak_flops(model.compute_dtype)
         is_hopper = gpu.chip.compute_capability >= (9, 0)
@@ -42,7 +42,7 @@ class LayerCompute:
         self.is_fp8, float8_flops = model.matmul_dtype == "fp8", gpu.float8_flops
         if self.is_fp8 and float8_flops is None:
             raise ConfigError(
-                f"model.matmul_dtype=fp8 needs a GPU of Ada, Hopper or later, and {gpu.name} is none: set "
+                f"model.matmul_dtype=fp8 needs a GPU of Ada, Hopper or later, and {gpu.name} is older: set "
                 f"model.matmul_dtype=compute_dtype, or choose another --gpu."
             )
         self.block_flops = self.matmul_flops * (float8_flops / self.peak_flops if self.is_fp8 and float8_flops else 1.0)
@@ -54,12 +54,12 @@ class LayerCompute:
 
         self.tensor_group, self.context_group = axis(self.t, 1), axis(self.c, self.t)
         self.data_group = axis(self.d * self.c, self.t)
-        self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, island)
+        self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, replica_devices)
 
         self.rows = config.microbatch_sequences * self.S // self.c
-        """Tokens of a microbatch that a rank multiplies: tensor ranks gather the sequence first."""
+        """Tokens of a microbatch that a rank multiplies; tensor ranks gather the sequence first."""
         D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
-        # Key-value heads that do not split are whole on every tensor rank.
+        # Key-value heads that do not divide are replicated over tensor ranks.
         self.query_width, self.key_width = N * H // self.t, K * H // (self.t if K % self.t == 0 else 1)
         self.mlp_width = model.intermediate_size // self.t
         self.matmuls = {name: (width, D) for name, width in self.input_widths().items()}
@@ -74,14 +74,14 @@ class LayerCompute:
         return widths | {"mlp_gate": self.mlp_width, "mlp_up": self.mlp_width}
 
     def matmul_s(self, rows: int, columns: int, length: int) -> float:
-        """rows x columns, each a sum of `length` products."""
+        """Time of a rows x columns matmul in which each element sums `length` products."""
         share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
         traffic = self.itemsize * (rows * length + length * columns + rows * columns)
         return max(2 * rows * columns * length / (self.matmul_flops * share), self.moved_s(traffic))
 
     def block_matmul_s(self, rows: int, columns: int, length: int) -> float:
-        """The same of a block's: in FP8, where that is asked for, at its peak's multiple of the speed, with inputs of a byte.
-        That FP8 reaches the same share of its peak as bfloat16 is a guess."""
+        """The same for a matmul of a block: in FP8, if the config asks for it, faster by the ratio of the peaks and with inputs
+        of one byte. That FP8 reaches the same share of its peak as bfloat16 is a guess."""
         if not self.is_fp8:
             return self.matmul_s(rows, columns, length)
         share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
@@ -89,9 +89,9 @@ class LayerCompute:
         return max(2 * rows * columns * length / (self.block_flops * share), self.moved_s(traffic))
 
     def rounding_s(self) -> float:
-        """Of FP8, forward and backward: an array is read for its largest number, read again and written in a byte, each input
-        and weight both ways, each output's gradient once. Queries, keys and values share an input, so do gate and up; what a
-        fusion saves is not counted, nor what is computed again."""
+        """FP8 rounding, forward and backward: an array is read for its maximum, then read again and written in one byte. This
+        happens for each input and weight in both passes, and once for each output's gradient. Queries, keys and values share an
+        input, and so do gate and up. Savings by fusion and recomputation are not counted."""
         D, N, K, F = self.model.hidden_size, self.query_width, self.key_width, self.mlp_width
         inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
         numbers = self.rows * (2 * inputs + gradients) + 2 * self.layer_parameters
@@ -101,7 +101,8 @@ class LayerCompute:
         return size_bytes / self.memory_bytes_per_s
 
     def layer_matmuls_s(self) -> tuple[float, float]:
-        """(forward, backward): backward one for the gradient of each matmul's input and one for that of its weight."""
+        """(forward, backward). The backward has two matmuls per forward matmul: for the input's and for the weight's
+        gradient."""
         forward_s = backward_s = 0.0
         for columns, length in self.matmuls.values():
             forward_s += self.block_matmul_s(self.rows, columns, length)
@@ -109,11 +110,11 @@ class LayerCompute:
         return forward_s, backward_s
 
     def attention_s(self) -> tuple[float, float]:
-        """(forward, backward). Fused, two matmuls over the causal half forward and five backward, which makes the scores again;
-        in a ring as much on every rank (zigzag.py).
+        """(forward, backward). Fused attention has two matmuls over the causal half forward and five backward, which recomputes
+        the scores; in a ring the work is equal on every rank (zigzag.py).
 
-        XLA's own multiplies all, and has scores in memory, in float32: softmax reads or writes them four times forward, about
-        twice that backward.
+        Plain XLA attention multiplies the full square and keeps scores in memory, in float32: softmax reads or writes them four
+        times forward, about twice that backward.
         """
         heads, multiprocessors = self.model.num_heads // self.t, self.gpu.chip.multiprocessors
         square = 2 * self.rows * self.S * heads * self.model.head_dim
@@ -131,12 +132,12 @@ class LayerCompute:
         return takes_cudnn(self.model)
 
     def moves_s(self) -> tuple[float, float]:
-        """(forward, backward) of kernels that only move bytes.
+        """(forward, backward) time of memory-bound kernels.
 
-        Forward, norms and residual sums read or write a token's width nine times, of which a rank has 1/t; rotary angles
-        queries and keys twice; SwiGLU the feed-forward width three times. Backward twelve, two and
-        backward_mlp_moves. Each further step of a ring merges an output in float32 (10 bytes an element) and adds a gradient of
-        queries (8).
+        Forward: norms and residual sums read or write a token's width nine times, of which a rank has 1/t; rotary embeddings
+        read and write queries and keys; SwiGLU accesses the feed-forward width three times. Backward: twelve, two and
+        backward_mlp_moves times. Each further step of a ring merges an output in float32 (10 bytes per element) and adds a
+        gradient of queries (8).
         """
         split = self.model.hidden_size / self.t
         rotary = 2 * (self.query_width + self.key_width)
@@ -149,12 +150,13 @@ class LayerCompute:
         )
 
     def gradient_sums_s(self) -> float:
-        """Gradients written and read, and added to float32 sums, of which a rank has its share from ZeRO 2 on."""
+        """Time to write and read gradients and add them to float32 sums; from ZeRO 2 on a rank has its share of the sums."""
         shares = self.data_group.size if self.parallel.zero >= 2 else 1
         return self.moved_s(self.layer_parameters * (2 * self.itemsize + 8 / shares))
 
     def recomputed(self) -> tuple[set[str], bool, bool]:
-        """(matmuls that the backward repeats, whether it repeats attention, and what lies between matmuls)"""
+        """(matmuls that the backward repeats, whether it repeats attention, whether it repeats the operations between
+        matmuls)."""
         if self.policy.everything:
             return set(), False, False
         again = set(self.policy.recompute)

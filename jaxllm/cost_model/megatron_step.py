@@ -1,4 +1,4 @@
-"""The roofline of one step of Megatron-LM on the same mesh: where it computes and sends otherwise than jaxllm."""
+"""Roofline of one step of Megatron-LM on the same mesh: the parts in which it differs from jaxllm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class MegatronStep(StepModel):
     layer_kernels = 120
     hop_kernels = 24
     hidden_collectives = (2, 2)
-    """Two gathers behind the gradient of an input, and two scatters behind that of a weight."""
+    """Two gathers overlap with the gradient of an input, and two scatters with that of a weight."""
     backward_mlp_moves = 5
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)
-        # No activation goes to the host.
+        # No activations are offloaded.
         self.policy = policy_of("none")
 
     def input_widths(self) -> dict[str, int]:
@@ -32,12 +32,12 @@ class MegatronStep(StepModel):
         return megatron_flops_per_token(self.model, self.S)
 
     def recomputed(self) -> tuple[set[str], bool, bool]:
-        """Flash attention is what Megatron's selective recomputation was for, so of its policies full is left."""
+        """Only full recomputation counts: flash attention replaces Megatron's selective recomputation."""
         full = self.parallel.remat == "full"
         return (set(self.matmuls) - {"mlp_down"} if full else set()), full, full
 
     def gradient_sums_s(self) -> float:
-        """Nothing: it adds inside the matmul."""
+        """Zero, because Megatron accumulates inside the matmul."""
         return 0.0
 
     @property
@@ -50,7 +50,7 @@ class MegatronStep(StepModel):
 
     @property
     def bare_messages(self) -> float:
-        """1F1B waits for each."""
+        """1, because 1F1B waits for each message."""
         return 1.0
 
     @property
@@ -63,21 +63,22 @@ class MegatronStep(StepModel):
 
     @property
     def key_gradient_itemsize(self) -> int:
-        """Of the compute dtype."""
+        """Bytes of the compute dtype."""
         return self.itemsize
 
     def head_parts(self) -> tuple[int, int, int]:
         return self.t, 10, 1
 
     def add_pipe_reductions(self, transfers: Transfers) -> None:
-        """Nothing: the first stage has the embedding and the last the head."""
+        """Adds nothing: the first stage has the embedding and the last the head."""
 
     def vocabulary_parameters(self) -> float:
-        """In a pipeline of one matrix: the first stage has the embedding and the last the head."""
+        """In a pipeline, one matrix: the first stage has the embedding and the last the head."""
         return super().vocabulary_parameters() if self.P == 1 else self.matrix_parameters()
 
     def add_step_data(self, transfers: Transfers, forward_s: float, backward_s: float) -> None:
-        """Over data x context, behind the last microbatch's backward and the first's forward; from ZeRO 1 on all alike."""
+        """Transfers over data x context, behind the last microbatch's backward and the first's forward; equal from ZeRO 1
+        on."""
         group, links = self.data_group, self.links
         if group.size == 1:
             return
@@ -89,10 +90,10 @@ class MegatronStep(StepModel):
             transfers.add("data", all_gather_s(self.itemsize * parameters, group, links), forward_s)
 
     def add_state_offload(self, transfers: Transfers) -> None:
-        """Nothing: no state goes to the host."""
+        """Adds nothing: no state is offloaded."""
 
     def add_input(self, terms: dict[str, float]) -> None:
-        """What a data rank waits for its input, beyond the step's own time."""
+        """Adds the time that a data rank waits for its input, beyond the step's own time."""
         tokens = self.config.step_tokens / (self.parallel.replica * self.d)
         wait_s = tokens / self.fitted.loader_tokens_per_s - sum(terms.values())
         if wait_s > 0:

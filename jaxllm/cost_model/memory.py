@@ -1,29 +1,29 @@
-"""Bytes of one train step on each device, in closed form: what lies there from step to step, and what lives at its fullest
-moment.
+"""Closed-form memory of one train step per device: persistent state, and the peak of temporary buffers.
 
     estimate = estimate_memory(config)             # config resolved: parallel.data a number
     estimate.peak_bytes, estimate.stages[0].terms_bytes
 
-It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is held against XLA's figures
+It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is compared with XLA's figures
 (benchmarks/memory_accuracy.py). State, weights, gradients, named activations and pipeline slots follow from shapes and
-shardings, to the byte. What XLA holds beside them while it runs one layer backward is counted in tensors: layer_backward.py.
-Nothing is fitted. No JAX here.
+shardings, to the byte. The other buffers of one layer's backward are counted in tensors: layer_backward.py. Nothing is fitted.
+No JAX.
 
-Buffers of transfers are where their data are: gathered weights under `weights`, `waiting_layer` and `working_set`, messages of
-a pipeline under `stage_messages`. NCCL's own are not XLA's, and lie in the reserve (cost_model/hardware.py); nor is what cuDNN
-asks for when it runs, which XLA learns from the GPU alone.
+Transfer buffers count with their data: gathered weights in `weights`, `waiting_layer` and `working_set`, pipeline messages in
+`stage_messages`. NCCL's own buffers are outside XLA's memory and belong to the reserve (cost_model/hardware.py). So does
+cuDNN's workspace at run time, which XLA learns only from a real GPU.
 
-All stages of a pipeline run one program in step, so XLA gives each the same room, used or not: their terms are equal.
+All stages of a pipeline run one program in lockstep. XLA therefore allocates the same memory for each stage, used or not: their
+terms are equal.
 
 A step is fullest at one of a few moments, whose sums are compared:
 
-    gather      the weights arrive in the compute dtype, and some lie in two layouts
-    loss        all activations of a microbatch are there, and the logits of a chunk of tokens
+    gather      the weights arrive in the compute dtype, some of them in two layouts
+    loss        all activations of a microbatch are live, and the logits of a chunk of tokens
     feed_forward, feed_forward_end, attention
-                all activations, the gradients, and what one layer's backward takes at its three fullest moments
-    head        the head's gradient is shared out beside all activations (ZeRO 2 and 3)
-    embedding   the embedding's gradient is made: of everybody's rows, in float32, before it is shared out (ZeRO 2 and 3)
-    reduce      the gradients are summed over ranks in float32, one on its way (ZeRO 0, one microbatch)
+                all activations, the gradients, and one layer's backward at its three fullest moments
+    head        the head's gradient is reduce-scattered beside all activations (ZeRO 2 and 3)
+    embedding   the embedding's gradient exists with all rows, in float32, before it is reduce-scattered (ZeRO 2 and 3)
+    reduce      the gradients are summed over ranks in float32, one of them in transfer (ZeRO 0, one microbatch)
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 
 MANY_RANKS = 128
-"""That share ZeRO's parts: 32 and 64 are few, 128, 256 and 512 many (steps of Llama 3 8B and 70B on H100s)."""
+"""Number of ZeRO's ranks from which XLA plans buffers differently: 32 and 64 are few; 128, 256 and 512 are many (steps of
+Llama 3 8B and 70B on H100s)."""
 Terms = dict[str, int]
 """Name of a term -> bytes."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One device of a pipeline's stage, at its fullest."""
+    """One device of a pipeline stage, at its fullest moment."""
 
     stage: int
     terms_bytes: Terms
@@ -58,9 +59,9 @@ class MemoryEstimate:
     devices: int
     stages: tuple[StageMemory, ...]
     host_bytes: int
-    """In the host's pinned memory, for one device."""
+    """Bytes per device in pinned host memory."""
     moment: str = ""
-    """When the step is fullest; '' where a convention knows no moments."""
+    """The fullest moment; '' for a convention without moments."""
 
     @property
     def peak_stage(self) -> StageMemory:
@@ -72,13 +73,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: Config, gpu: Gpu | None = None) -> MemoryEstimate:
-    """What the train step of a resolved config takes of a GPU.
+    """Memory of the train step of a resolved config on a GPU.
 
     Args:
-      gpu: which kind; for an A100 XLA starts transfers later, and holds less for them. Default: one that came after it.
+      gpu: the kind. For an A100, XLA starts transfers later and needs fewer buffers for them. Default: a later kind.
 
     Raises:
-      ConfigError: ZeRO finds no dim of a parameter that divides over its ranks.
+      ConfigError: a parameter has no dim that divides over ZeRO's ranks.
     """
     step = Step(config, gpu)
     moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
@@ -88,7 +89,7 @@ def estimate_memory(config: Config, gpu: Gpu | None = None) -> MemoryEstimate:
 
 
 class Step(StepSizes):
-    """The moments at which the sizes of a train step meet."""
+    """Combines the sizes of a train step at each moment."""
 
     # ------------------------------------------------------------------------------------------------ vocabulary
 
@@ -97,24 +98,25 @@ class Step(StepSizes):
         return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
 
     def head_gradient(self) -> float:
-        """Of the microbatch at hand: float32, summed over chunks of tokens; with a single chunk its product is made late, and
-        the logits' gradient waits for it."""
+        """The current microbatch's head gradient: float32, summed over chunks of tokens. With a single chunk its product is
+        computed late, and the gradient of the logits waits for it."""
         if self.loss_chunks > 1:
             return FLOAT32 * self.head.compute
         return self.itemsize * self.tokens * self.rows
 
     def waiting_head_gradient(self) -> float:
-        """Of it, what is there while layers run backward, with ZeRO 2 and 3: summed in float32, or one product in the compute
-        dtype; as that too with several context ranks (as compiled steps show). Of few tokens the logits' gradient waits, which
-        is smaller."""
+        """The part of the head gradient that is live while layers run backward, with ZeRO 2 and 3: the float32 sum, or one
+        product in the compute dtype, as with several context ranks (by compiled steps). For few tokens the gradient of the
+        logits waits instead, because it is smaller."""
         if self.loss_chunks == 1:
             return self.itemsize * self.rows * min(self.tokens, self.model.hidden_size)
         summed = self.parallel.context == 1 or self.model.tie_embeddings
         return (FLOAT32 if summed else self.itemsize) * self.head.compute
 
     def embedding_gradient(self) -> float:
-        """Room for it, made before it is needed; with ZeRO 2 and 3 only where XLA starts early (not for an A100), and where the
-        embedding is the head too or the ranks are many (as compiled steps show; why is not understood)."""
+        """Bytes of the embedding gradient, allocated before it is needed. With ZeRO 2 and 3 this happens only where XLA starts
+        transfers early (not for an A100), and if the embedding is also the head or the ranks are many (by compiled steps; the
+        reason is not understood)."""
         if self.zero >= 2:
             early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks)
         else:
@@ -122,10 +124,10 @@ class Step(StepSizes):
         return FLOAT32 * self.embedding.compute if early else 0
 
     def scattered(self) -> float:
-        """The embedding's gradient as it is made, of everybody's rows, and a rank's share; beside it the head's on its way."""
+        """The embedding gradient with all rows and a rank's share of it, and the head gradient in transfer."""
         size = FLOAT32 * (self.embedding.compute + self.embedding.master)
         if self.loss_chunks > 1:
-            # Its sum over chunks, and that in another layout.
+            # The sum over chunks, and the same in another layout.
             return size + 2 * FLOAT32 * self.head.compute
         product = self.itemsize * self.head.compute
         if self.model.tie_embeddings:
@@ -133,7 +135,7 @@ class Step(StepSizes):
         return size + (FLOAT32 * self.head.compute if self.runs_ahead or self.many_ranks else product)
 
     def head_shared_out(self) -> dict[str, float]:
-        """While the head's gradient is on its way to the ranks: in float32, beside the product it comes from."""
+        """Terms while the head gradient is reduce-scattered: in float32, beside the product it comes from."""
         size, alone = FLOAT32 * self.head.compute, self.loss_chunks == 1
         if alone and not self.many_ranks:
             product_and_logits = self.itemsize * (self.head.compute + self.tokens * self.rows)
@@ -148,8 +150,8 @@ class Step(StepSizes):
 
     @property
     def multiplies_early(self) -> bool:
-        """Whether the head's gradient of a single chunk of tokens is multiplied out before the layers run backward: XLA keeps
-        the smaller of the product and the logits' gradient."""
+        """Whether the head gradient of a single chunk of tokens is computed before the layers run backward. XLA keeps the
+        smaller of the product and the gradient of the logits."""
         tokens, width = self.tokens, self.model.hidden_size
         return tokens > width or (tokens == width and not self.runs_ahead) or self.many_ranks
 
@@ -185,14 +187,14 @@ class Step(StepSizes):
         return moments
 
     def gather(self, held: dict[str, float]) -> dict[str, float]:
-        """While the weights arrive; nothing where that is never the fullest moment."""
+        """Terms while the weights arrive; empty if that is never the fullest moment."""
         if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
             if self.pipelined:
                 return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
             stack = {"relayout": self.itemsize * self.largest_stack}
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
         if self.zero == 2 and not (self.accumulates or self.policy.offload):
-            # Of the layers alone: one microbatch's vocabulary arrives when it is needed.
+            # Layers only: a single microbatch gathers the vocabulary when it is needed.
             weights = {"weights": self.itemsize * self.layers.compute, "relayout": self.itemsize * self.largest_stack}
             return {**self.activations(), **weights}
         if self.zero == 3 and not self.runs_ahead and not self.pipelined:
@@ -203,15 +205,15 @@ class Step(StepSizes):
 
     @property
     def stacks_gradients_early(self) -> bool:
-        """With one microbatch and ZeRO 0 autodiff's gradients are zeros in the program's outermost part, which XLA writes
-        before they are needed."""
+        """Whether XLA writes autodiff's zero gradients early. With one microbatch and ZeRO 0 they are in the outermost part of
+        the program, which XLA runs before they are needed."""
         return self.zero == 0 and not self.accumulates and not self.loops_by_hand
 
     def logits(self) -> float:
-        """Of a chunk of tokens: float32, and their gradient in the compute dtype."""
+        """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""
         tokens = -(-self.tokens // self.loss_chunks)
         return (FLOAT32 + self.itemsize) * tokens * self.rows
 
     def relayout(self) -> float:
-        """Gathered weights on their way to the layout that matmuls want: the largest stack and a vocabulary matrix."""
+        """Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix."""
         return self.itemsize * (self.largest_stack + self.embedding.compute)

@@ -1,4 +1,4 @@
-"""Elements of each parameter on one device, as the train step reads it and as it is stored between steps."""
+"""Elements of each parameter on one device, in the train step's sharding and in the sharding between steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxllm.config import ZERO_DIMS, ConfigError, ModelConfig, ParallelConfig
 
 @dataclass(frozen=True)
 class Elements:
-    """Of one parameter, or several, on one device."""
+    """Elements of one or several parameters on one device."""
 
     compute: int
-    """As the train step reads it."""
+    """In the train step's sharding."""
     master: int
-    """As it lies between steps."""
+    """In the sharding between steps."""
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(self.compute + other.compute, self.master + other.master)
@@ -25,10 +25,10 @@ class Elements:
 
 
 def parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
-    """Elements of each parameter on one device; of one layer, where it belongs to the layers.
+    """Elements of each parameter on one device; for a layer's parameter, those of one layer.
 
     Raises:
-      ConfigError: ZeRO finds no dim that divides.
+      ConfigError: a parameter has no dim that divides over ZeRO's ranks.
     """
     D, N, K, H, F = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate_size
     ways = parallel.pipe * parallel.tensor

@@ -1,5 +1,5 @@
-"""Parts of the step-time model: its constants, the share of a matmul's speed that its shape leaves, and transfers
-behind compute. step_time.py says what is made of them.
+"""Parts of the step-time model: its constants, the share of a matmul's speed that its shape permits, and overlapped transfers.
+step_time.py explains the model.
 """
 
 from __future__ import annotations
@@ -14,51 +14,52 @@ COMMUNICATION = ("tensor", "tensor_skew", "context", "pipe", "data", "replica", 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The four constants that were fitted."""
+    """The four fitted constants."""
 
     matmul_share: float
-    """Of the dense peak, what a large matmul reaches whose tiles fill the GPU: before Hopper."""
+    """Share of the dense peak that a large matmul reaches if its tiles fill the GPU: before Hopper."""
     hopper_matmul_share: float
-    """From Hopper on, whose power does not allow the data sheet's clock."""
+    """The same from Hopper on, whose power limit does not permit the data sheet's clock."""
     sync_s: float
-    """What ranks of tensor wait for each other at each of their collectives, whatever its bytes."""
+    """Time that tensor ranks wait for each other at each of their collectives, for any number of bytes."""
     loader_tokens_per_s: float
-    """Megatron's convention alone: what a data rank's input delivers. The published runs on 16 GPUs a data rank take 185 to 215
-    ms a sequence of 8192, whatever their layout and microbatch, where others take 260 and more."""
+    """Input rate of a data rank, in Megatron's convention only. The published runs on 16 GPUs per data rank take 185 to 215 ms
+    per sequence of 8192, for all layouts and microbatches, where others take 260 and more."""
 
 
 FITTED = Fitted(matmul_share=0.773, hopper_matmul_share=0.557, sync_s=63e-6, loader_tokens_per_s=41_450)
 
 BANDWIDTH_SHARE = 0.8
-"""Of a data sheet's link or network bandwidth, what collectives reach: 230 to 240 of 300 GB/s on eight A100s and 360 to 370 of
-450 on H100s are what NCCL's own tests usually print."""
+"""Share of a data sheet's link or network bandwidth that collectives reach: NCCL's own tests usually print 230 to 240 of 300
+GB/s on eight A100s and 360 to 370 of 450 on H100s."""
 MEMORY_SHARE = 0.8
-"""Of the memory's bandwidth, what kernels that only move bytes reach; a rule of thumb."""
+"""Share of the memory bandwidth that memory-bound kernels reach; a rule of thumb."""
 KERNEL_S = 5e-6
-"""To start a kernel, fill the GPU and empty it again; a rule of thumb."""
+"""Time to start a kernel, fill the GPU and drain it; a rule of thumb."""
 STEP_KERNELS = 400
-"""Of one update."""
+"""Kernels of one update."""
 ATTENTION_SHARES = (0.60, 0.50)
-"""Of the dense peak, what fused causal attention reaches forward and backward with heads of 128 and long sequences: Dao 2023,
-"FlashAttention-2", for A100s, and Shah et al. 2024, "FlashAttention-3", for cuDNN on H100s; rounded."""
+"""Share of the dense peak that fused causal attention reaches forward and backward with heads of 128 and long sequences: Dao
+2023, "FlashAttention-2", for A100s, and Shah et al. 2024, "FlashAttention-3", for cuDNN on H100s; rounded."""
 ATTENTION_ROWS = 128
-"""Queries of one thread block."""
+"""Queries per thread block."""
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64, 64, 0.5))
-"""Rows and columns of a matmul's output tiles, and how fast each kind is beside the largest: a small one reads its inputs more
-often. Rules of thumb."""
+"""Rows and columns of a matmul's output tiles, and the speed of each kind relative to the largest: a small tile reads its
+inputs more often. Rules of thumb."""
 SHORTEST_SUM, SPLIT_SHARE = 1024, 0.95
-"""A long sum may be split over multiprocessors, in parts of no less, that are added in the end (split-K); a rule of thumb."""
+"""Shortest part, and relative speed, of a long sum that is split over multiprocessors and added at the end (split-K); rules of
+thumb."""
 
 
 @dataclass(frozen=True)
 class StepTime:
     terms_s: dict[str, float]
-    """What the step waits for, by name, in seconds; axes of size 1 have no term. They sum to step_s."""
+    """Exposed time by name, in seconds; axes of size 1 have no term. The terms sum to step_s."""
     hidden_s: dict[str, float]
-    """Transfers behind compute, by the same names."""
+    """Overlapped time of transfers, by the same names."""
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
-    """Model FLOPs: causal, or in Megatron's convention as that counts them."""
+    """Model FLOPs: causal, or in Megatron's convention as Megatron-LM counts them."""
 
     @property
     def step_s(self) -> float:
@@ -66,16 +67,16 @@ class StepTime:
 
     @property
     def exposed_communication_share(self) -> float:
-        """Of the step, what waits for other GPUs and the host; what lies in the bubble is not counted."""
+        """Share of the step that waits for other GPUs and the host. Transfers inside the bubble are not counted."""
         return sum(self.terms_s.get(name, 0.0) for name in COMMUNICATION) / self.step_s
 
 
 @lru_cache(maxsize=65536)
 def tile_share(rows: int, columns: int, length: int, multiprocessors: int) -> float:
-    """What a matmul's shape leaves of a GPU's speed.
+    """Share of a GPU's speed that a matmul's shape permits.
 
-    The output's tiles are dealt to the multiprocessors in waves. The last may be nearly empty, and tiles at the edges reach
-    beyond the output. The best of TILES, with the sum over `length` whole or in 2, 4 or 8 parts.
+    The output's tiles are assigned to the multiprocessors in waves. The last wave may be nearly empty, and tiles at the edges
+    extend beyond the output. The result is the best of TILES, with the sum over `length` in 1, 2, 4 or 8 parts.
     """
     splits = [ways for ways in (1, 2, 4, 8) if ways == 1 or length >= ways * SHORTEST_SUM]
     best = 0.0
@@ -89,28 +90,28 @@ def tile_share(rows: int, columns: int, length: int, multiprocessors: int) -> fl
 
 
 class Transfers:
-    """Adds up what shows of transfers and what lies behind compute."""
+    """Sums exposed and hidden times of transfers."""
 
     def __init__(self):
         self.exposed_s: dict[str, float] = {}
         self.hidden_s: dict[str, float] = {}
 
     def add(self, name: str, transfer_s: float, behind_s: float = 0.0, times: float = 1) -> None:
-        """`times` transfers of so many seconds, each behind so much compute."""
+        """Adds `times` transfers of transfer_s, each overlapped with behind_s of compute."""
         hidden_s = min(transfer_s, behind_s)
         self.exposed_s[name] = self.exposed_s.get(name, 0.0) + times * (transfer_s - hidden_s)
         if times * hidden_s > 0:
             self.hidden_s[name] = self.hidden_s.get(name, 0.0) + times * hidden_s
 
     def add_together(self, transfers_s: dict[str, float], behind_s: float) -> None:
-        """Transfers over different links, all behind the same compute: the longest alone may show."""
+        """Adds transfers over different links that overlap with the same compute: only the longest can be exposed."""
         longest = max(transfers_s, key=transfers_s.__getitem__, default="")
         for name, transfer_s in transfers_s.items():
             self.add(name, transfer_s, behind_s if name == longest else math.inf)
 
     @property
     def total_s(self) -> float:
-        """Of what shows."""
+        """Total exposed time."""
         return sum(self.exposed_s.values())
 
 

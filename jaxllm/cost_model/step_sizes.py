@@ -1,4 +1,4 @@
-"""What a train step holds on one device, tensor by tensor: state, activations, weights and gradients. memory.py sums them."""
+"""Tensors of a train step on one device: state, activations, weights and gradients. memory.py sums them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FLOAT32 = 4
 
 @lru_cache(maxsize=4096)
 def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, int]:
-    """(slots for residuals, slots for finished outputs) of a schedule's table, without making a long table: once a pipeline is
-    full, 1f1b and interleaved need no more.
+    """(slots for residuals, slots for finished outputs) of a schedule. It uses a short table: once a pipeline is full, 1f1b and
+    interleaved need no more slots.
     """
     if name != GPIPE:
         microbatches = min(microbatches, 3 * stages)
@@ -33,7 +33,7 @@ def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> 
 
 
 class StepSizes:
-    """The sizes a train step is made of, in bytes for one device."""
+    """Sizes of a train step's tensors, in bytes on one device."""
 
     def __init__(self, config: Config, gpu: Gpu | None = None):
         self.config, self.model, self.parallel = config, config.model, config.parallel
@@ -42,7 +42,7 @@ class StepSizes:
         self.policy: Policy = policy_of(p.remat)
         self.ranks = int(p.data) * p.context
         self.shared_out = self.ranks > 1
-        # On one rank there is nothing to share out.
+        # A single rank has nothing to shard over.
         self.zero = p.zero if self.shared_out else 0
         self.itemsize = {"bfloat16": 2, "float32": 4}[self.model.compute_dtype]
         self.microbatches = config.num_microbatches
@@ -67,7 +67,7 @@ class StepSizes:
     def resident(self) -> dict[str, float]:
         offload = self.parallel.offload_state
         per_token = 3 * 4 + 1 + (4 if self.config.data.mask_documents else 0)
-        # With DiLoCo the weights of the last outer step, and its momentum.
+        # With DiLoCo, the weights of the last outer step and its momentum.
         outer = 2 * FLOAT32 * self.all.master if self.config.train.diloco_steps is not None else 0
         return {
             "master_weights": 0 if offload == "optimizer_and_master" else FLOAT32 * self.all.master,
@@ -85,8 +85,8 @@ class StepSizes:
 
     @cached_property
     def units(self) -> dict[str, float]:
-        """Bytes of one tensor of a block, of one microbatch: of the feed-forward width, of the model's width whole and split
-        over tensor, of queries, of keys, and a layer's weights."""
+        """Bytes of one tensor of a block, for one microbatch: of the feed-forward width, of the model's width unsharded and
+        sharded over tensor, of queries, of keys; and of one layer's weights."""
         m, t = self.model, self.parallel.tensor
         each = self.tokens * self.itemsize
         keys = m.num_kv_heads // t if m.num_kv_heads % t == 0 else m.num_kv_heads
@@ -101,11 +101,11 @@ class StepSizes:
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """On the device, of one layer and microbatch, by name."""
+        """Bytes on the device per layer and microbatch, by name."""
         if not self.policy.everything:
             return self._scaled(self._held.kept)
-        # What autodiff keeps of the plain block: of each half the float32 stream, its normed copy before and after the scale,
-        # and the whole sequence of it that enters the matmuls; queries, keys, values, attention's output; SwiGLU's products.
+        # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
+        # and the gathered sequence that enters the matmuls; queries, keys, values, attention's output; SwiGLU's products.
         u = self.units
         return {
             "block_input": 2 * FLOAT32 / self.itemsize * 3 * u["split"],
@@ -136,7 +136,7 @@ class StepSizes:
 
     @property
     def scores(self) -> float:
-        """Numbers of one layer's square of scores, where plain XLA makes it."""
+        """Elements of one layer's score matrices, if plain XLA computes them; else 0."""
         m, p = self.model, self.parallel
         if takes_cudnn(m) or p.context > 1:
             return 0
@@ -171,11 +171,11 @@ class StepSizes:
         )
 
     def activations(self) -> dict[str, float]:
-        """Of all layers of a chunk, in all slots."""
+        """Terms of all layers of a chunk, in all slots."""
         count = self.slots * self.config.chunk_layers
         held = {f"activations.{name}": count * size for name, size in self.kept.items()}
         if self.policy.offload:
-            # One layer's, on its way to the host or back.
+            # One layer's tensors in transfer to the host or back.
             held["activations.fetched"] = sum(self.offloaded.values())
         if self.pipelined:
             # Outputs that wait for the head, one that arrives and one that goes back.
@@ -184,8 +184,8 @@ class StepSizes:
         return held
 
     def noise_scale(self, at_loss: bool = False) -> float:
-        """Of a pipeline's step that measures it (parallel/grad_square_norms.py), float32: while a loss is taken the head's
-        gradient of that microbatch; always, if the embedding is the head, rows of it for the tokens of one microbatch a stage.
+        """Float32 bytes for measuring the noise scale in a pipeline (parallel/grad_square_norms.py): during a loss, that
+        microbatch's head gradient; with tied embeddings, always one microbatch's token rows per stage.
         """
         if self.config.log.noise_scale_every is None:
             return 0
@@ -196,25 +196,26 @@ class StepSizes:
 
     @cached_property
     def loops_by_hand(self) -> bool:
-        """Whether the layer loop sums its gradients itself (layer_loop.py); else autodiff stacks them in the compute dtype."""
+        """Whether the layer loop accumulates its own gradients (layer_loop.py); else autodiff stacks them in the compute
+        dtype."""
         return self.pipelined or self.zero >= 2 or bool(self.policy.offload)
 
     @cached_property
     def accumulates(self) -> bool:
-        """A scan of one microbatch is no loop to XLA."""
+        """Whether gradients are accumulated. XLA removes a scan over one microbatch."""
         return self.microbatches > 1 or self.pipelined
 
     def weights(self, loss: bool = False) -> float:
-        """In the compute dtype, where a step reads them; float32 weights are read where they lie, if all of them lie here.
+        """Weights in the compute dtype; none if the float32 weights can be read in place, unsharded by ZeRO.
 
         Args:
-          loss: when the loss is taken; otherwise while layers are computed. XLA drops what a single microbatch needs no more.
+          loss: at the loss; else while layers are computed. With a single microbatch, XLA frees weights after their last use.
         """
         if self.itemsize == FLOAT32 and self.zero == 0:
             return 0
         layers = self.layers.master if self.zero == 3 else self.layers.compute
         if self.pipelined:
-            # ZeRO 3 gathers the vocabulary once a step, and keeps it as it came and as matmuls want it.
+            # ZeRO 3 gathers the vocabulary once per step and keeps it both as received and in the layout for matmuls.
             layouts = 2 if self.zero == 3 else 1
             return self.itemsize * (layers + layouts * self.vocabulary.compute)
         share = self.vocabulary.master if self.zero == 3 else self.vocabulary.compute
@@ -222,9 +223,9 @@ class StepSizes:
         return self.itemsize * (layers + (share if self.accumulates else 0) + whole)
 
     def fp8_layouts(self) -> dict[str, float]:
-        """FP8 matmuls want the dim that they sum over last, forward one dim of a weight and backward the other. XLA transposes
-        the stacks of queries', keys', values', gate's and up's weights before the loop, in the compute dtype (seen in one step
-        compiled for H100s; not fitted). Weights that are gathered by layer are transposed by layer."""
+        """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
+        transposes the stacks of query, key, value, gate and up weights before the loop, in the compute dtype (observed in one
+        step compiled for H100s; not fitted). Weights gathered by layer are transposed by layer."""
         if self.model.matmul_dtype != "fp8" or self.zero == 3:
             return {}
         u, layers = self.units, self.config.chunk_layers * self.parallel.virtual_stages
@@ -233,13 +234,13 @@ class StepSizes:
 
     @property
     def fp8_rounded(self) -> float:
-        """A byte for each number of the gradients of SwiGLU's products, of the gathered sequence, and of a layer's weights."""
+        """One byte per element of the gradients of SwiGLU's products, of the gathered sequence, and of one layer's weights."""
         if self.model.matmul_dtype != "fp8":
             return 0
         return (2 * self.units["mlp"] + self.units["whole"] + self.units["layer"]) / self.itemsize
 
     def gradients(self) -> dict[str, float]:
-        """Sums over microbatches, float32, and those of the microbatch at hand beside them."""
+        """Float32 sums over microbatches, and the gradients of the current microbatch beside them."""
         layers = self.layers.master if self.zero >= 2 else self.layers.compute
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute

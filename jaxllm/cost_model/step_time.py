@@ -1,27 +1,28 @@
-"""How long one train step takes: a roofline of its parts, in plain Python and a fraction of a millisecond. Nothing is measured.
+"""Predicted time of one train step: a roofline of its parts, in plain Python within a fraction of a millisecond. Nothing is
+measured.
 
     step = estimate_step_time(config, GPUS["h100-80gb"], gpus_per_host=8)
     step.step_s, step.tokens_per_s_per_gpu, step.terms_s
     print("\\n".join(step_time_lines(step)))
 
-Each part is FLOPs over the speed that its shape allows, bytes over a bandwidth, or kernels times what each takes to start; a
-transfer that lies behind compute costs what is left of it when the compute is done. terms_s has what the step waits for, and
-sums to it; hidden_s what does not show.
+Each part is FLOPs over the speed that its shape permits, bytes over a bandwidth, or kernels times their launch time. A transfer
+that overlaps with compute costs only the time by which it outlasts the compute. terms_s has the exposed times and sums to the
+step; hidden_s has the overlapped times.
 
-A stage's work comes in ticks, one chunk of layers forward and one backward (pipeline_schedule.py). M microbatches over V
-virtual stages are M V ticks and P - 1 more in which a stage waits or works for nothing: the bubble, (P - 1) / V times a
-microbatch's layers. Two conventions:
+A stage's work comes in ticks: one chunk of layers forward and one backward (pipeline_schedule.py). M microbatches over V
+virtual stages take M V ticks, plus P - 1 ticks in which a stage waits or computes garbage: the bubble, (P - 1) / V times a
+microbatch's layers. There are two conventions:
 
-  jaxllm    what parallel/ sends: all stages in lockstep, embedding and head split over pipe, gradients reduced once a step
-            (ZeRO 0, 1) or behind the layer loop (2, 3)
-  megatron  what Megatron-LM would do with the same mesh: 1F1B, the head on the last stage, for which all others wait, gradients
-            and weights exchanged behind the last backward and the first forward (from ZeRO 1 on all alike), FLOPs as it counts
+  jaxllm    the transfers of parallel/: all stages in lockstep, embedding and head sharded over pipe, gradients reduced once a
+            step (ZeRO 0, 1) or behind the layer loop (2, 3)
+  megatron  Megatron-LM on the same mesh: 1F1B, the head on the last stage, for which all others wait, gradients and weights
+            exchanged behind the last backward and the first forward (the same from ZeRO 1 on), FLOPs as it counts them
 
-Constants. Four are fitted, FITTED, and serve all kinds of GPU and both conventions: to 88 published TFLOP/s of Megatron-LM
-(Llama 3.1 8B, S 8192, A100s and H100s; benchmarks/published), by `python benchmarks/step_time.py --fit`, which also fits to
-some rows and predicts the others. The rest are data sheets' (cost_model/hardware.py), follow from shapes, or are rules of thumb
-that say so where they stand; which parts there are was decided with the published rows at hand. jaxllm itself has not been
-timed on GPUs: its predictions are what these constants make of what it computes and sends.
+Constants: four are fitted (FITTED) and serve all kinds of GPU and both conventions. They are fitted to 88 published TFLOP/s of
+Megatron-LM (Llama 3.1 8B, S 8192, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`, which also
+fits to some rows and predicts the others. The rest come from data sheets (cost_model/hardware.py), follow from shapes, or are
+rules of thumb, marked as such. The choice of parts was made with knowledge of the published rows. jaxllm itself has not been
+timed on GPUs: its predictions apply these constants to its own compute and transfers.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def estimate_step_time(
     """Predicts the train step of a resolved config.
 
     Args:
-      gpus_per_host: devices are dealt to hosts in the mesh's order, replica and pipe slowest and tensor fastest. Between
-        islands of parallel.replica the network is taken to be that between hosts; a slower one is not known here.
-      convention: jaxllm or megatron, see the module. In Megatron's parallel.remat means what it is there if it is `full`, and
-        is not read otherwise.
-      fitted: other constants, to fit them.
+      gpus_per_host: devices fill hosts in the mesh's order, replica and pipe slowest and tensor fastest. The network between
+        replicas is assumed to be that between hosts; the model has no slower one.
+      convention: jaxllm or megatron, see the module docstring. In Megatron's, parallel.remat=full means Megatron's full
+        recomputation; other values are ignored.
+      fitted: other constants, for fitting.
 
     Raises:
-      ConfigError: no such convention.
+      ConfigError: the convention does not exist.
     """
     if convention not in CONVENTIONS:
         raise ConfigError(f"convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
@@ -62,7 +63,7 @@ def estimate_step_time(
 
 
 def step_time_lines(step: StepTime) -> Iterator[str]:
-    """A table for a terminal: of each term the seconds that show, their share of the step, and the seconds that do not."""
+    """A terminal table: for each term its exposed seconds, their share of the step, and its hidden seconds."""
     yield f"{'term':<16}{'exposed s':>12}{'share':>8}{'hidden s':>12}"
     for name in dict.fromkeys((*step.terms_s, *step.hidden_s)):
         exposed_s = step.terms_s.get(name, 0.0)

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.mesh import CONTEXT, PIPE, TENSOR
 from jaxllm.model.layers import SHARDED_SEQUENCE, Ops
 from jaxllm.parallel.types import NoiseParts, Tree
-from jaxllm.pipeline_schedule import Schedule
+from jaxllm.pipeline_table import Schedule
 from jaxllm.sharding import tensor_shard_map, tensor_specs, unstack_layout
 
 

@@ -1,4 +1,4 @@
-"""What a search finds: the candidates that fit, and what was left out and why. search.py fills it."""
+"""Results of a search: the candidates that fit, and the rejected ones with reasons. search.py fills them in."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxllm.display import readable
 from jaxllm.plan.space import Choice, choice_in
 
 FIT_SHARE = 0.95
-"""Of the capacity: the most an estimate may say of a config that is taken to fit. The rest is for where it is short."""
+"""Largest share of the capacity at which an estimated config counts as fitting. The rest covers underestimates."""
 
 
 class Memory(Protocol):
-    """What is read of a MemoryEstimate."""
+    """The part of a MemoryEstimate that a search reads."""
 
     @property
     def peak_bytes(self) -> int: ...
@@ -26,7 +26,7 @@ class Memory(Protocol):
 
 
 class Speed(Protocol):
-    """What is read of a StepTime."""
+    """The part of a StepTime that a search reads."""
 
     @property
     def step_s(self) -> float: ...
@@ -43,7 +43,7 @@ class Speed(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config that fits, with its figures; bytes of one device."""
+    """A config that fits, with its figures; bytes are of one device."""
 
     config: Config
     """Resolved."""
@@ -83,14 +83,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejected:
-    """All that was left out for one reason."""
+    """All that were rejected for one reason."""
 
     unit: str
-    """mesh or configuration: a mesh that breaks a rule is left out whole."""
+    """mesh or configuration: a mesh that breaks a rule is rejected with all its configurations."""
     reason: str
     count: int
     example: str
-    """Of those that do not fit, the one nearest to it."""
+    """For those that do not fit, the one that needs least."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -98,8 +98,8 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found. No mesh and no configuration is lost: those looked at are the rejected and the rest, and a mesh of
-    which --keep leaves nothing is rejected too."""
+    """The result of a search. Every mesh and configuration is either a candidate or rejected, including a mesh of which --keep
+    leaves nothing."""
 
     config: Config
     """As given."""
@@ -111,14 +111,14 @@ class Plan:
     """All that fit, best first."""
     rejected: tuple[Rejected, ...]
     meshes: int
-    """Of that many GPUs, as far as the search came; `configurations` are those of the meshes that break no rule."""
+    """Number of meshes of these GPUs searched so far; `configurations` counts those of meshes that break no rule."""
     configurations: int
     leanest: tuple[Choice, int] | None = None
-    """Of the configurations that do not fit, the one that takes least, and its bytes."""
+    """The configuration that needs least among those that do not fit, and its bytes."""
     interrupted: bool = False
     confirmed: int = 0
     unconfirmed_because: str | None = None
-    """Why less were confirmed than asked for."""
+    """The reason why fewer were confirmed than requested."""
 
     def __repr__(self) -> str:
         best = f"; the best {self.candidates[0]!r}" if self.candidates else ""

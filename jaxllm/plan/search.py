@@ -1,9 +1,9 @@
-"""Which of all the ways to spread a config over GPUs fits and is fastest, by the estimates of memory and of time.
+"""Finds the fastest way to spread a config over GPUs that fits, by the estimates of memory and time.
 
     plan = search(config, find_gpu("h100-80gb"), gpus=64)
     plan.best                                       a resolved Config
 
-The estimates can be handed in. What is found is confirmed by compiling in confirm.py.
+The caller may pass other estimates. confirm.py confirms the result by compiling.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from jaxllm.plan.space import (
 )
 
 HOST_BYTES_PER_GPU = 128 * 2**30
-"""Of a host's memory, for what is offloaded: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (by
-NVIDIA's data sheets)."""
+"""Host memory per GPU for offloading: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (NVIDIA's data
+sheets)."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
-"""Times the GPUs there are, to look for a number on which anything fits."""
+"""Multiples of the present GPUs that are tried if nothing fits."""
 MESH, CONFIGURATION = "mesh", "configuration"
-KEPT_AWAY = "what --keep holds cannot be had there"
+KEPT_AWAY = "--keep leaves no configuration"
 DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
-HOST_FULL = "needs more of its host's memory than there is for a GPU"
+HOST_FULL = "needs more host memory than a GPU's share"
 _LEANER = {"selective": "full", "none": "selective"}
-"""A remat policy that never takes more memory than this one."""
+"""Remat policy -> a policy that never needs more memory."""
 
 
 EstimateMemory = Callable[[Config], Memory]
 EstimateTime = Callable[[Config, Gpu, int], Speed]
-"""Of a resolved config, a kind of GPU and the GPUs of a host."""
+"""Takes a resolved config, a kind of GPU and the GPUs per host."""
 Progress = Callable[[str, int, int], None]
-"""(what is being done, how much of it is done, how much there is)."""
+"""Called with (description of the work, amount done, total amount)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a configuration may take, for one GPU."""
+    """Memory limits of a configuration, per GPU."""
 
     device_bytes: float
-    """By the estimate."""
+    """Limit for the estimate."""
     host_bytes: float
 
     def broken_by(self, memory: Memory) -> str | None:
-        """The reason to reject it, None if it fits."""
+        """The reason for rejection; None if it fits."""
         if memory.peak_bytes > self.device_bytes:
             return DOES_NOT_FIT
         return HOST_FULL if memory.host_bytes > self.host_bytes else None
@@ -64,7 +64,7 @@ class Limits:
 
 @dataclass
 class _Tally:
-    """Counts what is left out."""
+    """Counts rejected meshes and configurations."""
 
     found: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     leanest: tuple[Choice, int] | None = None
@@ -77,7 +77,7 @@ class _Tally:
         return sum(count for (counted, _), (count, _) in self.found.items() if counted == unit)
 
     def see(self, choice: Choice, memory: Memory) -> None:
-        """One that does not fit, and is counted by add()."""
+        """Records one that does not fit. add() counts it."""
         if self.leanest is None or memory.peak_bytes < self.leanest[1]:
             self.leanest = choice, memory.peak_bytes
 
@@ -92,31 +92,31 @@ class _Tally:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a search may choose from, and what it goes by."""
+    """Choices and limits of a search."""
 
     keep: Collection[str] = ()
-    """Names of space.KEEPABLE, left as the config has them."""
+    """Names of space.KEEPABLE; these settings stay as the config has them."""
     across_hosts: bool | None = None
-    """Whether context x tensor may reach beyond a host; None: only where nothing fits otherwise."""
+    """Whether context x tensor may cross hosts; None: only if nothing fits otherwise."""
     host_bytes_per_gpu: float = HOST_BYTES_PER_GPU
-    """What offloading may take of the host's memory."""
+    """Limit of host memory for offloading."""
     device_bytes: float | None = None
-    """What a configuration may take by its estimate; default: FIT_SHARE of the kind's capacity."""
+    """Limit for the estimate; default: FIT_SHARE of the kind's capacity."""
     largest_microbatch: bool = False
-    """Rank by the microbatch first."""
+    """Whether to rank by microbatch first."""
     estimate: EstimateMemory | None = None
     """Default: estimate_memory."""
     step_time: EstimateTime | None = None
     """Default: estimate_step_time."""
     prune: bool = True
-    """Leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more."""
+    """Whether to skip what needs more than a rejected neighbour: larger microbatches, and remat that keeps more."""
 
     def limits(self, gpu: Gpu) -> Limits:
         device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
         return Limits(device_bytes, self.host_bytes_per_gpu)
 
     def reaches(self) -> tuple[bool, ...]:
-        """Values of `across` to try in turn."""
+        """Values of `across_hosts` to try in turn."""
         return (False, True) if self.across_hosts is None else (self.across_hosts,)
 
 
@@ -129,16 +129,16 @@ def search(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """Estimates everything of space() and ranks what fits by predicted tokens/s/GPU, then by bytes.
+    """Estimates every configuration of space() and ranks those that fit by predicted tokens/s/GPU, then by bytes.
 
-    Config gives model, sequence length, global batch and all that is not searched. A KeyboardInterrupt ends the search, not
-    the program: the plan then holds what was found so far and says so.
+    The config gives model, sequence length, global batch and every setting that is not searched. A KeyboardInterrupt stops the
+    search, not the program: the plan then holds the results so far and is marked as interrupted.
 
     Args:
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
 
     Raises:
-      ConfigError: gpus_per_host does not divide, `keep` names what cannot be kept.
+      ConfigError: gpus_per_host does not divide gpus, or `keep` has a name that is not KEEPABLE.
     """
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     estimate, step_time = options.estimate or _real_memory(gpu), options.step_time or _real_time()
@@ -185,11 +185,11 @@ def search(
 def any_fits(
     config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> bool:
-    """Whether the search would find anything. It stops at the first, and looks at meshes that take least first."""
+    """Whether the search would find a candidate. It stops at the first, and tries meshes that need least memory first."""
     per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or _real_memory(gpu)
     every = list(meshes(config, gpus, keep))
-    # Sharding the layers' work takes less than sharing out the batch.
+    # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
     for across in options.reaches():
         for mesh in every:
@@ -203,12 +203,12 @@ def any_fits(
 def _fitting(
     config: Config, group: Group, limits: Limits, estimate: EstimateMemory, tally: _Tally, prune: bool
 ) -> Iterator[tuple[Config, Memory]]:
-    """What fits of a group; the rest is counted."""
+    """The configurations of a group that fit; the others are counted."""
     if refused := group.refused_microbatches:
         example = group.choice(group.remats[0], refused[0])
         tally.add(CONFIGURATION, group.refused_because, len(group.remats) * len(refused), example)
     share = config.train.global_batch_sequences // group.mesh.data
-    # A step of one microbatch sums up no gradients, and so may take less than one of two smaller ones.
+    # A step of one microbatch accumulates no gradients, so it may need less memory than one of two smaller microbatches.
     several, one = (tuple(size for size in group.microbatches if (size == share) == is_one) for is_one in (False, True))
     for sizes in (several, one):
         yield from _fitting_of(config, group, sizes, limits, estimate, tally, prune)
@@ -223,7 +223,7 @@ def _fitting_of(
     tally: _Tally,
     prune: bool,
 ) -> Iterator[tuple[Config, Memory]]:
-    """The same, of some microbatches, ascending."""
+    """The same for some of the microbatch sizes, ascending."""
     first_over: dict[str, tuple[int, str]] = {}
     for remat in group.remats:
         name = remat_text(remat)
@@ -285,20 +285,20 @@ def _real_time() -> EstimateTime:
 
 
 def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
-    """One sentence for a plan without candidates: what was in the way, and the cheapest changes that would do."""
+    """One sentence for a plan without candidates: the obstacle, and the cheapest changes that help."""
     config, gpu, gpus = plan.config, plan.gpu, plan.gpus
     if not plan.rejected:
-        return f"What --keep holds leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
+        return f"--keep leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
     if plan.leanest is None:
         worst = max(plan.rejected, key=lambda line: line.count)
         return (
-            f"No configuration for {gpus} x {gpu.name} can be had, mostly because {worst.reason} ({worst.count:,}, such as "
-            f"{worst.example}): change --gpus, train.global_batch_sequences or what --keep holds."
+            f"No configuration for {gpus} x {gpu.name} is possible, mostly because {worst.reason} ({worst.count:,}, such as "
+            f"{worst.example}): change --gpus, train.global_batch_sequences or --keep."
         )
     choice, size = plan.leanest
     needs = (
         f"Nothing fits on {gpus} x {gpu.name}: the leanest of {plan.configurations:,} configurations takes {readable(size)} of "
-        f"the {readable(FIT_SHARE * gpu.capacity_bytes)} there are for it ({choice})"
+        f"the {readable(FIT_SHARE * gpu.capacity_bytes)} available ({choice})"
     )
 
     def fits(changed: Config, devices: int = gpus) -> bool:
@@ -310,7 +310,7 @@ def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
 
 
 def _changes(config: Config, gpus: int, fits: Callable[..., bool]) -> Iterator[str]:
-    """What would do; the first costs nothing but time, so if it does there is no second."""
+    """Changes that help. The first costs only time, so if it is enough there is no second."""
     states = ("none", "optimizer", "optimizer_and_master")
     for state in states[states.index(config.parallel.offload_state) + 1 :]:
         parallel = config.parallel.model_copy(update={"offload_state": state})

@@ -1,4 +1,4 @@
-"""A plan for a terminal, as `jaxllm plan` prints it, and for a notebook.
+"""A plan as terminal text, as `jaxllm plan` prints it, and as HTML for a notebook.
 
 Console().print(render(plan, rows=10))
 """
@@ -21,7 +21,7 @@ from jaxllm.plan.sweep import Sweep
 
 GIB = 2**30
 WIDTH = 110
-"""Columns the whole table of candidates wants. On a narrower terminal it has NARROW_HEADINGS, and takes 80."""
+"""Columns that the full table of candidates needs. A narrower terminal gets NARROW_HEADINGS, which need 80."""
 HEADINGS = (
     *("#", "pipe", "data", "context", "tensor", "ZeRO", "micro-\nbatch", "schedule", "remat"),
     *("estimate\nGiB", "XLA\nGiB", "of\ncapacity", "tokens/s\n/GPU", "TFLOP/s\n/GPU (MFU)"),
@@ -31,7 +31,7 @@ NARROW_HEADINGS = (
     *("GiB", "of\ncapa-\ncity", "tokens/s\n/GPU", "TFLOP/s\n(MFU)"),
 )
 WORDS = ("schedule", "remat")
-"""Columns that are no numbers."""
+"""Columns that are not numbers."""
 NOTEBOOK_ROWS = 10
 NARROW_SWEEP_HEADINGS = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed", "hierarchical": "hier-\narchy"}
 
@@ -44,10 +44,10 @@ def render(
     objective: str | None = None,
     width: int = WIDTH,
 ) -> Group:
-    """The plan for a terminal of so many columns, with so many candidates.
+    """The plan as terminal text of `width` columns, with `rows` candidates.
 
     Args:
-      objective: what was looked for, in words: a line below the heading.
+      objective: the objective in words, as a line below the heading.
       width: 80 or more.
     """
     narrow = width < WIDTH
@@ -79,7 +79,7 @@ def render(
 
 
 def as_html(plan: Plan) -> str:
-    """The plan for a notebook: the best candidates, and what was left out."""
+    """The plan as HTML for a notebook: the best candidates, and the rejected ones."""
     rows = [cells(plan, number, one) for number, one in enumerate(plan.candidates[:NOTEBOOK_ROWS], 1)]
     below = "\n".join(verdict_lines(plan, NOTEBOOK_ROWS, in_terminal=False))
     left_out = [(line.reason, line.example, f"{line.count:,}", line.unit) for line in plan.rejected]
@@ -112,7 +112,7 @@ def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
 
 
 def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
-    """Of one candidate, under HEADINGS."""
+    """Cells of one candidate, under HEADINGS."""
     choice, compiled = one.choice, one.compiled_bytes
     peak_tflops = plan.gpu.peak_flops(plan.config.model.compute_dtype) / 1e12
     return [
@@ -131,7 +131,7 @@ def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
 
 
 def narrow_cells(plan: Plan, one: Candidate) -> list[str]:
-    """Of one candidate, under NARROW_HEADINGS: XLA's bytes where it was compiled, else the estimate, marked ~."""
+    """Cells of one candidate, under NARROW_HEADINGS: XLA's bytes if it was compiled, else the estimate, marked ~."""
     _, *where, schedule, remat, estimate, xla, share, speed, flops = cells(plan, 0, one)
     schedule = schedule.replace("interleaved", "inter-\nleaved")
     return [*where, schedule, remat, f"~{estimate}" if one.compiled_bytes is None else xla, share, speed, flops]

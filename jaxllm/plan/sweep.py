@@ -1,8 +1,8 @@
-"""Searches over more than one number of GPUs or sequence length.
+"""Searches over several numbers of GPUs or sequence lengths.
 
 sweep = sweep_gpus(config, gpu, 512)            the best config of 1, 2, 4 ... 512 GPUs, and where more stop paying
-smallest_cluster(config, gpu, 512)              the plan of the smallest number of GPUs that anything fits on
-longest_sequence(config, gpu, 64)               the plan of the longest sequence of which anything fits
+smallest_cluster(config, gpu, 512)              the plan of the smallest number of GPUs on which any config fits
+longest_sequence(config, gpu, 64)               the plan of the longest sequence with which any config fits
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from jaxllm.plan.plan_result import Candidate, Plan
 from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
-"""What a plan is for; see objective_line()."""
+"""Objective of a plan; see objective_line()."""
 OBJECTIVES = get_args(Objective)
 PAYS = 0.5
-"""Of the speed that more GPUs could add, what they must add to pay in time: twice the GPUs, 1.5 times the tokens/s."""
+"""Share of the added GPUs' speed that must be gained for them to pay in time: twice the GPUs, 1.5 times the tokens/s."""
 STEPS_BETWEEN = 16
-"""Numbers of GPUs looked at between two powers of 2, at most."""
+"""Maximum numbers of GPUs tried between two powers of 2."""
 SEQUENCE_UNIT = 1024
-"""Longest sequences are multiples of that."""
+"""Longest sequences are multiples of this."""
 MOST_TOKENS = 2**26
-"""No longer sequence is looked at."""
+"""No longer sequence is tried."""
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The best config of one number of GPUs."""
+    """The best config on one number of GPUs."""
 
     gpus: int
     gpus_per_host: int
     best: Candidate | None
     """None: nothing fits or divides."""
     efficiency: float | None
-    """tokens/s/GPU beside those of the smallest number that fits."""
+    """tokens/s/GPU relative to the smallest number of GPUs that fits."""
     days: float | None
-    """For the tokens asked for."""
+    """For the requested tokens."""
     reduction_s: dict[str, float]
-    """Of one sum of the float32 gradients over data x context, in closed form, not overlapped with anything: ring, tree
-    and hierarchical."""
+    """Seconds of one sum of the float32 gradients over data x context, in closed form, without overlap: ring, tree and
+    hierarchical."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -70,11 +70,11 @@ class SweepRow:
 class Sweep:
     rows: tuple[SweepRow, ...]
     stops_paying: int | None
-    """The first number of GPUs from which the next adds less than PAYS of what it could; None: all pay."""
+    """The first number of GPUs from which the next gains less than PAYS of what it could; None: all pay."""
     because: str
-    """In words, of the step after it."""
+    """The step after it, in words."""
     interrupted: bool = False
-    """The last search was not made to its end, and those that would have come after not at all."""
+    """Whether the last search was cut short and the later ones never ran."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "rows": [row.to_json() for row in self.rows]}
@@ -94,7 +94,7 @@ def sweep_gpus(
     """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch.
 
     Args:
-      known: a plan of the same config and options, confirmed or not, to take for its number of GPUs.
+      known: a plan of the same config and options, confirmed or not, to use for its number of GPUs.
     """
     plans = []
     counts: list[int] = sorted({*_doubling(gpus), *([] if known is None else [known.gpus])})
@@ -113,10 +113,10 @@ def sweep_gpus(
 def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
     """Plans of one config for ascending numbers of GPUs, side by side."""
     least = next((plan.candidates[0] for plan in plans if plan.candidates), None)
-    told = [plan for plan in plans if plan.candidates or not plan.interrupted]
-    rows = [_row(plan, least, tokens) for plan in told]
-    # The best so far says nothing about the best.
-    whole = [row for row, plan in zip(rows, told, strict=True) if not plan.interrupted]
+    shown = [plan for plan in plans if plan.candidates or not plan.interrupted]
+    rows = [_row(plan, least, tokens) for plan in shown]
+    # An interrupted search's best candidate says nothing about the best one.
+    whole = [row for row, plan in zip(rows, shown, strict=True) if not plan.interrupted]
     return Sweep(tuple(rows), *_stops_paying(whole), interrupted=any(plan.interrupted for plan in plans))
 
 
@@ -146,8 +146,8 @@ def _stops_paying(rows: list[SweepRow]) -> tuple[int | None, str]:
 
 
 def gradient_reduction_s(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[str, float]:
-    """Seconds to sum a stage's and tensor rank's float32 gradients over data x context, by the way it is done, at the data
-    sheet's bandwidths."""
+    """Seconds to sum the float32 gradients of a stage's tensor rank over data x context, by algorithm, at the data sheet's
+    bandwidths."""
     p = config.parallel
     ranks = int(p.data) * p.context
     size_bytes = 4 * parameter_count(config.model) / (p.pipe * p.tensor)
@@ -164,12 +164,13 @@ def smallest_cluster(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan of the smallest number of GPUs, up to `gpus`, that anything fits on: of 1, 2, 4 ..., and of whole hosts between
-    the last that does not do and the first that does. A KeyboardInterrupt after that first leaves the smallest so far.
+    """The plan of the smallest number of GPUs, up to `gpus`, on which any config fits: among 1, 2, 4 ..., and among complete
+    hosts between the last power that fails and the first that fits. A KeyboardInterrupt after that first one returns the
+    smallest so far.
 
     Raises:
       ConfigError: nothing fits on any of them.
-      KeyboardInterrupt: before any was found.
+      KeyboardInterrupt: interrupted before one was found.
     """
     steps = _Steps("numbers of GPUs", progress)
 
@@ -202,13 +203,13 @@ def longest_sequence(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan of the longest sequence of which anything fits, a multiple of SEQUENCE_UNIT (or of a power of 2, where the
-    config's own is shorter), with the config's global batch in sequences: by doubling, then by halving the interval. A
-    KeyboardInterrupt ends that, not the program, once one is known that fits: the longest so far is planned.
+    """The plan of the longest sequence with which any config fits, a multiple of SEQUENCE_UNIT (or of a power of 2, if the
+    config's own is shorter), with the config's global batch in sequences. It doubles the length, then halves the interval. Once
+    one length fits, a KeyboardInterrupt stops the search, not the program: the longest so far is planned.
 
     Raises:
       ConfigError: not even the shortest fits.
-      KeyboardInterrupt: before any was found.
+      KeyboardInterrupt: interrupted before one was found.
     """
     steps = _Steps("sequence lengths", progress)
     start, unit = config.train.sequence_length, length_unit(config)
@@ -240,16 +241,16 @@ def longest_sequence(
 
 
 def length_unit(config: Config) -> int:
-    """Tokens of which the longest sequence is looked for in multiples."""
+    """The longest sequence is a multiple of this many tokens."""
     return min(SEQUENCE_UNIT, 2 ** (config.train.sequence_length.bit_length() - 1))
 
 
 def objective_line(objective: Objective, config: Config, gpus: int) -> str:
-    """What was looked for, in words.
+    """The objective in words.
 
     Args:
-      config: as it was given.
-      gpus: that there are; for objective=gpus, that there may be.
+      config: as given.
+      gpus: the present GPUs; for objective=gpus, the upper limit.
     """
     return {
         "speed": "The fastest of all that fit",
@@ -261,14 +262,14 @@ def objective_line(objective: Objective, config: Config, gpus: int) -> str:
 
 @dataclass
 class _Steps:
-    """Tells of tries, of which it is not known how many there will be."""
+    """Reports progress of tries, whose total number is unknown."""
 
     what: str
     progress: Progress | None
     done: int = 0
 
     def made(self, fits: bool, left: int) -> bool:
-        """What a try has found, passed on; about so many come after it."""
+        """Reports one try and returns its result; about `left` more follow."""
         self.done += 1
         if self.progress is not None:
             self.progress(self.what, self.done, self.done + left)
@@ -276,7 +277,7 @@ class _Steps:
 
 
 def host_size(gpus: int, gpus_per_host: int | None) -> int | None:
-    """The same hosts for another number of GPUs, or the largest part of one that divides it; None: not said."""
+    """The given GPUs per host for another number of GPUs, or its largest divisor that divides them; None if not given."""
     return None if gpus_per_host is None else math.gcd(gpus, gpus_per_host)
 
 

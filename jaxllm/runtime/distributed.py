@@ -20,12 +20,13 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.display import flush, print_sentence
+from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.runtime import exit_codes, launchers, xla_flags
 from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.initialize import JoinedRun, initialize
@@ -61,7 +62,7 @@ def start(run: RunConfig) -> None:
     global _joined
     late_flags = xla_flags.apply(run)
     launch = launchers.find(os.environ)
-    if _already_started():
+    if has_backends():
         if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
             raise ConfigError(
                 f"run.cpu_devices={run.cpu_devices}, but JAX already runs on {jax.local_device_count()} "
@@ -96,7 +97,7 @@ def start_without_devices() -> None:
     already, it stays as it is.
     """
     xla_flags.apply(RunConfig(cpu_devices=1))
-    if not _already_started():
+    if not has_backends():
         jax.config.update("jax_platforms", "cpu")
 
 
@@ -172,7 +173,7 @@ def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
     """
     if not jax.distributed.is_initialized():
         return combine([here])
-    client, rank, count = _client(), jax.process_index(), jax.process_count()
+    client, rank, count = coordination_client(), jax.process_index(), jax.process_count()
     # A value can be set only once: every exchange has its own folder.
     folder = f"jaxllm/same/{next(_exchanges)}"
     if rank > 0:
@@ -195,14 +196,14 @@ class Board:
 
     def put(self, name: str, text: str) -> None:
         if jax.distributed.is_initialized():
-            _client().key_value_set(self._folder + name, text, allow_overwrite=True)
+            coordination_client().key_value_set(self._folder + name, text, allow_overwrite=True)
         else:
             self._alone[name] = text
 
     def read(self) -> dict[str, str]:
         if not jax.distributed.is_initialized():
             return dict(self._alone)
-        return {key.rpartition("/")[2]: text for key, text in _client().key_value_dir_get(self._folder)}
+        return {key.rpartition("/")[2]: text for key, text in coordination_client().key_value_dir_get(self._folder)}
 
 
 def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
@@ -314,7 +315,7 @@ def _leave(code: int) -> None:
     if _monitor is not None:
         _monitor.leave(code)
     try:
-        _client().wait_at_barrier("jaxllm/failed", ERROR_BARRIER_MS)
+        coordination_client().wait_at_barrier("jaxllm/failed", ERROR_BARRIER_MS)
     except Exception:
         pass
     flush()
@@ -340,22 +341,6 @@ def _check_single_process(on_cpu: bool) -> None:
         raise ConfigError(sentence)
 
 
-def _client() -> Any:
-    # JAX has no public API for its key-value store.
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
 def _has_gpu_driver() -> bool:
     """Whether a GPU's device node exists: NVIDIA's own, or that of Windows' Linux subsystem."""
     return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg"))
-
-
-def _already_started() -> bool:
-    # JAX has no public way to ask this without starting a backend.
-    try:
-        from jax._src import xla_bridge
-    except ImportError:
-        return False
-    return bool(getattr(xla_bridge, "_backends", None))

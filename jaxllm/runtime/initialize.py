@@ -24,6 +24,7 @@ from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
 from jaxllm.runtime.rendezvous import Answer, RendezvousError
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
+from jaxllm.runtime.socket_messages import connect, listen
 
 JAX_START_S = 60
 """Limit for JAX to start on all processes once they have met: it takes about a second."""
@@ -66,7 +67,7 @@ def initialize(
         if launch.process_id == 0:
             _raise_file_limit(2 * launch.num_processes + SPARE_FILES)
             port = rendezvous.open_port(launch, own, PORT_WAIT_S if launch_info.attempt else 0.0)
-            listener = rendezvous.listen(0)
+            listener = listen(0)
             answer = rendezvous.serve(port, own, launch, listener.getsockname()[1])
         else:
             # Process 0 logs for all.
@@ -121,7 +122,7 @@ def _wait_for_coordinator(launch: Launch, answer: Answer) -> None:
     until_s = time.monotonic() + min(launch.start_timeout_s, JAX_START_S)
     while True:
         try:
-            rendezvous.connect(launch.host, launch.port, rendezvous.TRY_S).close()
+            connect(launch.host, launch.port, rendezvous.TRY_S).close()
             return
         except OSError as error:
             if time.monotonic() >= until_s:

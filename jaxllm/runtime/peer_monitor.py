@@ -13,31 +13,21 @@ than the allowed silence looks like a frozen process.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from jaxllm.config import ConfigError
 from jaxllm.display import flush, print_sentence
 from jaxllm.runtime import exit_codes, progress
-from jaxllm.runtime.socket_messages import Reader
+from jaxllm.runtime.peer_link import GRACE_S, Link, Member, PeerStatus, StopNotice, connect, listed
 
 BEAT_S = 1.0
-MOST_NAMED = 16
-MAX_MESSAGE_BYTES = 2**16
-"""Length limit of a message; the longest is an error's sentence."""
 TOGETHER_S = 0.2
 """A failing host takes several processes with it: those lost within this time are named in one sentence."""
-GRACE_S = 2.0
-"""Wait before a process reports. One whose error may come from a lost peer waits for the notice of that loss; one that hears of
-another's error waits for its own, since most bad input is found by all."""
 LEAVE_S = 5.0
 """Time that process 0 waits for the others to exit first: it runs JAX's coordinator, without which JAX aborts the remaining
 processes."""
@@ -51,57 +41,6 @@ CAUSES = {
     SILENT: "it is frozen, or its host or network failed",
     MISSING: "it ended at once, or its host or network failed",
 }
-
-
-class Member(Protocol):
-    @property
-    def rank(self) -> int: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def pid(self) -> int: ...
-
-
-class PeerStatus(NamedTuple):
-    """Phase of a process, as far as process 0 knows."""
-
-    rank: int
-    host: str
-    seen: progress.Snapshot
-
-
-@dataclass
-class StopNotice:
-    """Reason why all processes have to exit."""
-
-    sentence: str
-    code: int
-    own_error: bool = False
-    """A process reported its own error: others may be about to find the same."""
-    stuck: bool = False
-    """All processes should print their stacks."""
-
-    @property
-    def wait_s(self) -> float:
-        return GRACE_S if self.own_error else 0.0
-
-
-@dataclass
-class _Link:
-    """One end of a connection, and the state of the other end."""
-
-    socket: socket.socket
-    rank: int | None
-    """None until the other end has sent its rank."""
-    heard_s: float
-    reader: Reader = field(default_factory=lambda: Reader(MAX_MESSAGE_BYTES))
-    excused: bool = False
-    """The other end said goodbye or announced its failure: its silence is no loss."""
-
-    def send(self, **message: Any) -> None:
-        # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
-        with suppress(OSError):
-            self.socket.send(json.dumps(message).encode() + b"\n")
 
 
 class PeerMonitor:
@@ -132,7 +71,7 @@ class PeerMonitor:
         self.rank, self._members, self._silence_s = rank, members, silence_s
         self._end, self._print = end, printer or print_sentence
         self._beat_s = min(BEAT_S, silence_s / 4)
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
         self._seen: dict[int, progress.Snapshot] = {}
         """On process 0, the last status of each peer, lost ones included; on others, the last status that this process sent."""
         self._connected: set[int] = set()
@@ -156,7 +95,7 @@ class PeerMonitor:
             to.setblocking(False)
             self._selector.register(to, selectors.EVENT_READ, None)
         else:
-            self._add(_connect(rank, to), 0)
+            self._add(connect(rank, to, CONNECT_S), 0)
             self._links[0].send(hello=rank, host=members[rank].host, pid=members[rank].pid)
         self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
         self._thread.start()
@@ -333,7 +272,7 @@ class PeerMonitor:
             return
         self._add(connection, None)
 
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: Link) -> None:
         try:
             messages = link.reader.receive(link.socket)
             if messages is None:
@@ -346,7 +285,7 @@ class PeerMonitor:
             # Not a jaxllm peer of this run: a port scanner, or another run.
             self._closed(link)
 
-    def _handle(self, link: _Link, message: dict[str, Any]) -> None:
+    def _handle(self, link: Link, message: dict[str, Any]) -> None:
         if link.rank is None:
             member = self._members[message["hello"]]
             if (member.host, member.pid) != (message["host"], message["pid"]):
@@ -366,7 +305,7 @@ class PeerMonitor:
             link.excused = link.excused or notice.own_error or notice.stuck or link.rank == 0
             self._receive_notice(notice, but=link)
 
-    def _closed(self, link: _Link) -> None:
+    def _closed(self, link: Link) -> None:
         if link.rank is not None and not link.excused:
             self._mark_lost(link.rank, CLOSED)
         self._drop(link)
@@ -406,9 +345,9 @@ class PeerMonitor:
         if len(ranks) == 1:
             return self.name(ranks[0])
         hosts = dict.fromkeys(self._members[rank].host for rank in ranks)
-        return f"processes {_list(map(str, ranks))} on {_list(hosts)}"
+        return f"processes {listed(map(str, ranks))} on {listed(hosts)}"
 
-    def _receive_notice(self, notice: StopNotice, but: _Link | None = None) -> None:
+    def _receive_notice(self, notice: StopNotice, but: Link | None = None) -> None:
         """Keeps the first notice; process 0 forwards it."""
         with self._lock:
             if self._notice is not None:
@@ -424,7 +363,7 @@ class PeerMonitor:
             self._has_notice.set()
         self._broadcast(notice)
 
-    def _broadcast(self, notice: StopNotice, but: _Link | None = None) -> None:
+    def _broadcast(self, notice: StopNotice, but: Link | None = None) -> None:
         words = {"sentence": notice.sentence, "code": notice.code, "own_error": notice.own_error, "stuck": notice.stuck}
         for link in list(self._links):
             if link is not but:
@@ -433,40 +372,15 @@ class PeerMonitor:
     def _add(self, connection: socket.socket, rank: int | None) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = _Link(connection, rank, time.monotonic())
+        link = Link(connection, rank, time.monotonic())
         with self._lock:
             self._links.append(link)
         self._selector.register(connection, selectors.EVENT_READ, link)
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: Link) -> None:
         with self._lock:
             self._links.remove(link)
         self._selector.unregister(link.socket)
         link.socket.close()
         if not self._links:
             self._all_left.set()
-
-
-def _connect(rank: int, address: tuple[str, int]) -> socket.socket:
-    until_s = time.monotonic() + CONNECT_S
-    while True:
-        try:
-            return socket.create_connection(address, timeout=max(CONNECT_S, 1))
-        except OSError as error:
-            if time.monotonic() > until_s:
-                # Process 0's port was open when the processes met, and is closed now: process 0 has ended.
-                gone = isinstance(error, ConnectionRefusedError)
-                remedy = "open all ports between the hosts, as collectives need them too"
-                refused = ConfigError(
-                    f"Process {rank} cannot reach process 0 at {address[0]}:{address[1]} ({error.strerror or error}): "
-                    f"{'look at its own output' if gone else remedy}."
-                )
-                if gone:
-                    refused.exit_code = exit_codes.LOST
-                raise refused from None
-        time.sleep(0.5)
-
-
-def _list(words: Iterable[str]) -> str:
-    words = list(words)
-    return ", ".join(words[:MOST_NAMED]) + (f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else "")

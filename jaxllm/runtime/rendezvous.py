@@ -16,17 +16,24 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import selectors
 import socket
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.runtime.launchers import COORDINATOR, Launch, is_loopback
-from jaxllm.runtime.rendezvous_checks import ProcessInfo, assign_gpus, is_local, missing, why_incompatible, why_rejected
-from jaxllm.runtime.socket_messages import Reader
+from jaxllm.runtime.rendezvous_checks import (
+    ProcessInfo,
+    assign_gpus,
+    is_local,
+    missing,
+    parse_process_info,
+    why_incompatible,
+    why_rejected,
+)
+from jaxllm.runtime.socket_messages import Reader, connect, listen
 
 MAGIC = "jaxllm roll call "
 MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
@@ -71,27 +78,6 @@ class Answer:
 
 
 # ----------------------------------------------------------------------------------------------------------------- process 0
-
-
-def listen(port: int) -> socket.socket:
-    """Opens a port on all addresses of this host; 0 takes any free port. Unlike JAX's, it cannot be opened twice.
-
-    Raises:
-      OSError: the port is taken, or not allowed.
-    """
-    dual = socket.has_dualstack_ipv6()
-    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-    try:
-        # Closed connections of an earlier run may linger there; a live listener is detected all the same.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if dual:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("::" if dual else "0.0.0.0", port))
-        listener.listen(1024)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> socket.socket:
@@ -226,7 +212,7 @@ class _Rendezvous:
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
-            elif (info := _parse_process_info(message)) is None or not self._admit(connection, info):
+            elif (info := parse_process_info(message)) is None or not self._admit(connection, info):
                 messages = None
                 break
         if messages is None:
@@ -327,17 +313,6 @@ def join(own: ProcessInfo, launch: Launch) -> Answer:
         pause_s = min(1.5 * pause_s, SLOWEST_RETRY_S)
 
 
-def connect(host: str, port: int, limit_s: float) -> socket.socket:
-    """Raises OSError if nothing listens there, or the host cannot be reached in time."""
-    connection = socket.create_connection((host, port), timeout=limit_s)
-    if connection.getsockname() == connection.getpeername():
-        # If nothing listens on a port of this host within Linux's range for outgoing connections, about one try in ten
-        # thousand gets this very port and connects to itself.
-        connection.close()
-        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    return connection
-
-
 def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> Answer:
     connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
     answer, reader = None, Reader(MAX_ANSWER_BYTES, MAGIC)
@@ -395,11 +370,3 @@ def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:
     except (OSError, _NotReady):
         pass
     return ""
-
-
-def _parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:
-    """The description in a message, also of another version of jaxllm: versions are compared first. None if there is none."""
-    try:
-        return ProcessInfo(**{field.name: message[field.name] for field in fields(ProcessInfo) if field.name in message})
-    except TypeError:
-        return None

@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch, is_loopback
 
@@ -52,6 +53,14 @@ class ProcessInfo:
     @property
     def title(self) -> str:
         return f"Process {self.rank} on {self.host}"
+
+
+def parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:
+    """The description in a message, also of another version of jaxllm: versions are compared first. None if there is none."""
+    try:
+        return ProcessInfo(**{field.name: message[field.name] for field in fields(ProcessInfo) if field.name in message})
+    except TypeError:
+        return None
 
 
 def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:

@@ -1,8 +1,10 @@
-"""Messages between processes over a TCP connection: JSON objects, a line each. Only the standard library here, and no JAX."""
+"""TCP connections between processes, and the messages on them: JSON objects, one per line. Standard library only."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from typing import Any
 
@@ -48,3 +50,35 @@ class Reader:
         if not isinstance(message, dict):
             raise ValueError("not a message")
         return message
+
+
+def listen(port: int) -> socket.socket:
+    """Opens a port on all addresses of this host; 0 takes any free port. Unlike JAX's, it cannot be opened twice.
+
+    Raises:
+      OSError: the port is taken, or not allowed.
+    """
+    dual = socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    try:
+        # Closed connections of an earlier run may linger there; a live listener is detected all the same.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("::" if dual else "0.0.0.0", port))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(host: str, port: int, limit_s: float) -> socket.socket:
+    """Raises OSError if nothing listens there, or the host cannot be reached in time."""
+    connection = socket.create_connection((host, port), timeout=limit_s)
+    if connection.getsockname() == connection.getpeername():
+        # If nothing listens on a port of this host within Linux's range for outgoing connections, about one try in ten
+        # thousand gets this very port and connects to itself.
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return connection

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from jaxllm.runtime import exit_codes
+from jaxllm.runtime.output_relay import Relay
 
 TICK_S = 1.0
 """Interval between checks of the time limits. Signals, heartbeats and the end of COMMAND wake it up by themselves."""
@@ -48,10 +49,6 @@ PASSED_ON = {
     signal.SIGUSR1: signal.SIGTERM,
 }
 ORDERS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "KILL": signal.SIGKILL}
-KEPT_BYTES = 2**20
-"""Buffer for COMMAND's output while its reader does not read."""
-LAST_WORDS_S = 5.0
-"""Time to forward COMMAND's remaining output after its end."""
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
@@ -119,7 +116,7 @@ class Supervisor:
         self._heard = False
         self._parent = os.getppid()
         self._orders = b""
-        self._relays: list[_Relay] = []
+        self._relays: list[Relay] = []
 
     def run(self) -> int:
         """Returns COMMAND's exit code, 128 + n if signal n ended it. Returns exit_codes.RESTART if a signal stops it between
@@ -169,7 +166,7 @@ class Supervisor:
                 if self._follow == "stdin":
                     self._selector.register(0, selectors.EVENT_READ, self._take_orders)
                 if self._follow:
-                    self._relays = [_Relay(self._selector, sink) for sink in (1, 2)]
+                    self._relays = [Relay(self._selector, sink) for sink in (1, 2)]
                 yield
             finally:
                 for relay in self._relays:
@@ -299,74 +296,6 @@ class Supervisor:
             # A closed stderr is not a reason to end.
             with suppress(OSError):
                 os.write(2, line)
-
-
-class _Relay:
-    """Forwards one output of COMMAND without waiting for its reader, and keeps reading when the reader is gone."""
-
-    def __init__(self, selector: selectors.BaseSelector, sink: int):
-        self._selector, self._sink = selector, sink
-        self._source: int | None = None
-        self._kept = bytearray()
-        self._waits = self._closed = False
-        os.set_blocking(sink, False)
-
-    def take_from(self, source: int) -> None:
-        os.set_blocking(source, False)
-        self._source = source
-        self._selector.register(source, selectors.EVENT_READ, self._read)
-
-    def put(self, data: bytes) -> None:
-        self._kept += data
-        del self._kept[:-KEPT_BYTES]
-        self._write()
-
-    def finish(self) -> None:
-        """Forwards the rest, as far as the reader takes it soon."""
-        until_s = time.monotonic() + LAST_WORDS_S
-        # A process that COMMAND left behind may never stop writing.
-        while self._read() and time.monotonic() < until_s:
-            pass
-        self._drop_source()
-        while self._kept and time.monotonic() < until_s:
-            self._write()
-            time.sleep(0.01)
-
-    def _read(self) -> bool:
-        """Returns whether there was any data."""
-        if self._source is None:
-            return False
-        try:
-            data = os.read(self._source, 2**16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._drop_source()
-            return False
-        self.put(data)
-        return True
-
-    def _drop_source(self) -> None:
-        if self._source is not None:
-            self._selector.unregister(self._source)
-            os.close(self._source)
-            self._source = None
-
-    def _write(self) -> None:
-        blocked = False
-        while self._kept and not blocked:
-            try:
-                del self._kept[: os.write(self._sink, self._kept)]
-            except BlockingIOError:
-                blocked = True
-            except OSError:
-                self._kept.clear()
-        if blocked != self._waits:
-            if blocked:
-                self._selector.register(self._sink, selectors.EVENT_WRITE, self._write)
-            else:
-                self._selector.unregister(self._sink)
-            self._waits = blocked
 
 
 def _die_with_supervisor() -> None:

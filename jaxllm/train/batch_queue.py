@@ -1,4 +1,4 @@
-"""A queue that reads the batches of a run ahead of their steps, in order."""
+"""Prefetches the batches of a run in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxllm.runtime import progress
 
 
 class BatchQueue:
-    """Reads batches in a background thread, two ahead of the step that takes them.
+    """Reads batches in a background thread, two ahead of the current step.
 
     Args:
-      read: the number of steps done -> the batch of the next step.
+      read: function from the number of steps done to the batch of the next step.
     """
 
     def __init__(self, read: Callable[[int], Any]):
@@ -23,12 +23,12 @@ class BatchQueue:
         self._peeked: Any = None
 
     def peek(self, step: int) -> Any:
-        """The batch that `take` returns next."""
+        """Returns the batch that `take` returns next."""
         self._peeked = self.take(step)
         return self._peeked
 
     def take(self, step: int) -> Any:
-        """The batch of the step that follows `step` steps."""
+        """Returns the batch of the step that follows `step` steps."""
         if self._peeked is not None:
             batch, self._peeked = self._peeked, None
             return batch
@@ -43,7 +43,7 @@ class BatchQueue:
         return batch
 
     def close(self) -> None:
-        """Stops the thread that reads ahead."""
+        """Stops the prefetching thread."""
         self._peeked = None
         if self._batches is not None:
             self._batches.close()

@@ -1,11 +1,11 @@
-"""Trainer: the mesh, model, state and data of one run, and its train step.
+"""The Trainer: mesh, model, state and data of one run, and the step that advances them.
 
     trainer = Trainer(load_config("configs/quickstart.yaml"))
     for metrics in trainer.steps(20):
         print(metrics["loss"])
 
-Metrics arrive one step late: step n+1 has started before the numbers of step n are read, so the device never waits for a read.
-Ctrl-C, or a notebook's stop button, leaves the state of a complete step: `trainer.steps` continues from it.
+Metrics come one step behind the device: step n+1 runs when the numbers of step n are read, so reading never makes the device
+wait. After Ctrl-C, or a notebook's stop button, the state is that of a complete step, and `trainer.steps` continues from it.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(NamedTuple):
-    """The result of an evaluation on held-out text."""
+    """Losses on held-out text."""
 
     loss: float
     """Nats per token."""
     tokens: int
-    """Number of tokens scored."""
+    """Number of scored tokens."""
     by_source: dict[str, float]
-    """Loss per source of a mixture."""
+    """The loss of each source of a mixture."""
 
 
 ATTENTION_TOLERANCE = 0.03
 
 
 def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
-    """Compares cuDNN's blockwise attention with plain XLA on a GPU before training, because it uses a private binding of JAX.
+    """Compares blockwise cuDNN, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
 
     Raises:
-      ConfigError: the two differ.
+      ConfigError: they differ.
     """
     in_blocks = config.data.mask_documents or config.parallel.context > 1
     if not attention.startswith("cudnn") or not in_blocks or mesh.devices.flat[0].platform == "cpu":
@@ -83,27 +83,27 @@ def require_right_attention(config: Config, attention: str, mesh: jax.sharding.M
 
 
 class Trainer:
-    """One run on the available devices (or on run.cpu_devices). It writes no files; `fit` in loop.py does.
+    """One run on the local devices (or on run.cpu_devices). It writes no files; `fit` in loop.py does.
 
     Args:
-      resumes: the caller will call `restore`, so train.init_from is not read.
+      resumes: `restore` will be called, so train.init_from is not read.
 
     Raises:
       ConfigError: the config does not fit the devices, their memory or the data.
 
     Attributes:
       config: the config with parallel.data filled in.
-      data: the sources, and their held-out parts.
+      data: the sources and their held-out documents.
       stream: the training samples.
-      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; with several replicas, axis replica comes first.
-      state: TrainState, or DilocoState during DiLoCo rounds; each step replaces it (and reuses the memory of the old one).
-      rounds: the schedule of outer steps while replicas train alone (diloco.py); None before, and without DiLoCo.
+      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; with several replicas `replica` comes first.
+      state: TrainState, or DilocoState during rounds. Each step replaces it and reuses the old one's memory.
+      rounds: schedule of DiLoCo's outer steps (diloco.py) once rounds have begun; None before, and without DiLoCo.
       step: number of steps done, as a Python int.
-      memory_fit: the estimate compared with the devices' memory; None if that is unknown, as on CPU.
-      weights: the source that train.init_from names; None without it.
+      memory_fit: the estimate and the devices' memory; None if that is not known, as on CPU.
+      weights: the weights that train.init_from names; None without it.
       noise: the gradient noise scale so far, with log.noise_scale_every.
-      stopped_by: name of the signal that stopped `fit`; None if no signal did.
-      watch: record of skipped steps and spikes.
+      stopped_by: the name of the signal that stopped `fit`, or None.
+      watch: the state of skipped steps and spikes.
     """
 
     def __init__(self, config: Config, *, resumes: bool = False):
@@ -119,7 +119,7 @@ class Trainer:
         self.stream = self.data.stream()
         self.mesh = mesh_on_hosts(config.parallel)
         self.programs = CompiledSteps(config, self.mesh)
-        # Rounds begin later, at the earliest with the first step.
+        # Rounds begin later, at the first step at the earliest.
         training = self._use(in_rounds=False)
         require_right_attention(config, self.parallelized.attention, self.mesh)
         with jax.set_mesh(self.mesh):
@@ -138,8 +138,8 @@ class Trainer:
         return f"<Trainer at step {self.step} of {self.config.train.steps}, on {self.mesh.size} devices>"
 
     def _use(self, in_rounds: bool) -> Training:
-        """Switches the run to the programs with DiLoCo rounds (diloco.py) or without. Each is compiled when it is needed. The
-        caller must convert the state.
+        """Switches to the programs of steps in rounds (diloco.py), or of ordinary steps. Each is compiled when it is needed.
+        The caller converts the state.
         """
         config = self.config if in_rounds else diloco.without(self.config)
         self._training = training = build_training(config, self.mesh)
@@ -153,12 +153,12 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------ training
 
     def steps(self, count: int, *, show: bool = False) -> Iterator[Record]:
-        """Trains `count` steps; yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
-        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and others that the config enables. Stopping early by
+        """Trains `count` steps. Yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
+        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and the keys that the config asks for. Stopping early by
         `break` or Ctrl-C is safe: the state is that of the last step started. Ctrl-C may lose the metrics of one step.
 
         Args:
-          show: print a live line in a notebook or on a terminal, elsewhere a line every log.every_steps.
+          show: show a live line in a notebook or on a terminal, elsewhere a line every log.every_steps.
         """
         last = self.step + count
         with Console(last, main=show and distributed.is_main_process()) as console:
@@ -170,8 +170,8 @@ class Trainer:
                     yield record
 
     def prepare(self) -> None:
-        """Reads a batch and compiles the step for it, unless that is done; it does not train. At the start of the first round
-        (train.diloco_steps), it gives each replica its copy of the state.
+        """Reads a batch and compiles the step for it, if that was not done yet. Does not train. At the start of the first round
+        (train.diloco_steps) it gives each replica its copy of the state.
         """
         train = self.config.train
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
@@ -185,8 +185,8 @@ class Trainer:
 
     def _take_program(self, batch: Any) -> Record | None:
         """Selects the compiled step for this batch's number of microbatches. Each number is compiled once, before its first
-        step, and once more for steps that measure the noise scale, unless all do. Before a compilation it waits for the running
-        step, so that its time excludes compiling, and returns its metrics.
+        step, and once more for steps that measure the noise scale, if not all do. If it has to compile, it first waits for the
+        running step and returns that step's metrics, so that compilation does not count as its time.
         """
         if self.programs.select(batch, self.step):
             return None
@@ -196,10 +196,10 @@ class Trainer:
         return record
 
     def advance(self) -> Record | None:
-        """Starts one step; returns the metrics of the one before (None if there are none to read).
+        """Starts one step. Returns the metrics of the previous one (None if there are none to read).
 
         Raises:
-          ConfigError: train.max_skips_in_a_row steps were skipped.
+          ConfigError: train.max_skips_in_a_row steps in a row were skipped.
         """
         self.watch.require_progress()
         self.prepare()
@@ -214,10 +214,10 @@ class Trainer:
             return finished or self._read(previous)
 
     def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
-        """Starts a step. Returns the previous step, whose metrics are not read yet: (its number, its metrics)."""
+        """Returns the previous step, whose metrics are not read yet: (its number, its metrics)."""
         progress.at_step(self.step + 1)
         self._last_finish_s = self._last_finish_s or time.perf_counter()
-        # The step donates the old state: an interrupt between the call and the assignment would lose both states.
+        # The step donates the old state. An interrupt between the call and the assignment would lose both states.
         with defer_sigint():
             self.state, metrics = self.programs.current(self.state, batch)
             self.step += 1
@@ -228,8 +228,7 @@ class Trainer:
         return previous
 
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
-        """Layer norms of the next step, every log.layer_norms_every steps. Computed before the step, because it donates the
-        state."""
+        """Layer norms by log.layer_norms_every, computed before the step that they belong to, because it donates the state."""
         every = self.config.log.layer_norms_every
         if every is None or (self.step + 1) % every:
             return {}
@@ -237,29 +236,29 @@ class Trainer:
             return {LAYER_ACTIVATION_NORM: self._layer_norms(self.state.params, batch)}
 
     def finish(self) -> Record | None:
-        """Waits for the running step; returns its metrics. The clock of tokens_per_s_per_device stops until the next step."""
+        """Waits for the running step and returns its metrics. The timer of tokens_per_s_per_device stops until the next."""
         pending, self._pending = self._pending, None
         with progress.phase("step"):
             record, self._last_finish_s = self._read(pending), None
         return record
 
     def compile_step(self, batch: Any) -> None:
-        """Compiles the next step, for the number of microbatches in `batch`."""
+        """Compiles the next step, for a batch of this number of microbatches."""
         self.programs.compile(self.state, batch, self.step)
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
-        """The compiled train step for the current batch size; None before `prepare` or the first step."""
+        """The compiled train step for the present batch; None until `prepare` or the first step."""
         return self.programs.current
 
     @property
     def compile_s(self) -> float | None:
-        """Seconds to compile the train step for the current batch size; None before that."""
+        """Seconds to compile the train step for the present batch; None until then."""
         return self.programs.compile_s
 
     @property
     def traces(self) -> int:
-        """Number of times that a train step was traced."""
+        """Number of times a train step was traced."""
         return self.programs.traces
 
     def _read(self, pending) -> Record | None:
@@ -269,7 +268,7 @@ class Trainer:
         with progress.waiting():
             values = diloco.combine_replicas(arrays)  # waits for that step
         if LAYER_ACTIVATION_NORM not in values:
-            # The step always computes them, at almost no cost; they are reported only together with the other norms.
+            # The step always returns them, at little cost. They are logged together with the other norms.
             values.pop(LAYER_GRAD_NORM, None)
         values = by_layer(values)
         assert self._last_finish_s is not None, "set when that step was started"
@@ -286,8 +285,8 @@ class Trainer:
         return record
 
     def restore(self, checkpoints: Checkpoints) -> None:
-        """Restores the newest saved state; data continues from its step."""
-        # Pipelines add and remove zero layers, so the number of stored layers does not identify the model.
+        """Restores the newest saved state. The data resumes at its step."""
+        # Pipelines add or remove zero layers, so only the number of real layers identifies the model.
         meta = checkpoints.meta()
         saved, wanted = meta["config"]["model"]["num_layers"], self.config.model.num_layers
         if saved != wanted:
@@ -300,7 +299,7 @@ class Trainer:
         layouts = {self.rounds is not None: _give_up(self.state)}
 
         def like(meta: Meta) -> State:
-            """The layout of a checkpoint's state. If the newest is damaged, it may be one from before the first round."""
+            """State with the structure of a checkpoint, which may be an older one from before the first round."""
             in_rounds = diloco.in_rounds(meta)
             if in_rounds != (self.rounds is not None):
                 self._use(in_rounds)
@@ -313,7 +312,7 @@ class Trainer:
         self.state = checkpoints.restore(like, self.parallelized.table)
         recent = layouts[self.rounds is not None].recent
         if self.state.recent is None and recent is not None:
-            # The checkpoint has no recent losses: their statistics start again.
+            # The checkpoint has no recent values, so the usual level is learnt again.
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), recent)
             self.state = self.state.with_recent(zeros)
         self.step = int(self.state.step)
@@ -327,8 +326,8 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------------- data
 
     def train_batch(self, step: int) -> dict[str, jax.Array]:
-        """The batch of the step that follows `step` steps; its samples follow those of the previous steps. Its arrays are
-        [microbatch, sequence, position], sharded over the mesh; each host reads its share. Positions are in zigzag order
+        """The batch of the step that follows `step` steps. Its samples start at the first one that no earlier step has read. It
+        is laid out [microbatch, sequence, position] on the mesh; each host reads its part. Positions are in zigzag order
         (parallel/zigzag.py) if parallel.context is above 1.
         """
         config = self.config
@@ -339,13 +338,13 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Held-out loss of the current state, over all held-out text or max_batches of each source. None if `stop` returned
-        true after a batch; it must return the same on all processes.
+        """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
+        True after a batch; it must return the same on all processes.
 
         Raises:
           ConfigError: nothing is held out.
         """
-        # A pipeline gets as many microbatches as it has stages, or it would be idle most of the time.
+        # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
         M, R = self.config.parallel.pipe, self.config.microbatch_rows
         length = self.config.train.sequence_length
         sums: dict[str, tuple[float, int]] = {}
@@ -353,11 +352,11 @@ class Trainer:
             for source in self.data.held_out():
                 total, count = 0.0, 0
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    # Each batch counts as progress, because an evaluation may take hours.
+                    # Each batch counts as progress for the watchdog, because an evaluation may take hours.
                     with progress.phase("evaluate"):
                         batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
                         part, tokens = self._loss_sum(self.state.params, batch)
-                        # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
+                        # Summed in float64, because a float32 sum over a million tokens would lose its last digits.
                         total, count = total + float(part), count + int(tokens)
                     if stop():
                         return None
@@ -370,16 +369,16 @@ class Trainer:
 
     @property
     def model(self) -> Llama:
-        """The network with the current parameters, in the compute dtype, on the mesh."""
+        """The network with the present parameters, in the compute dtype, on the mesh."""
         return merge_model(self.config, on_device(self.state.params))
 
     def close(self) -> None:
-        """Stops the thread that reads ahead."""
+        """Stops the prefetching thread."""
         self.batches.close()
 
 
 def _give_up(arrays: Any) -> Any:
-    """Frees arrays and returns their layout as ShapeDtypeStructs: memory for one state may not be enough for two."""
+    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
     layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     jax.tree.map(lambda x: x.delete(), arrays)
     return layout

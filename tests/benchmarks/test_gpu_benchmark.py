@@ -35,7 +35,7 @@ def run(*arguments) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory):
-    """What was printed."""
+    """The printed text."""
     file = tmp_path_factory.mktemp("gpu") / "gpu.jsonl"
     finished = run("--dry-run", "--json", "--out", file)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -12,6 +12,7 @@ from covers import drawn, pairwise, with_triples
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllm import private_jax
 from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
 from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
@@ -231,7 +232,7 @@ def test_an_unknown_jax_is_refused_by_the_cudnn_kernel(monkeypatch):
         patch.setattr(jax, "__version_info__", (0, 13, 0))
         with pytest.raises(ConfigError, match=r"knows JAX's cuDNN binding up to 0\.12"):
             cudnn_attention.cudnn_kernel()
-    monkeypatch.delattr(cudnn_attention._binding(), "_dot_product_attention_bwd_rule")
+    monkeypatch.delattr(private_jax.cudnn_binding(), "_dot_product_attention_bwd_rule")
     with pytest.raises(ConfigError, match="has another cuDNN binding"):
         cudnn_attention.cudnn_kernel()
 

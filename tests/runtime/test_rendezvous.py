@@ -19,6 +19,7 @@ from jaxllm.runtime.rendezvous_checks import (
     ProcessInfo,
     assign_gpus,
     missing,
+    parse_process_info,
     spans,
     too_few_gpus,
     why_incompatible,
@@ -387,7 +388,7 @@ def test_a_host_whose_own_name_is_a_loopback_address():
 def test_another_version_may_send_other_fields():
     """Fields come and go; the versions are always compared first."""
     message = {name: value for name, value in vars(call(1)).items() if name != "host_address"} | {"news": 1}
-    understood = rendezvous._parse_process_info(message | {"versions": {"jaxllm": "9"}})
+    understood = parse_process_info(message | {"versions": {"jaxllm": "9"}})
     assert "Process 1 on h1 has jaxllm 9 and JAX of another kind" in why_rejected(
         understood, call(0), Launch("variables", "h", 1, 3, 0), None
     )
