@@ -1,4 +1,4 @@
-"""`jaxllm COMMAND`: parses and dispatches. User errors end here as one sentence and exit code 2."""
+"""`jaxllm COMMAND`: parses arguments and dispatches. User errors end here, as one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxllm.runtime import exit_codes
 
 
 class Command(TyperCommand):
-    """Help that names arguments by their metavars only, which show what is optional or repeatable."""
+    """Help that shows only the metavar of each argument. The metavar shows whether it is optional or repeatable."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
@@ -36,7 +36,7 @@ class Command(TyperCommand):
             rows = []
             for one in self.get_params(ctx):
                 if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
-                    # Some versions of typer escape brackets for rich, which is off here.
+                    # Some versions of typer escape brackets for rich, which is not used here.
                     name = one.metavar if title == "Arguments" else record[0]
                     rows.append((name, record[1].replace("\\[", "[")))
             if rows:
@@ -45,12 +45,12 @@ class Command(TyperCommand):
 
 
 def epilog(*lines: str) -> str:
-    """Example command lines at the end of a help text, unwrapped."""
+    """The example command lines at the end of a help text, not rewrapped."""
     return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
 
 
 def example(*lines: str) -> dict[str, Any]:
-    """Common options of all commands."""
+    """Arguments of `app.command` that all commands here share, with example command lines."""
     return {"cls": Command, "epilog": epilog(*lines)}
 
 
@@ -61,24 +61,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=epilog("train quickstart", "train --help"),
 )
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tokenises text.")
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Turns text into tokens.")
 app.add_typer(data_app, name="data")
-convert_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face's format."
-)
+convert_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face format.")
 app.add_typer(convert_app, name="convert")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 GpuCount = Annotated[
-    int | None, typer.Option(metavar="N", help="Number of GPUs; none of them need be here. Default: the config's mesh.")
+    int | None, typer.Option(metavar="N", help="Number of GPUs; none is needed here. Default: the config's mesh.")
 ]
 GpusPerHost = Annotated[
     int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
 ]
 CacheDir = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Cache of compile reports; default: jaxllm/compile in the user's cache.")
+    str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is cached, and cache nothing.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
 SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
 Verify = Annotated[
@@ -113,13 +111,13 @@ def callback(
 
 @app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))
 def train(recipe: Recipe) -> None:
-    """Trains; resumes automatically from the run directory."""
+    """Trains a model; resumes automatically from the run directory."""
     loaded = load(recipe)
     from jaxllm.runtime import distributed, exit_codes
     from jaxllm.train.loop import fit
 
     if fit(loaded).stopped_by and distributed.launch_info().restarts:
-        # Some launchers kill the other processes as soon as one has ended.
+        # Some launchers end the other processes as soon as one exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise typer.Exit(exit_codes.RESTART)
 
@@ -137,7 +135,7 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the mesh, the parameters and wasted work. Every parameter with its shardings and bytes per device."""
+    """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
     loaded = load(recipe)
     from jaxllm.compile.inspect import inspect_config
     from jaxllm.compile.inspect_text import render
@@ -160,7 +158,7 @@ def estimate(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: only bytes, no speed."),
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: memory only, no speed."),
     ] = None,
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
@@ -181,12 +179,12 @@ def estimate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimates memory per device and speed. Bytes by term and stage, by closed forms, in a moment."""
+    """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
     from jaxllm.plan.estimate import estimate as estimate_config
 
     report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
     if over is not None and picture is None:
-        raise ConfigError(f"--over={over} draws a picture: give its file with --picture FILE.png.")
+        raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
     if over == "step" and picture is not None:
         from jaxllm.plots.memory_timeline import draw_step
 
@@ -214,7 +212,7 @@ def compile_(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compiles the real train step for GPUs that need not be here. Reports its bytes, its transfers, and whether it fits."""
+    """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
     loaded = load(recipe)
@@ -240,7 +238,7 @@ def plan(
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
     compile_: Annotated[
-        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: only estimates.")
+        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates only.")
     ] = 8,
     objective: Annotated[
         str,
@@ -251,11 +249,13 @@ def plan(
     ] = "speed",
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Keep this value of the config: tensor, zero, remat ... May be repeated."),
+        typer.Option(metavar="NAME", help="Do not change this setting of the config: tensor, zero, remat ... Repeatable."),
     ] = None,
     across_hosts: Annotated[
         bool | None,
-        typer.Option("--across-hosts/--within-hosts", help="Allow context across hosts? Default: only if nothing else fits."),
+        typer.Option(
+            "--across-hosts/--within-hosts", help="May context x tensor cross hosts? Default: only if nothing else fits."
+        ),
     ] = None,
     host_gib_per_gpu: Annotated[
         float, typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU.")
@@ -268,7 +268,7 @@ def plan(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for the fastest configuration that fits. Tries mesh, ZeRO, microbatch, schedule, remat; compiles the best."""
+    """Searches for the fastest config that fits. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.recipe import check_new, write_recipe
@@ -293,7 +293,7 @@ def plan(
         with nullcontext() if as_json else progress_bar() as progress:
             found = outcome(loaded, request, progress)
     except KeyboardInterrupt:
-        print("jaxllm: stopped before any configuration that fits was found.", file=sys.stderr)
+        print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(found.to_json()))
@@ -313,7 +313,7 @@ def schedule(
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the pipeline's schedule. What each stage does in each tick, its idle share, and its stored activations."""
+    """Shows the pipeline schedule. The work of each stage over time, its idle share of the step, and what it must store."""
     loaded = load(recipe)
     from jaxllm.plan.pipeline_report import pipeline_report
 
@@ -327,24 +327,24 @@ def schedule(
 
 @app.command("report", **example("report runs/quickstart"))
 def report_(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory (run.dir). Only the page is written into it.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory (run.dir). It is only read, except for the page.")],
     out: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. An old page is overwritten.")
+        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. It is overwritten.")
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="Predict steps on this kind; default: the measured speed, for any number."),
+        typer.Option(metavar="NAME|FILE.yaml", help="Predict step times on this kind of GPU; default: the measured step time."),
     ] = None,
     gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per host; default: that kind's.")] = None,
     loss: Annotated[
         float | None,
-        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest it reached."),
+        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest reached."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
     ] = False,
 ) -> None:
-    """Shows the course of a run, with pictures as one HTML page. And predicts the effect of more data ranks."""
+    """Reports on a run, with charts in one HTML page. Also predicts the effect of more data ranks."""
     from jaxllm.run_report.page import FILE_NAME, write_page
     from jaxllm.run_report.summary import report_on
 
@@ -361,7 +361,7 @@ def export(
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     force: Force = False,
 ) -> None:
-    """Writes only the weights of a run. For train.init_from, for other machines, or to keep."""
+    """Writes only the weights of a run. For train.init_from, for other machines, or for an archive."""
     from jaxllm.checkpoint.weights import export as export_weights
 
     found = export_weights(source, destination, step, dtype, force)
@@ -372,8 +372,8 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[SECTION.KEY=VALUE]...",
-        help="Settings, such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
-        "over the local devices.",
+        help="Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
+        "on all devices here.",
     ),
 ]
 ModelFolder = Annotated[
@@ -391,18 +391,16 @@ def evaluate(
     overrides: Overrides = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(metavar="S", help="Tokens per window; default: 1024, or fewer if the model was made for fewer."),
+        typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Tokens from one window to the next; default: S. A smaller N gives each token more context."
-        ),
+        typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only with --stride; the rest is dropped."""
+    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
     from jaxllm.commands import predict
     from jaxllm.commands.plan import progress_bar
 
@@ -415,30 +413,32 @@ def evaluate(
 @app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))
 def generate(
     model: ModelFolder,
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to continue; repeat the option for several.")],
+    prompt: Annotated[
+        list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
+    ],
     overrides: Overrides = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are user messages: answer by the model's chat template.")
+        bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens for each prompt.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens per prompt.")] = 128,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="0: the likeliest token; 1: sample from the model's distribution.")
+        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 samples from the model's probabilities.")
     ] = 0.0,
     top_p: Annotated[
         float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample from this many of the likeliest tokens; default: all.")
+        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; default: from all.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, in addition to stop tokens; may be repeated.")
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continues prompts, to see what a model has learnt. Uses a key-value cache; shows text as it arrives."""
+    """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
     from jaxllm.commands import predict
     from jaxllm.inference.text_stream import InTurn
 
@@ -468,10 +468,10 @@ def generate(
 def doctor(
     recipe: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; default: all local devices."),
+        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; none: all devices here."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the devices' own kind.")
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the kind found.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -503,7 +503,7 @@ def data_prepare(
             "any other text file: one document. .gz and .zst are decompressed.",
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="The output folder; a stopped run resumes in it.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
     tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
     text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
     workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
@@ -512,12 +512,12 @@ def data_prepare(
     ] = "0/1",
     shard_megabytes: Annotated[
         int | None,
-        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of it, but 4 to 256."),
+        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenises text once into a folder to train on. Uses several processes; run it again to resume."""
+    """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
     from jaxllm.data.prepare import parse_shard, prepare
 
     try:
@@ -545,7 +545,7 @@ def convert_from_hf(
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Converts a Hugging Face folder to jaxllm's own format. Exact, one tensor at a time, and verified."""
+    """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
     from jaxllm.checkpoint.hf_convert import from_hf
 
     print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
@@ -553,23 +553,24 @@ def convert_from_hf(
 
 @convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))
 def convert_to_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm folder, a run directory or a checkpoint.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers loads.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
     step: SavedStep = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum file size, such as 500MiB; more is written as several with an index.")
+        str,
+        typer.Option(metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index."),
     ] = "5GB",
     max_position: Annotated[
         int | None,
-        typer.Option(metavar="N", help="max_position_embeddings; default: the original value, or a run's length if larger."),
+        typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
     ] = None,
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Converts a model or a run to a Hugging Face folder. Verifies the result."""
+    """Writes a model or a run as a Hugging Face folder. Verifies the result."""
     from jaxllm.checkpoint.hf_convert import parse_size, to_hf
 
     done = to_hf(
@@ -592,7 +593,7 @@ def schema() -> None:
 
 
 def fitted(lines: Iterable[str]) -> str:
-    """Lines unchanged; on a terminal, too long ones are wrapped between words and indented."""
+    """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
     if not sys.stdout.isatty():
         return "\n".join(lines)
     width = shutil.get_terminal_size().columns
@@ -611,7 +612,7 @@ def fitted(lines: Iterable[str]) -> str:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Prints on one of several processes."""
+    """Prints on the main process only."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
@@ -623,7 +624,7 @@ def show_at_once(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """Prints a note to standard error, on one of several processes."""
+    """Prints a line to standard error on the main process only."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
@@ -641,7 +642,7 @@ def load(recipe: list[str]) -> Config:
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # Orbax logs a page for each error of a save, and raises it too. Our sentence is enough.
+    # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         try:
@@ -654,10 +655,10 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *exit_codes.FULL):
             raise
-        # The reader may have closed the pipe.
+        # The reader of a pipe may stop early.
         if error.errno != errno.EPIPE:
             print_sentence(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.")
-        # Otherwise the rest in the buffers would fail again at exit.
+        # The rest in the buffers would fail again at exit.
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         sys.exit(exit_codes.exit_code_for(error))

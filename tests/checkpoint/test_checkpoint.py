@@ -182,7 +182,9 @@ def test_all_damaged_is_refused_again_and_again(run, trainer, listed):
             (run / "checkpoints" / str(step) / "files.json").unlink()
         to_all_arrays(Path.unlink)(run / "checkpoints" / str(step))
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"No checkpoint in .* is intact: 4 \(.*\), 2 \(.*\); put a copy of one there"):
+        with pytest.raises(
+            ConfigError, match=r"No checkpoint in .* is intact: 4 \(.*\), 2 \(.*\); restore a copy of one there"
+        ):
             restore(trainer, run)
     assert saved_steps(run / "checkpoints") == [2, 4]
 
