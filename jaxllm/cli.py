@@ -125,13 +125,13 @@ def train(recipe: Recipe) -> None:
 @app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))
 def inspect(
     recipe: Recipe,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none of them need be here.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none is needed here.")] = None,
     gpus_per_host: Annotated[
         int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
     ] = None,
     picture: Annotated[
         str | None,
-        typer.Option(metavar="FILE.png", help="Draw which context rank computes which block of attention, and when."),
+        typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -174,7 +174,7 @@ def estimate(
     over: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT", help="Draw bytes over sequence, microbatch or step instead; step compiles for --gpu (extra aot)."
+            metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -206,7 +206,7 @@ def compile_(
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
     real_memory: Annotated[
-        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory: does XLA rematerialise?")
+        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
     cache: CacheDir = None,
     no_cache: NoCache = False,
@@ -475,7 +475,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Checks devices, network, clocks and run directory. Here, or on all processes of a launch; exit code 1 if one fails."""
+    """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
     from jaxllm.cost_model.hardware import find_gpu
     from jaxllm.doctor.doctor import examine, read, render
 
@@ -508,7 +508,7 @@ def data_prepare(
     text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
     workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Make the I-th of N parts of the work, from 0; all with the same --out.")
+        str, typer.Option(metavar="I/N", help="Do the I-th of N parts of the work, from 0; all parts use the same --out.")
     ] = "0/1",
     shard_megabytes: Annotated[
         int | None,

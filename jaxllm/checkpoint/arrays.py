@@ -60,7 +60,8 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
         stacked = stack_dims(of_parameter)
         of_stack = len(shape) - (len(wanted) - stacked)
         sizes = zip(shape[of_stack:], wanted[stacked:], of_parameter[stacked:], strict=False)
-        is_other = tuple(saved[names][:islands]) != x.shape[:islands] or any(a != b and d != "vocab" for a, b, d in sizes)
+        is_other = tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
+        is_other = is_other or any(a != b and d != "vocab" for a, b, d in sizes)
         if is_other or (of_stack not in (1, 3) if stacked else of_stack):
             raise ConfigError(
                 f"{'.'.join(parameter)} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
@@ -68,7 +69,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             )
         if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:
             return x
-        if islands:
+        if replica_dims:
             raise ConfigError(
                 f"{folder} holds DiLoCo replicas whose layers are stacked for another pipeline: resume with the same "
                 f"parallel.pipe and parallel.virtual_stages."

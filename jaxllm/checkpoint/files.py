@@ -52,7 +52,7 @@ def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps in a folder of checkpoints, oldest first. Those still being written have other names."""
+    """Steps in a folder of checkpoints, oldest first. Unfinished checkpoints have other names."""
     if not folder.is_dir():
         return []
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
@@ -197,5 +197,5 @@ def require_shared(run_dir: Path) -> None:
         (run_dir / name).unlink()
     if missing:
         raise ConfigError(
-            f"run.dir={run_dir} of process {missing} is not that of process 0: it must be on storage that all hosts share."
+            f"run.dir={run_dir} of process {missing} is not that of process 0: put it on storage that all hosts share."
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import is_not_damage, lies_on_host, read_arrays, restacked
+from jaxllm.checkpoint.arrays import is_not_damage, on_host, read_arrays, restacked
 from jaxllm.checkpoint.files import (
     FILES,
     META,
@@ -122,7 +122,7 @@ class Checkpoints:
         checkpoint.asynchronous=false when it is written. A step that is already saved does not change.
 
         Raises:
-          SaveError: this save, or the one before it, failed.
+          SaveError: this save or the previous one failed.
         """
         try:
             self._require()
@@ -166,7 +166,7 @@ class Checkpoints:
             self._manager = None
 
     def _settle(self) -> None:
-        assert self._manager is not None, "to be opened first"
+        assert self._manager is not None, "open it first"
         self._manager.wait_until_finished()
         self._saving = None
 

@@ -329,7 +329,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, tmp_pat
         folder.mkdir()
     for code, _, error in pair(folders=folders):
         assert code == 2
-        assert "run.dir=run of process 1 is not that of process 0: it must be on storage that all hosts share" in error
+        assert "run.dir=run of process 1 is not that of process 0: put it on storage that all hosts share" in error
 
 
 @pytest.mark.slow
