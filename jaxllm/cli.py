@@ -19,9 +19,10 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperCommand
 
-from jaxllm import __version__, exits
+from jaxllm import __version__
 from jaxllm.config import Config, ConfigError, json_schema, load_config
-from jaxllm.peers import print_sentence
+from jaxllm.display import print_sentence
+from jaxllm.runtime import exit_codes
 
 
 class Command(TyperCommand):
@@ -114,13 +115,13 @@ def callback(
 def train(recipe: Recipe) -> None:
     """Trains; resumes by itself from the run directory."""
     loaded = load(recipe)
-    from jaxllm import distributed, exits
+    from jaxllm.runtime import distributed, exit_codes
     from jaxllm.train.loop import fit
 
-    if fit(loaded).stopped_by and distributed.place().restarts:
+    if fit(loaded).stopped_by and distributed.launch_info().restarts:
         # Some launchers end the other processes as soon as one is gone.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise typer.Exit(exits.RESTART)
+        raise typer.Exit(exit_codes.RESTART)
 
 
 @app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))
@@ -138,12 +139,12 @@ def inspect(
 ) -> None:
     """Shows the mesh and the parameters, and where work is wasted. Every parameter with its shardings and bytes per device."""
     loaded = load(recipe)
-    from jaxllm.inspect_text import render
-    from jaxllm.report import inspect_config
+    from jaxllm.compile.inspect import inspect_config
+    from jaxllm.compile.inspect_text import render
 
     report = inspect_config(loaded, gpus, gpus_per_host)
     if picture is not None:
-        from jaxllm.parallel.zigzag import picture as draw
+        from jaxllm.plots.zigzag import picture as draw
 
         draw(loaded.parallel.context, picture)
     if as_json:
@@ -187,11 +188,11 @@ def estimate(
     if over is not None and picture is None:
         raise ConfigError(f"--over={over} draws a picture: say where to with --picture FILE.png.")
     if over == "step" and picture is not None:
-        from jaxllm.step_picture import draw_step
+        from jaxllm.plots.memory_timeline import draw_step
 
         draw_step(report, picture)
     elif picture is not None:
-        from jaxllm.memory_plots import estimate_picture
+        from jaxllm.plots.memory import estimate_picture
 
         estimate_picture(report, picture, over)
     print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
@@ -214,13 +215,13 @@ def compile_(
     as_json: AsJson = False,
 ) -> None:
     """Compiles the real train step for GPUs that need not be here. Says its bytes, what it sends, and whether it fits."""
-    from jaxllm.plan.hardware import find_gpu
+    from jaxllm.cost_model.hardware import find_gpu
 
     loaded = load(recipe)
     found = None if gpu is None else find_gpu(gpu)
-    from jaxllm.compile_report import compile_report
-    from jaxllm.compile_text import render
-    from jaxllm.distributed import cache_folder
+    from jaxllm.compile.report import compile_report
+    from jaxllm.compile.text import render
+    from jaxllm.runtime.distributed import cache_folder
 
     folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
     report = compile_report(loaded, found, gpus, gpus_per_host, real_memory=real_memory, cache=folder)
@@ -269,8 +270,8 @@ def plan(
 ) -> None:
     """Searches for what fits and is fastest. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
     loaded = load(recipe)
+    from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.recipe import check_new, write_recipe
-    from jaxllm.planner import Request, outcome, progress_bar
 
     request = Request(
         gpu=gpu,
@@ -318,7 +319,7 @@ def schedule(
 
     report = pipeline_report(loaded)
     if out is not None:
-        from jaxllm.plots import schedule_picture
+        from jaxllm.plots.schedule import schedule_picture
 
         schedule_picture(report.schedule, out, slot_bytes=report.slot_bytes)
     print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
@@ -346,8 +347,8 @@ def report_(
     ] = False,
 ) -> None:
     """Shows how a run went, with pictures as one HTML page. And what more data ranks would have given it."""
-    from jaxllm.run_page import FILE_NAME, write_page
-    from jaxllm.run_report import report_on
+    from jaxllm.run_report.page import FILE_NAME, write_page
+    from jaxllm.run_report.summary import report_on
 
     report = report_on(run, gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
     page = None if as_json and out is None else write_page(report, Path(run) / FILE_NAME if out is None else out)
@@ -363,7 +364,7 @@ def export(
     force: Force = False,
 ) -> None:
     """Writes the weights of a run alone. For train.init_from, for other machines, or to keep."""
-    from jaxllm.train.weights import export as export_weights
+    from jaxllm.checkpoint.weights import export as export_weights
 
     found = export_weights(source, destination, step, dtype, force)
     print(f"exported {found.description} to {destination} as {dtype}")
@@ -404,8 +405,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Scores a text: nats per token, perplexity, bits per byte. Windows overlap by --stride alone; the rest is dropped."""
-    from jaxllm import predict
-    from jaxllm.planner import progress_bar
+    from jaxllm.commands import predict
+    from jaxllm.commands.plan import progress_bar
 
     options = {"sequence_length": sequence_length, "stride": stride, "tokenizer": tokenizer, "say": tell}
     with progress_bar() as progress:
@@ -442,7 +443,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continues prompts, to see what a model has learned. With a key-value cache; shows text as it comes."""
-    from jaxllm import predict
+    from jaxllm.commands import predict
     from jaxllm.inference.text_stream import InTurn
 
     before = [f"> {text}\n" for text in prompt] if chat else prompt
@@ -479,16 +480,16 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Checks devices, network, clocks and run directory. Here, or on all processes of a launch; exit code 1 if one fails."""
-    from jaxllm.doctor import examine, read, render
-    from jaxllm.plan.hardware import find_gpu
+    from jaxllm.cost_model.hardware import find_gpu
+    from jaxllm.doctor.doctor import examine, read, render
 
     found = None if gpu is None else find_gpu(gpu)
     given = recipe or []
     loaded, parallel, run = read([one for one in given if "=" not in one], [one for one in given if "=" in one])
     report = examine(run, parallel, loaded, found)
-    if report.speaks and as_json:
+    if report.is_shown_here and as_json:
         print(json.dumps(report.to_json()), flush=True)
-    elif report.speaks:
+    elif report.is_shown_here:
         from rich.console import Console
 
         Console(highlight=False, markup=False).print(render(report))
@@ -549,7 +550,7 @@ def convert_from_hf(
     verify: Verify = False,
 ) -> None:
     """Brings a Hugging Face folder into jaxllm's own format. Bit for bit, one tensor at a time; checks itself."""
-    from jaxllm.convert.hf import from_hf
+    from jaxllm.checkpoint.hf_convert import from_hf
 
     print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
 
@@ -573,7 +574,7 @@ def convert_to_hf(
     verify: Verify = False,
 ) -> None:
     """Writes a model or a run as a Hugging Face folder. Checks itself."""
-    from jaxllm.convert.hf import parse_size, to_hf
+    from jaxllm.checkpoint.hf_convert import parse_size, to_hf
 
     done = to_hf(
         source,
@@ -615,7 +616,7 @@ def fitted(lines: Iterable[str]) -> str:
 
 def show(text: str, end: str = "\n") -> None:
     """Prints, on one process of several."""
-    from jaxllm.distributed import is_main_process
+    from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
         print(text, end=end, flush=True)
@@ -627,7 +628,7 @@ def show_at_once(text: str) -> None:
 
 def tell(line: str) -> None:
     """A line beside the result: on standard error, and on one process of several."""
-    from jaxllm.distributed import is_main_process
+    from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
         print(line, file=sys.stderr, flush=True)
@@ -655,7 +656,7 @@ def main() -> None:
         print(f"jaxllm: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in (errno.EPIPE, *exits.FULL):
+        if error.errno not in (errno.EPIPE, *exit_codes.FULL):
             raise
         # Who reads it may have seen enough.
         if error.errno != errno.EPIPE:
@@ -663,7 +664,7 @@ def main() -> None:
         # What is left in the buffers would fail once more at the end.
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        sys.exit(exits.of(error))
+        sys.exit(exit_codes.exit_code_for(error))
 
 
 if __name__ == "__main__":

@@ -17,15 +17,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
-from jaxllm.mesh import PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
-from jaxllm.plan.parameters import ZERO_DIMS
+from jaxllm.config import ZERO_DIMS, ConfigError, ModelConfig, ParallelConfig
+from jaxllm.mesh import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
 Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
 STACK_DIMS = ("layers", "virtual_stages", "stages", "stage_layers")
-"""Dims that count layers (parallel/stacking.py), leading in every parameter of the layer stack."""
+"""Dims that count layers (parallel/layer_stacking.py), leading in every parameter of the layer stack."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def stack_dims(dims: Dims) -> int:
     return len(dims) - len(unstacked(dims))
 
 
-def is_shared_out(path: str, parallel: ParallelConfig, level_from: int) -> bool:
+def is_zero_sharded(path: str, parallel: ParallelConfig, level_from: int) -> bool:
     """Whether ZeRO shares out a parameter's gradient (level_from=2) or its copy in the train step (3). In a pipeline that is
     done with the layers alone: the rest is needed in every tick.
     """
@@ -168,18 +167,46 @@ def named(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def over_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
+def map_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
     """`function` of each PartitionSpec of a tree."""
     return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def of_islands(spec: PartitionSpec, replicas: int) -> PartitionSpec:
+def replica_spec(spec: PartitionSpec, replicas: int) -> PartitionSpec:
     """The layout of what each of so many islands has of its own, with a leading dim that counts them: inside an island as
     `spec` says."""
     return PartitionSpec(REPLICA if replicas > 1 else None, *spec)
 
 
-def over_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def tensor_specs(layouts: Any) -> Any:
+    """PartitionSpecs of parameters in the train step over the tensor axis alone. `layouts`: a tree of Layout."""
+    return jax.tree.map(lambda x: PartitionSpec(*[TENSOR if _has(TENSOR, axes) else None for axes in x.compute]), layouts)
+
+
+def manual_spec(layout: Layout, share: bool) -> PartitionSpec:
+    """PartitionSpec of a parameter over the manual axes alone: of a rank's ZeRO shard with `share`, else of the full weight, as
+    the train step reads it.
+    """
+    entries: list[Any] = [PIPE if _has(PIPE, axes) else None for axes in layout.compute]
+    if share and layout.zero_dim is not None:
+        entries[layout.zero_dim] = ZERO_AXES
+    return PartitionSpec(*entries)
+
+
+def partial_sum_spec(weight: PartitionSpec) -> PartitionSpec:
+    """PartitionSpec of per-rank partial gradients. The new leading dim is sharded over every manual axis that does not already
+    shard the weight.
+    """
+    return PartitionSpec(tuple(axis for axis in MANUAL if axis not in weight), *weight)
+
+
+def unstack_layout(layout: Layout, stack_dims: int) -> Layout:
+    """Layout of one layer, from the layout of the layer stack with `stack_dims` leading dims."""
+    zero_dim = None if layout.zero_dim is None else layout.zero_dim - stack_dims
+    return Layout(PartitionSpec(*layout.compute[stack_dims:]), PartitionSpec(*layout.master[stack_dims:]), zero_dim)
+
+
+def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`function` run on each tensor rank's part, inside a region that is manual over the other axes: there nothing is left to
     the compiler. Specs name the tensor axis alone.
     """
@@ -202,6 +229,10 @@ def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Arr
         return jax.lax.with_sharding_constraint(x, match("activation", x.shape, dims, ACTIVATION_RULES, sizes))
 
     return constrain
+
+
+def _has(axis: str, axes: Any) -> bool:
+    return axis == axes or (isinstance(axes, tuple) and axis in axes)
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:

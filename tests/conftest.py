@@ -3,15 +3,20 @@
 import gc
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import program_cache
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    program_cache.switch_on(os.environ)
+
+import durations
 import jax
 import pytest
 import real_material
 from tiny import TINY
 
-from jaxllm import xla_flags
 from jaxllm.config import Config, RunConfig, load_config
+from jaxllm.runtime import xla_flags
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 
@@ -23,19 +28,18 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-LONGEST = [
-    *("test_diloco", "test_pipeline_parity", "test_smollm2_inference", "test_multiprocess", "test_memory_accuracy"),
-    *("test_mesh_parity", "test_faults", "test_pipeline_memory", "test_noise_scale", "test_quickstart", "test_context_parity"),
-    *("test_compile", "test_offload", "test_notebooks", "test_context_compiled", "test_instability", "test_kill"),
-    *("test_pipeline_compiled", "test_checkpoint", "test_conversion_memory", "test_slurm", "test_hybrid", "test_collectives"),
-    *("test_overlap", "test_fp8_meshes", "test_remat", "test_interrupt", "test_trainer", "test_mpi"),
-]
-"""Files that take minutes, longest first."""
+def pytest_addoption(parser):
+    parser.addoption("--record-durations", action="store_true", help="Write seconds by file into tests/durations.json.")
 
 
-def pytest_collection_modifyitems(items):
-    """Two processes take a file at a time (launch/test.sh): a long one begun last would leave the other idle."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+def pytest_configure(config):
+    config.pluginmanager.register(durations.Durations(config))
+
+
+def pytest_sessionstart(session):
+    """A folder that the caller chose is the caller's. Processes of xdist leave this to the one that started them."""
+    if not hasattr(session.config, "workerinput"):
+        program_cache.prune(program_cache.default_folder())
 
 
 @pytest.fixture(scope="module", autouse=True)

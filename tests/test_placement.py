@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm import distributed, mesh
+from jaxllm import placement
 from jaxllm.config import ParallelConfig
-from jaxllm.mesh import crossings, hosts_of, in_hosts, laid_out, make_mesh, widest_group
-from jaxllm.plan.network import Group
+from jaxllm.cost_model.network import Group
+from jaxllm.mesh import device_grid, order_by_groups
+from jaxllm.placement import crossings, hosts_of, mesh_on_hosts, widest_group
+from jaxllm.runtime import distributed
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def hosts_in(grid: np.ndarray, host_of: dict[int, str]) -> list[str]:
 )
 def test_groups_of_the_fast_axes_are_inside_hosts(hosts, each, shape, groups):
     devices, host_of = launch(hosts, each)
-    grid = laid_out(devices, host_of, shape)
+    grid = device_grid(devices, host_of, shape)
     assert hosts_in(grid, host_of) == groups
     assert set(grid.flat) == set(devices)
     assert all(len({host_of[device.process_index] for device in row}) == 1 for row in grid.reshape(-1, shape[3]))
@@ -62,7 +64,7 @@ def test_groups_of_the_fast_axes_are_inside_hosts(hosts, each, shape, groups):
 def test_no_order_has_more_groups_inside_hosts(counts, sizes):
     """Each host holds its devices // size groups, and no more can be."""
     hosts = [[(name, number) for number in range(count)] for name, count in enumerate(counts)]
-    ordered = in_hosts(hosts, *sizes)
+    ordered = order_by_groups(hosts, *sizes)
     in_turn = [device for host in hosts for device in host]
     assert sorted(ordered) == in_turn
     large, small = sizes
@@ -77,49 +79,45 @@ def test_no_order_has_more_groups_inside_hosts(counts, sizes):
 
 def test_a_plain_launch_is_laid_out_by_process_and_id():
     devices, host_of = launch("abcd", 4)
-    grid = laid_out(devices[::-1], host_of, (2, 2, 2, 2))
+    grid = device_grid(devices[::-1], host_of, (2, 2, 2, 2))
     assert list(grid.flat) == devices
     assert crossings(grid, host_of) == []
 
 
 def test_a_warning_names_axis_hosts_figures_and_cure():
     devices, host_of = launch("ab", 8, "NVIDIA H100 80GB HBM3")
-    grid = laid_out(devices, host_of, (1, 1, 1, 16))
+    grid = device_grid(devices, host_of, (1, 1, 1, 16))
     # A ring through two hosts leaves each by its 8 adapters of 50 GB/s, and NVLink carries 450.
     assert crossings(grid, host_of) == [
-        "tensor=16 leaves its host in 1 of 1 groups, which lie on up to 2 hosts (a, b); a ring there carries 400 GB/s instead "
+        "tensor=16 crosses hosts in 1 of 1 groups, which span up to 2 hosts (a, b); a ring there carries 400 GB/s instead "
         "of the 450 GB/s inside a host of h100-80gb: every layer waits for the network. Make parallel.tensor a divisor of the "
         "8 devices of a host, or ask for larger hosts."
     ]
-    grid = laid_out(devices, host_of, (1, 1, 2, 8))
+    grid = device_grid(devices, host_of, (1, 1, 2, 8))
     (line,) = crossings(grid, host_of)
-    assert line.startswith(
-        "context=2 leaves its host in 8 of 8 groups, which lie on up to 2 hosts (a, b); a ring there carries 50"
-    )
+    assert line.startswith("context=2 crosses hosts in 8 of 8 groups, which span up to 2 hosts (a, b); a ring there carries 50")
     assert "Make parallel.context x parallel.tensor a divisor of the 8 devices of a host" in line
-    assert crossings(laid_out(devices, host_of, (2, 2, 2, 2)), host_of) == []
+    assert crossings(device_grid(devices, host_of, (2, 2, 2, 2)), host_of) == []
 
 
 def test_one_process_for_each_gpu_is_no_host_of_its_own():
     """16 processes on two hosts: nothing to warn of, though each group is many processes."""
     devices, host_of = launch("ab" * 8, 1)
-    assert crossings(laid_out(devices, host_of, (1, 2, 1, 8)), host_of) == []
+    assert crossings(device_grid(devices, host_of, (1, 2, 1, 8)), host_of) == []
     # Where nobody told which share a host, each counts as one.
     alone = {process: process for process in host_of}
-    (line,) = crossings(laid_out(devices, alone, (1, 2, 1, 8)), alone)
-    assert line.startswith(
-        "tensor=8 leaves its host in 2 of 2 groups, which lie on up to 8 hosts (0, 1, 2, ... 7): every layer"
-    )
+    (line,) = crossings(device_grid(devices, alone, (1, 2, 1, 8)), alone)
+    assert line.startswith("tensor=8 crosses hosts in 2 of 2 groups, which span up to 8 hosts (0, 1, 2, ... 7): every layer")
     assert "a divisor of the 1 device of a host" in line
 
 
 def test_how_the_ranks_of_an_axis_lie():
     devices, host_of = launch("aabb", 2)
-    grid = laid_out(devices, host_of, (2, 2, 1, 2))
+    grid = device_grid(devices, host_of, (2, 2, 1, 2))
     assert [widest_group(grid, host_of, axis) for axis in ("pipe", "data", "context", "tensor")] == [
         *(Group(1, 2), Group(2, 1), Group(1, 1), Group(2, 1))
     ]
-    assert widest_group(laid_out(devices, host_of, (1, 8, 1, 1)), host_of, "data") == Group(4, 2)
+    assert widest_group(device_grid(devices, host_of, (1, 8, 1, 1)), host_of, "data") == Group(4, 2)
 
 
 def test_hosts_are_those_that_processes_told(monkeypatch):
@@ -137,13 +135,13 @@ def test_hosts_are_those_that_processes_told(monkeypatch):
 
 
 def test_a_mesh_warns_once_for_each_axis(monkeypatch, caplog):
-    # One process has all devices here: its host is told by their ids instead.
-    monkeypatch.setattr(mesh, "hosts_of", lambda devices: {0: "a"})
-    with caplog.at_level(logging.WARNING, "jaxllm.mesh"):
-        made = make_mesh(ParallelConfig(pipe=2, data=1, context=2, tensor=2))
+    # One process has all devices here: their ids name the host instead.
+    monkeypatch.setattr(placement, "hosts_of", lambda devices: {0: "a"})
+    with caplog.at_level(logging.WARNING, "jaxllm.placement"):
+        made = mesh_on_hosts(ParallelConfig(pipe=2, data=1, context=2, tensor=2))
     assert caplog.records == []
     assert list(made.devices.flat) == jax.devices()
-    monkeypatch.setattr(mesh, "crossings", lambda grid, host_of: ["tensor", "context"])
-    with caplog.at_level(logging.WARNING, "jaxllm.mesh"):
-        make_mesh(ParallelConfig(data=8))
+    monkeypatch.setattr(placement, "crossings", lambda grid, host_of: ["tensor", "context"])
+    with caplog.at_level(logging.WARNING, "jaxllm.placement"):
+        mesh_on_hosts(ParallelConfig(data=8))
     assert [record.message for record in caplog.records] == ["tensor", "context"]

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import ConfigError
-from jaxllm.parallel.parallelize import parameter_table
+from jaxllm.parallel.parameters import parameter_table
 from jaxllm.sharding import Parameter, layout, match, vocab_rows, weight_rules
 
 SIZES = {"pipe": 1, "data": 2, "context": 1, "tensor": 4}

@@ -1,7 +1,7 @@
-"""`jaxllm data prepare`: text files in, a prepared folder out. See jaxllm/data/prepared.py for what is in it.
+"""`jaxllm data prepare`: tokenises text files into a prepared folder. jaxllm/data/prepared.py describes its format.
 
-The work is cut into shards by the names and sizes of the inputs alone, so any number of processes, on any number of
-machines, make the same folder, and a run that was stopped goes on where it was.
+The division into shards depends only on the names and sizes of the inputs. Any number of processes, on any number of
+machines, therefore make the same folder, and a stopped run resumes where it was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
 from jaxllm.data.prepared import FORMAT, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION
@@ -24,7 +24,7 @@ from jaxllm.data.shards import (
     Origin,
     Task,
     for_manifest,
-    place_of,
+    position_of,
     read_json,
     read_shard,
     remove_leftovers,
@@ -35,36 +35,36 @@ from jaxllm.data.shards import (
     unwritable,
 )
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
-from jaxllm.plan.hardware import available_cpus
+from jaxllm.runtime.cpus import available_cpus
 
 MIN_SHARD_MIB, MAX_SHARD_MIB, USUAL_SHARDS = 4, 256, 64
-"""Input is cut into 64 shards where that makes none smaller or larger than these: enough for as many processes."""
+"""The input is cut into 64 shards, unless they would be outside these sizes. 64 is enough for as many processes."""
 BROKEN_SHOWN = 10
 _COUNTS = ("documents", "tokens", "text_bytes", "broken", "empty")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a folder holds after `prepare`, over the shards that are there."""
+    """Counts of a prepared folder, over its finished shards."""
 
     folder: str
     documents: int
     tokens: int
     text_bytes: int
-    """UTF-8 bytes of the documents, without marks."""
+    """UTF-8 bytes of the documents, without BOS and EOS tokens."""
     broken: int
     """Records that could not be read."""
     empty: int
-    """Records with empty text, which give no document."""
+    """Records with empty text. They give no document."""
     broken_records: tuple[str, ...]
-    """The first of them, as FILE:LINE: reason."""
+    """The first broken records, as FILE:LINE: reason."""
     shards: int
-    """Of the whole folder."""
+    """Number of shards of the complete folder."""
     shards_done: int
     shards_written: int
-    """By this call."""
+    """Number of shards that this call wrote."""
     complete: bool
-    """Every shard is there, and the manifest."""
+    """True if all shards and the manifest are written."""
     seconds: float
 
     @property
@@ -75,7 +75,7 @@ class Summary:
         return {**asdict(self), "tokens_per_byte": self.tokens_per_byte}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Text lines for the terminal."""
         lines = [f"broken: {record}" for record in self.broken_records]
         if self.broken > len(self.broken_records):
             lines.append(f"broken: {self.broken - len(self.broken_records):,} more; the shards' .json files name them")
@@ -106,27 +106,27 @@ def prepare(
     strict: bool = False,
     progress: bool = True,
 ) -> Summary:
-    """Tokenizes files into a folder that PreparedDocuments reads; goes on where a stopped run left off.
+    """Tokenises files into a folder that PreparedDocuments reads. Resumes a stopped run.
 
     With several workers the calling script needs Python's usual `if __name__ == "__main__"`.
 
     Args:
-      inputs: files or glob patterns (** for folders). .jsonl, .json and .ndjson hold one object a line, .parquet rows, any
-        other file is one document; .gz and .zst are decompressed. Documents come in the order of the files' sorted paths.
-      out: the folder to write.
+      inputs: files or glob patterns (** for folders). .jsonl, .json and .ndjson hold one object per line, .parquet holds
+        rows, any other file is one document. .gz and .zst are decompressed. Documents are ordered by the files' sorted paths.
+      out: the output folder.
       tokenizer: a folder with tokenizer.json, or bytes.
       text_key: the field or column that holds the text.
-      workers: processes; default: one for each CPU this process may use. 1 works in this process.
-      shard: (i, n): make every n-th shard from the i-th on, so that n calls with one `out` share the work.
-      shard_bytes: bytes of input that become one shard, about; files of JSON lines and Parquet are cut where they must be.
+      workers: number of processes; default: one per available CPU. With 1 this process does the work.
+      shard: (i, n): make every n-th shard starting at the i-th, so that n calls with one `out` share the work.
+      shard_bytes: approximate input bytes per shard. Files of JSON lines and Parquet are cut at shard boundaries.
         Default: a 64th of the input, but 4 to 256 MiB.
-      record_tokens: ids that are stored together.
+      record_tokens: ids per stored record.
       strict: stop at the first broken record.
-      progress: show how far it is.
+      progress: show the progress.
 
     Raises:
-      ConfigError: what is wrong with the inputs, the tokenizer or the folder, and what to change. What is saved stays.
-      KeyboardInterrupt: with a sentence that says how far it came.
+      ConfigError: the inputs, the tokenizer or the folder are invalid; the message says what to change. Finished shards stay.
+      KeyboardInterrupt: the message says how many shards are prepared.
     """
     started = time.monotonic()
     _check_numbers(shard, workers, shard_bytes, record_tokens)
@@ -148,7 +148,7 @@ def prepare(
         except KeyboardInterrupt:
             there = len(_shards_there(folder, tasks))
             raise KeyboardInterrupt(
-                f"stopped; {there} of {len(tasks)} shards are prepared: run the same command again to go on."
+                f"stopped; {there} of {len(tasks)} shards are prepared: run the same command again to resume."
             ) from None
         finally:
             remove_leftovers(folder)
@@ -163,7 +163,7 @@ def prepare(
     return Summary(
         folder=str(out),
         **total,
-        broken_records=tuple(f"{place_of(record)}: {record['reason']}" for record in broken),
+        broken_records=tuple(f"{position_of(record)}: {record['reason']}" for record in broken),
         shards=len(tasks),
         shards_done=len(shards),
         shards_written=len(todo),
@@ -175,7 +175,7 @@ def prepare(
 def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
     part, parts = shard
     if not 0 <= part < parts:
-        raise ConfigError(f"--shard {part}/{parts} is no part of the work: use 0/{max(parts, 1)} to {_last(parts)}.")
+        raise ConfigError(f"--shard {part}/{parts} does not exist: use 0/{max(parts, 1)} to {_last(parts)}.")
     at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
     for name, number, unit in at_least_1:
         if number is not None and number < 1:
@@ -188,7 +188,7 @@ def _usual_shard_bytes(files: Sequence[InputFile]) -> int:
 
 
 def _open(folder: Path, origin: Origin) -> None:
-    """Makes the folder. Raises ConfigError if it cannot be written, or holds shards of another origin."""
+    """Creates the folder. Raises ConfigError if it cannot be written, or holds shards of another origin."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_same_origin(folder, origin)
@@ -198,12 +198,12 @@ def _open(folder: Path, origin: Origin) -> None:
 
 
 def _shards_there(folder: Path, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
-    """What the shards that are there say of themselves, by number."""
+    """Reads the .json of each finished shard, by number."""
     return {task.shard: found for task in tasks if (found := read_shard(folder, task.name))}
 
 
 def _not_done(folder: Path, mine: Sequence[Task], strict: bool) -> list[Task]:
-    """The tasks whose shards are not there. Raises ConfigError if `strict` and one that is there has a broken record."""
+    """Tasks without a finished shard. Raises ConfigError if `strict` and a finished shard has a broken record."""
     done = _shards_there(folder, mine)
     for found in done.values() if strict else ():
         if found["broken"]:
@@ -212,10 +212,10 @@ def _not_done(folder: Path, mine: Sequence[Task], strict: bool) -> list[Task]:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """(i, n) of "i/n".
+    """Parses "i/n" into (i, n).
 
     Raises:
-      ConfigError: not of that form, or i not in 0..n-1.
+      ConfigError: the text has another form, or i is not in 0..n-1.
     """
     part, slash, parts = text.partition("/")
     if not (slash and part.isdecimal() and parts.isdecimal()) or int(part) >= int(parts):
@@ -228,13 +228,13 @@ def _last(parts: int) -> str:
 
 
 def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin) -> None:
-    """Writes the tokenizer and the manifest, unless they are there already. Any process may do it, also several at once."""
+    """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
     documents = sum(shard["documents"] for shard in shards)
     if not documents:
         broken, empty = (sum(shard[key] for shard in shards) for key in ("broken", "empty"))
         first = next((record for shard in shards for record in shard["broken_records"]), None)
-        hint = f", the first {place_of(first)}: {first['reason']}" if first else ""
-        # They hold nothing, and would refuse the run that does it right.
+        hint = f", the first {position_of(first)}: {first['reason']}" if first else ""
+        # Empty shards would make the next run with correct options fail.
         for shard in shards:
             remove_shard(folder, shard["name"])
         raise ConfigError(
@@ -281,7 +281,7 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     try:
         os.rename(temporary, final)
     except OSError:
-        # Another process was quicker; what it wrote is the same.
+        # Another process was faster. It wrote the same files.
         if not final.is_dir():
             raise
         shutil.rmtree(temporary)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
 from jaxllm.data.shards import Origin, Task, is_shard, read_json
 from jaxllm.data.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""The processes that write shards for `jaxllm data prepare`, and how far they are."""
+"""Worker processes that write shards for `jaxllm data prepare`, and its progress display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.shards import Origin, Task, write_shard
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs to know."""
+    """Input of each worker process."""
 
     folder: Path
     tokenizer: str
@@ -33,7 +33,7 @@ class Job:
 
 
 def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
-    """In so many processes; one is this."""
+    """Runs the tasks in `count` processes. With one, this process does the work."""
     if count == 1:
         _run_here(job, tokenizer, tasks, shows)
     else:
@@ -48,13 +48,13 @@ def _run_here(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: Prep
 
 
 def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
-    """Hands each worker one task at a time; the first error ends all."""
+    """Gives each worker one task at a time. The first error stops all workers."""
     spawn = multiprocessing.get_context("spawn")
     waiting = iter(tasks)
     workers: dict[Any, Any] = {}
     """Connection -> process."""
     try:
-        # The terminal sends Ctrl-C to the workers too: they ignore it, and this process ends them.
+        # The terminal sends Ctrl-C to the workers too. They ignore it, and this process stops them.
         with _interrupts_ignored():
             for _ in range(count):
                 ours, theirs = spawn.Pipe()
@@ -75,8 +75,8 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
                 except (EOFError, OSError):
                     workers[connection].join()
                     raise ConfigError(
-                        f"A worker was killed (exit code {workers[connection].exitcode}), perhaps for want of memory: "
-                        f"run the command again, with fewer --workers (it goes on)."
+                        f"A worker was killed (exit code {workers[connection].exitcode}), perhaps because memory ran out: "
+                        f"run the command again with fewer --workers to resume."
                     ) from None
                 if kind == "read":
                     shows.advance(*content)
@@ -94,15 +94,15 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
 
 
 def _work(connection: Connection, job: Job) -> None:
-    """A worker: says it is ready, and makes the shards it is told to. Ends when the process that started it is gone."""
+    """Worker loop: reports that it is ready and makes the shards it is given. Ends when its parent process is gone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def say(*message) -> None:
         try:
             connection.send(message)
         except OSError:
-            # Not an OSError, which would be taken for a full disk.
-            raise _Abandoned from None
+            # Not an OSError, because that would be reported as a full disk.
+            raise _ParentGone from None
 
     try:
         try:
@@ -114,14 +114,14 @@ def _work(connection: Connection, job: Job) -> None:
         except ConfigError as error:
             say("refused", str(error))
         except Exception as error:
-            if not isinstance(error, _Abandoned | EOFError | ConnectionResetError):
+            if not isinstance(error, _ParentGone | EOFError | ConnectionResetError):
                 say("failed", traceback.format_exc())
-    except _Abandoned:
+    except _ParentGone:
         pass
 
 
-class _Abandoned(Exception):
-    """The process that gave the orders is gone."""
+class _ParentGone(Exception):
+    """The parent process is gone."""
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _one_thread_for_tokenizers() -> Iterator[None]:
 
 
 class PrepareProgress:
-    """A bar over bytes of input on a terminal, a line now and then elsewhere, or nothing."""
+    """Progress display: a bar over input bytes on a terminal, a line from time to time elsewhere, or nothing."""
 
     def __init__(self, tasks: Sequence[Task], visible: bool):
         self._total, self._shards = sum(task.size for task in tasks), len(tasks)

@@ -55,7 +55,7 @@ def fused_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS: None = None) -> Float[A
 
 
 def why_not_cudnn(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str | None:
-    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: see attention_blocks.py."""
+    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: see blockwise_attention.py."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
     # Descriptions of devices that are not there may not say.

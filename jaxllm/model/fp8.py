@@ -21,7 +21,7 @@ takes cuBLASLt for all three. The other patterns, as compiled for a H100 with JA
     jax.nn.scaled_matmul and scaled_dot_general: blocks of 32 under one scale, which Blackwell alone multiplies;
     Flax's Fp8DirectDotGeneralOp: as here, with delayed scaling, whose history is a variable that the backward pass overwrites.
 
-Every rank of a mesh scales what it has (parallel/fp8_ranks.py), so that no maximum travels. Losses on two meshes therefore
+Every rank of a mesh scales what it has (parallel/fp8_tensor.py), so that no maximum travels. Losses on two meshes therefore
 differ by FP8's rounding, not by float32's.
 """
 
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
-from jaxllm.plan.hardware import gpu_from_device_kind
+from jaxllm.cost_model.hardware import gpu_from_device_kind
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST_SCALE = 2.0**100
@@ -61,7 +61,7 @@ def require_fp8(device: jax.Device) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fp8_matmul(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """An einsum of two arrays of one dtype, which the result has too. Where they are split over tensor: parallel/fp8_ranks.py.
+    """An einsum of two arrays of one dtype, which the result has too. Where they are split over tensor: parallel/fp8_tensor.py.
 
     Args:
       spec: as jnp.einsum takes it, "BSD,DNH->BSNH": every letter in exactly two of the three, so that its gradients are einsums

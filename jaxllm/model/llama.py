@@ -18,19 +18,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.html_tables import table
-from jaxllm.model.layers import Block, Ops, RMSNorm, Rotary, parameter, rotary_table
-from jaxllm.plan.flops import parameter_count
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.display import table
+from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table
 
-Side = tuple[Rotary, Any]
+BlockContext = tuple[Rotary, Any]
 """What every layer reads and none changes: rotary tables and segment ids (or None)."""
-BlockFunction = Callable[[Any, Float[Array, "B S D"], Side], Float[Array, "B S D"]]
-RunLayers = Callable[[BlockFunction, Any, Float[Array, "B S D"], Side], Float[Array, "B S D"]]
+BlockFunction = Callable[[Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
+RunLayers = Callable[[BlockFunction, Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
 
 
-def scan_layers(block: BlockFunction, layers: Any, h_BSD: Float[Array, "B S D"], side: Side, *, unroll: int | bool = 1):
-    """Applies block(layer, h, side) for each layer in turn; `layers` is a tree of arrays with a leading layer dim."""
-    return jax.lax.scan(lambda h, layer: (block(layer, h, side), None), h_BSD, layers, unroll=unroll)[0]
+def scan_layers(
+    block: BlockFunction, layers: Any, h_BSD: Float[Array, "B S D"], block_context: BlockContext, *, unroll: int | bool = 1
+):
+    """Applies block(layer, h, block_context) for each layer in turn; `layers` is a tree of arrays with a leading layer dim."""
+    return jax.lax.scan(lambda h, layer: (block(layer, h, block_context), None), h_BSD, layers, unroll=unroll)[0]
 
 
 class Llama(nnx.Module):
@@ -83,11 +85,12 @@ class Llama(nnx.Module):
         """
         if positions_BS is None:
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None], tokens_BS.shape)
-        side = (rotary_table(self.config, positions_BS), segments_BS)
-        h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
-        h_BSD = ops.constrain(h_BSD, ("batch", "sequence_shard", "embed"))
+        block_context = (rotary_table(self.config, positions_BS), segments_BS)
+        with jax.named_scope("embedding"):
+            h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
+            h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         graph, layers = nnx.split(self.layers)
-        h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, side)
+        h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, block_context)
         return self.final_norm(h_BSD)
 
     def head_matrix(self) -> Float[Array, "V D"]:
@@ -97,7 +100,8 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, ops: Ops = Ops()):
         """Logits, float32 [B, S, vocab_size]. Training never makes them whole: see loss.py."""
         h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, ops=ops)
-        logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
+        with jax.named_scope("head"):
+            logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
         return logits_BSV[..., : self.config.vocab_size]
 
     def __repr__(self) -> str:
@@ -122,7 +126,7 @@ def _joined(axes: str | tuple[str, ...]) -> str:
     return axes if isinstance(axes, str) else " x ".join(axes)
 
 
-def apply_block(graph: nnx.GraphDef, ops: Ops, layer: Any, h_BSD: Float[Array, "B S D"], side: Side):
+def apply_block(graph: nnx.GraphDef, ops: Ops, layer: Any, h_BSD: Float[Array, "B S D"], block_context: BlockContext):
     """One block as a plain function of its parameters."""
-    rotary, segments_BS = side
+    rotary, segments_BS = block_context
     return nnx.merge(graph, layer)(h_BSD, rotary, segments_BS, ops)

@@ -1,24 +1,38 @@
-"""The loop over a chunk of layers, forward and backward, with what the backward needs kept in a ring the caller owns.
+"""The loop over a chunk of layers, forward and backward. What the backward pass needs is kept in a ring that the caller owns.
 
-    loop = LayerLoop(block, length, access)
-    ring = loop.new_ring(slots, layers, h, side)
-    h, ring, _ = loop.forward(layers, chunk, h, side, ring, slot)
-    dh, sums, _ = loop.backward(layers, chunk, dh, side, ring, slot, sums)
+    loop = LayerLoop(block, length, policy, access)
+    ring = loop.new_ring(slots, layers, h, block_context)
+    h, ring, _ = loop.forward(layers, Pass(chunk, h, block_context, slot), ring)
+    dh, sums, _ = loop.backward(layers, Pass(chunk, dh, block_context, slot), ring, sums)
 
-Autodiff of a scan would stack a chunk's residuals and leave it to the caller to copy them in and out of a buffer, and would
-make a chunk's gradients before they are added. Here each layer writes its residuals into the ring and adds its gradients into
-`sums` in place. Weights are never among the residuals: they are at hand, and are hung into the VJP again (residuals.py).
+Autodiff of a scan would stack a chunk's residuals, and the caller would have to copy them into and out of a buffer. It would
+also make all gradients of a chunk before they are added. Here each layer writes its residuals into the ring and adds its
+gradients to `sums` in place. Weights are not stored as residuals: they are put back into the VJP when the backward pass runs
+(vjp_residuals.py).
 
-What a policy offloads lies in a part of the ring that is in the host's pinned memory. It is moved explicitly: written as a
-layer makes it, read one layer before it is used. The library's offload policies would have the ring read by the host.
+One slot of the ring holds one chunk and microbatch, a layer per row:
 
-Shapes: `layers` holds the rank's layers, [chunks x length, ...]; `chunk` and `slot` are traced integers; the leaves of the ring
-are [slots x length, ...]; `sums` are float32 and lie as `access` reduces gradients.
+    slot       |       0       |       1       |       2       |
+    row        | 0   1   2   3 | 4   5   6   7 | 8   9  10  11 |     length 4: row = 4 slot + number of the layer
+    forward    |               | -> -> -> -> writes 4, 5, 6, 7, with slot 1
+    backward   |               | <- <- <- <- reads 7, 6, 5, 4, some ticks later; then the slot is free
+
+With ZeRO 3, the transfers of a turn hide behind its compute. Nothing in a column waits for anything else in it:
+
+    turn        forward  0     1     2     3          backward  0     1     2     3    end
+    gather            L1    L2    L3   (next)                  L2    L1    L0    L0
+    compute           L0    L1    L2    L3                     L3    L2    L1    L0
+    scatter                                                  zeros   L3    L2    L1     L0
+
+Residuals that a policy offloads are in a part of the ring in the host's pinned memory. They are moved explicitly: written as a
+layer makes them, read one layer before they are used. With the library's offload policies the host would read the ring.
+
+Shapes: `layers` has the rank's layers, [chunks x length, ...]; `chunk` and `slot` are traced integers; the leaves of the ring
+are [slots x length, ...]; `sums` are float32, in the shapes of gradients that `access` has scattered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,26 +41,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
-from jaxllm.model.llama import BlockFunction, Side
+from jaxllm.cost_model.activations import Policy
+from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.residuals import keep, kept_names, rebuild, waits_on_host
-from jaxllm.plan.activations import Policy
-
-Tree = Any
-Square = Callable[[Tree], jax.Array]
-"""Gradients as they lie on a rank -> their squares, float32 (squares.py)."""
-
-
-@dataclass(frozen=True)
-class Access:
-    """How a layer's weights are read, and its gradients handed out. The default: they are here, and stay here."""
-
-    gather: Callable[[Tree], Tree] | None = None
-    """A rank's share of one layer -> its whole weights; started one layer ahead."""
-    scatter: Callable[[Tree], Tree] | None = None
-    """One layer's gradients -> the rank's share of their sum over ranks, float32; done behind the next layer's compute."""
-    square: Square | None = None
-    """Of one layer's gradients, before they are scattered."""
+from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
+from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
+from jaxllm.parallel.zero import Sinks
+from jaxllm.private_jax import empty_on_host
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["on_host"])
@@ -55,9 +56,9 @@ class Ring:
     """Residuals of the layers of several chunks."""
 
     kept: Tree
-    """As keep() gives them, with a leading dim."""
+    """The result of extract(), with a leading dim of rows."""
     on_host: tuple[bool, ...]
-    """Of each leaf."""
+    """For each leaf, whether it is in the host's memory."""
 
     def write(self, number, kept: Tree) -> Ring:
         kept = self._moved(kept, jax.memory.Space.Host)
@@ -69,7 +70,7 @@ class Ring:
         return self._moved(kept, jax.memory.Space.Device)
 
     def _moved(self, tree: Tree, space: Any) -> Tree:
-        """`tree` with the leaves that are not to stay on the device moved to `space`."""
+        """`tree` with the leaves that wait on the host moved to `space`."""
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(
             [jax.device_put(x, space) if away else x for x, away in zip(leaves, self.on_host, strict=True)]
@@ -77,14 +78,31 @@ class Ring:
 
 
 class Pass(NamedTuple):
-    """A microbatch's way through a chunk of layers, one way."""
+    """A microbatch's pass through a chunk of layers, forward or backward."""
 
     chunk: Any
     x_BSD: jax.Array
-    """What goes in: hidden states; backward, the gradient of those that came out."""
-    side: Side
+    """Forward: hidden states. Backward: the gradient of those that the forward pass returned."""
+    block_context: BlockContext
     slot: Any
-    """Of the ring."""
+    """Slot of the ring."""
+
+
+class BackwardCarry(NamedTuple):
+    """State of the backward loop between two layers."""
+
+    dh_BSD: jax.Array
+    """Gradient of the output of the layer whose turn comes next."""
+    weights: Tree
+    """That layer's gathered weights; None where each turn reads its own."""
+    kept: Tree
+    """Its residuals, if some wait on the host; else None, and each turn reads its own."""
+    pending: Tree
+    """Gradients of the last turn's layer, to be scattered; None where nothing is scattered."""
+    sums: Tree
+    """The rank's float32 gradients so far."""
+    squares: Any
+    """What the tap took so far; None without a tap."""
 
 
 class LayerLoop:
@@ -94,48 +112,57 @@ class LayerLoop:
       unroll: layers per turn of the loop; True: all.
     """
 
-    def __init__(self, block: BlockFunction, length: int, policy: Policy, access: Access = Access(), *, unroll: int | bool = 1):
+    def __init__(
+        self,
+        block: BlockFunction,
+        length: int,
+        policy: Policy,
+        access: WeightAccess = WeightAccess(),
+        tap: GradientTap | None = None,
+        *,
+        unroll: int | bool = 1,
+    ):
         self.length = length
         self._block = remat(policy, block, in_loop=unroll == 1 and length > 1)
-        self._policy, self._access, self._unroll = policy, access, unroll
+        self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
 
-    def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, side: Side) -> Ring:
-        """Room for the residuals of `slots` chunks; shapes alone of the arguments matter. What is on the device is zero."""
+    def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
+        """Room for the residuals of `slots` chunks. Only shapes of the arguments matter. The part on the device is zero."""
         weights = self._weights_shape(layers)
-        kept = jax.eval_shape(lambda w, h, s: keep(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, side)
+        kept = jax.eval_shape(lambda w, h, s: extract(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, block_context)
         on_host = (False,) * len(jax.tree.leaves(kept))
         if self._policy.offload:
-            on_host = waits_on_host(kept_names(self._block, weights, h_BSD, side, self._policy), self._policy)
+            on_host = waits_on_host(kept_names(self._block, weights, h_BSD, block_context, self._policy), self._policy)
         leaves, structure = jax.tree.flatten(kept)
         shapes = [((slots * self.length, *x.shape), x.dtype) for x in leaves]
-        room = [host_room(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
+        room = [empty_on_host(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
         return Ring(structure.unflatten(room), on_host)
 
-    def forward(self, layers, chunk, h_BSD, side: Side, ring: Ring | None = None, slot=0, then=None):
-        """(h, ring, weights): the chunk's output; the ring with its residuals (None: nothing is kept); and, where weights are
-        gathered, those of layer `then` of the rank's, ready for what comes next.
+    def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
+        """(h, ring, weights): the chunk's output; the ring with its residuals, if there is a ring; and, where weights are
+        gathered, those of the rank's layer number `then`, for the pass that follows.
         """
-        turn = self._forward_turn(layers, Pass(chunk, h_BSD, side, slot), then)
-        h_BSD, weights, ring = self._scan(turn, (h_BSD, self._gathered(layers, chunk * self.length), ring))
+        turn = self._forward_turn(layers, ahead, then)
+        h_BSD, weights, ring = self._scan(turn, (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring))
         return h_BSD, ring, weights
 
-    def backward(self, layers, chunk, dh_BSD, side: Side, ring: Ring, slot, sums: Tree, weights: Tree = None, valid=True):
+    def backward(self, layers: Tree, back: Pass, ring: Ring, sums: Tree, weights: Tree = None, valid: Any = True):
         """(dh, sums, squares): the gradient of the chunk's input; `sums` with the gradients of its weights added if `valid`;
-        and the sum of their squares, 0 if not `valid`, None if `access` makes none.
+        and what the tap took of them, 0 if not `valid`, None without a tap.
 
         Args:
           weights: of the chunk's last layer, if they are gathered already.
         """
-        back = Pass(chunk, dh_BSD, side, slot)
         layer = self._backward_turn(layers, back, valid)
-        turn = lambda number, carry: layer(number, carry, self._from_ring(ring, slot, number))  # noqa: E731
+        turn = lambda number, carry: layer(number, carry, self._from_ring(ring, back.slot, number))  # noqa: E731
         carry = self._before_backward(layers, back, ring, sums, weights)
-        return self._after_backward(chunk, self._scan(turn, carry, reverse=True), valid)
+        return self._after_backward(back.chunk, self._scan(turn, carry, reverse=True), valid)
 
-    def both(self, layers, ahead: Pass, back: Pass, ring: Ring, sums: Tree, valid=True):
-        """((h, ring), (dh, sums, squares)): what `forward` and `backward` would give, a layer of each in a turn. Neither waits
-        for the other, so that what one sends travels behind the other's matmuls. Gathered weights are not handed over: each
-        pass gathers its first layer's, and in the last turn a layer's for nothing.
+    def both(self, layers: Tree, ahead: Pass, back: Pass, ring: Ring, sums: Tree, valid: Any = True):
+        """((h, ring), (dh, sums, squares)): what `forward` and `backward` would return, computed a layer of each per turn.
+        Neither
+        waits for the other, so that what one sends travels behind the other's matmuls. Gathered weights are not handed over:
+        each pass gathers its first layer's, and the last turn gathers a layer that nothing uses.
         """
         forward, backward = self._forward_turn(layers, ahead), self._backward_turn(layers, back, valid)
 
@@ -151,7 +178,7 @@ class LayerLoop:
         return (h_BSD, after), self._after_backward(back.chunk, behind, valid)
 
     def _scan(self, turn, carry, *, reverse: bool = False):
-        """turn(number of a layer in its chunk, carry) -> carry, of all of them."""
+        """Runs turn(number of a layer in its chunk, carry) -> carry over the layers of a chunk."""
         scanned = lambda carry, number: (turn(number, carry), None)  # noqa: E731
         return jax.lax.scan(scanned, carry, jnp.arange(self.length), reverse=reverse, unroll=self._unroll)[0]
 
@@ -166,19 +193,19 @@ class LayerLoop:
                 at = first + jnp.minimum(number + 1, last)
                 following = self._read(layers, at if then is None else jnp.where(number < last, at, then))
             if ring is None:
-                return self._block(weights, h_BSD, ahead.side), following, None
-            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.side)
-            return h_BSD, following, ring.write(ahead.slot * self.length + number, keep(vjp))
+                return self._block(weights, h_BSD, ahead.block_context), following, None
+            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.block_context)
+            return h_BSD, following, ring.write(ahead.slot * self.length + number, extract(vjp))
 
         return turn
 
     def _backward_turn(self, layers, back: Pass, valid):
         first, last = back.chunk * self.length, self.length - 1
-        gather, scatter, square = self._access.gather, self._access.scatter, self._access.square
+        gather, scatter = self._access.gather, self._access.scatter
         shapes = self._weights_shape(layers)
-        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.side)[1], shapes, back.x_BSD)
+        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.block_context)[1], shapes, back.x_BSD)
 
-        def turn(number, carry, read: Tree):
+        def turn(number, carry: BackwardCarry, read: Tree) -> BackwardCarry:
             dh_BSD, weights, kept, pending, sums, squares = carry
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
@@ -186,36 +213,35 @@ class LayerLoop:
             if scatter:
                 # The gradients of the layer after this one; in the first turn zeros.
                 sums = _add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
-            gradients, dh_BSD, _ = rebuild(template, here, back.side, kept)(dh_BSD)
-            if square:
-                squares = squares + square(gradients)
+            gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
+            if self._tap:
+                squares = squares + self._tap.on_layer(gradients)
             if not scatter:
                 sums = _add(sums, first + number, gradients, valid)
-            return dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares
+            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares)
 
         return turn
 
-    def _before_backward(self, layers, back: Pass, ring: Ring, sums: Tree, weights: Tree = None):
-        last, shapes, square = self.length - 1, self._weights_shape(layers), self._access.square
+    def _before_backward(self, layers, back: Pass, ring: Ring, sums: Tree, weights: Tree = None) -> BackwardCarry:
+        last, shapes = self.length - 1, self._weights_shape(layers)
         if weights is None:
             weights = self._gathered(layers, back.chunk * self.length + last)
         kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
         pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes) if self._access.scatter else None
-        squares = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(square, shapes)) if square else None
-        return back.x_BSD, weights, kept, pending, sums, squares
+        return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
-        """What a turn backward reads: its layer's residuals, or where some wait on the host those of the layer after it."""
+        """Residuals that a backward turn reads: its own layer's, or if some wait on the host those of the turn after it."""
         return ring.read(slot * self.length + (jnp.maximum(number - 1, 0) if any(ring.on_host) else number))
 
-    def _after_backward(self, chunk, carry, valid):
-        dh_BSD, _, _, pending, sums, squares = carry
+    def _after_backward(self, chunk, carry: BackwardCarry, valid):
+        sums, squares = carry.sums, carry.squares
         if self._access.scatter:
-            sums = _add(sums, chunk * self.length, self._access.scatter(pending), valid)
-        return dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
+            sums = _add(sums, chunk * self.length, self._access.scatter(carry.pending), valid)
+        return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
 
     def _gathered(self, layers: Tree, number) -> Tree:
-        """A layer's whole weights where they have to be gathered, None where each turn reads its own."""
+        """A layer's gathered weights; None where weights are not gathered and each turn reads its own."""
         return self._read(layers, number) if self._access.gather else None
 
     def _read(self, layers: Tree, number) -> Tree:
@@ -225,52 +251,39 @@ class LayerLoop:
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
-    def run(self, layers: Tree, sinks: Tree | None, h_BSD: jax.Array, side: Side, squares: jax.Array | None = None):
-        """All layers, as one function with gradients of its own: those of the layers go to `sinks` (zero.py), or without sinks
-        to the layers; their squares, if `access` makes them, go to the sink `squares`.
+    def run(self, layers: Tree, sinks: Sinks | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
+        """All layers, as one function with gradients of its own. Those of the layers go to `sinks` (zero.py), without sinks to
+        the layers.
         """
 
         @jax.custom_vjp
-        def stack(layers, sinks, squares, h_BSD, side):
-            return self.forward(layers, 0, h_BSD, side)[0]
+        def stack(layers, sinks, h_BSD, block_context):
+            return self.forward(layers, Pass(0, h_BSD, block_context, 0))[0]
 
-        def stack_forward(layers, sinks, squares, h_BSD, side):
-            h_BSD, ring, last = self.forward(layers, 0, h_BSD, side, self.new_ring(1, layers, h_BSD, side))
-            return h_BSD, (layers, sinks, side, ring, last)
+        def stack_forward(layers, sinks, h_BSD, block_context):
+            ring = self.new_ring(1, layers, h_BSD, block_context)
+            h_BSD, ring, last = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
+            return h_BSD, (layers, sinks, block_context, ring, last)
 
         def stack_backward(saved, dh_BSD):
-            layers, sinks, side, ring, last = saved
-            sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), layers if sinks is None else sinks)
-            dh_BSD, sums, squares = self.backward(layers, 0, dh_BSD, side, ring, 0, sums, last)
+            layers, sinks, block_context, ring, last = saved
+            sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sinks.gradients if sinks else layers)
+            dh_BSD, sums, squares = self.backward(layers, Pass(0, dh_BSD, block_context, 0), ring, sums, last)
             if sinks is None:
-                return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, squares, dh_BSD, None
-            return None, sums, squares, dh_BSD, None
+                return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, dh_BSD, None
+            return None, Sinks(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)
-        return stack(layers, sinks, squares, h_BSD, side)
+        return stack(layers, sinks, h_BSD, block_context)
 
 
 def unrolling(model: ModelConfig) -> int | bool:
-    """How many layers a turn of the layer loop holds, as `lax.scan` wants it; True: all."""
+    """Layers per turn of the layer loop, as `lax.scan` takes it. True: all."""
     return 1 if model.scan_layers else True
 
 
-def host_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array in the host's memory whose content means nothing.
-
-    As `lax.scan` makes the room for its results. Zeros moved there would first lie on the device, whole, and cross the link in
-    every step; that is what is left if a JAX has another way.
-    """
-    try:
-        from jax._src.lax.lax import empty2
-
-        return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
-    except (ImportError, TypeError):
-        return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
-
-
 def _add(sums: Tree, number, gradients: Tree, valid) -> Tree:
-    """`sums` with a layer's gradients added in place, or with zeros if they are not `valid`."""
+    """`sums` with a layer's gradients added in place. If not `valid`, zeros are added."""
 
     def add(sum, gradient):
         here = jax.lax.dynamic_index_in_dim(sum, number, keepdims=False)

@@ -1,385 +1,112 @@
 """Puts the strategies together: the only file that knows them all.
 
-The forward and backward pass of a step run in one shard_map over (pipe, data, context); the compiler handles `tensor` alone.
-Left to the compiler, the data axis would be reduced in every layer of every microbatch. By hand, each rank sums its own
-gradients over its microbatches in float32 and hands them out with a leading rank dim; they are summed once, outside, under the
-sharding they are wanted in, which XLA turns into one all-reduce (ZeRO 0) or reduce-scatter (ZeRO 1) per parameter and step.
+The forward and backward pass of a step run in one shard_map over (pipe, data, context). XLA partitions `tensor` alone. If XLA
+partitioned the data axis too, it would reduce over it in every layer of every microbatch. So each rank sums its own gradients
+over its microbatches in float32 and returns them with a leading rank dim. They are summed once, outside, under the sharding in
+which they are needed. XLA turns that into one all-reduce (ZeRO 0) or reduce-scatter (ZeRO 1) per parameter and step.
 
-Of several islands (mesh axis `replica`, one more of the region's) each sums, and scatters, its own gradients first. What is
-left is a share of them for each island; these are summed across, one all-reduce per parameter and step. With DiLoCo they are
-not: every island has its own weights, gradients and loss, arrays with a leading dim, and nothing crosses between islands.
+With several replicas (mesh axis `replica`, also manual in the region) each replica first sums and scatters its own gradients.
+Each device then has a shard of its replica's sum, and these are summed across replicas: one all-reduce per parameter and step.
+DiLoCo skips that sum. Every replica has its own weights, gradients and loss, in arrays with a leading replica dim, and nothing
+crosses between replicas.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxllm.config import Config, ModelConfig
-from jaxllm.mesh import (
-    CONTEXT,
-    DATA,
-    MANUAL,
-    PIPE,
-    TENSOR,
-    ZERO_AXES,
-    axis_sizes,
-    batch_axes,
-    batch_sharding,
-    manual_axes,
-)
-from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
-from jaxllm.model.attention_blocks import xla_kernel
-from jaxllm.model.cudnn_attention import cudnn_kernel
-from jaxllm.model.fp8 import fp8_matmul, require_fp8
-from jaxllm.model.layers import Matmul, Ops
-from jaxllm.model.llama import Llama, scan_layers
-from jaxllm.model.loss import cross_entropy
-from jaxllm.parallel.embedding import look_up_over_ranks
-from jaxllm.parallel.fp8_ranks import fp8_per_tensor_rank
-from jaxllm.parallel.layer_loop import Access, LayerLoop, unrolling
-from jaxllm.parallel.layer_norms import layer_norms_region
-from jaxllm.parallel.remat import remat
-from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
-from jaxllm.parallel.squares import SQUARES, Parts, SquaredNorms, parts_of
-from jaxllm.parallel.stacking import over_layers, stacking_of
-from jaxllm.parallel.stages import pipeline_regions
-from jaxllm.parallel.zero import Zero, manual_spec, sink
-from jaxllm.plan.activations import context_method, policy_of
-from jaxllm.sharding import (
-    Parameter,
-    constrainer,
-    is_shared_out,
-    layout,
-    named,
-    of_islands,
-    over_specs,
-    over_tensor,
-    vocab_rows,
-    weight_rules,
-)
-
-Params = Any
-"""Nested dict of arrays."""
-Batch = dict[str, jax.Array]
-"""Arrays [microbatch, sequence, position]: tokens, targets, positions int32, mask bool, and segments int32 if packed."""
-
-
-@dataclass(frozen=True)
-class Parallelized:
-    """What training needs of the model, on one mesh."""
-
-    value_and_grad: Callable[[Params, Batch], tuple[jax.Array, Params]]
-    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
-    train.diloco_steps all three have a leading dim that counts islands, and each island's loss is the mean over its targets."""
-    value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, Parts]]
-    """The same, and with it what the gradient noise scale is measured from. Costs a little more (squares.py)."""
-    loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
-    """(master params, batch) -> (sum of -log p over valid targets, their number): no gradient."""
-    layer_norms: Callable[[Params, Batch], jax.Array]
-    """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
-    initialize: Callable[[jax.Array], Params]
-    """key -> master params; to be jitted with master_shardings, so that no device ever holds more than its share."""
-    master_shardings: Any
-    table: Any
-    """Nested dict of Parameter."""
-    layouts: Any
-    """Nested dict of Layout."""
-    attention: str
-    """How it is computed: xla or cudnn, and over several context ranks by ring or all_gather."""
+from jaxllm.config import Config
+from jaxllm.mesh import PIPE
+from jaxllm.parallel.activation_norms import layer_norms_region
+from jaxllm.parallel.context import ParallelContext, SpecTransform, shared_by_replicas
+from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
+from jaxllm.parallel.parameters import initial_params
+from jaxllm.parallel.regions import GradientRegion, gradient_region, loss_region
+from jaxllm.parallel.types import Batch, NoiseParts, Parallelized, Params
+from jaxllm.sharding import manual_spec, map_specs, named, partial_sum_spec, replica_spec
 
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     """Builds the functions of a resolved config for a mesh. Raises ConfigError if a parameter does not fit the mesh."""
-    model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
-    graph, table = parameter_table(config)
-    rules = weight_rules(model, parallel)
-    layouts = jax.tree.map(lambda p: layout(p, rules, parallel), table)
-    master, compute = (jax.tree.map(lambda spot, name=name: getattr(spot, name), layouts) for name in ("master", "compute"))
+    ctx = ParallelContext.of(config, mesh)
+    is_pipeline = ctx.sizes[PIPE] > 1
+    make_gradient = pipeline_gradient_region if is_pipeline else gradient_region
+    loss = pipeline_loss_region(ctx) if is_pipeline else loss_region(ctx)
+    plain, measuring = make_gradient(ctx), make_gradient(ctx, GradSquareNorms(ctx.layouts, ctx.stack_dims, ctx.sizes))
+    reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
 
-    attention, attend = choose_attention(config, mesh.devices.flat[0])
-    attend = attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR])
-    look_up, matmul = look_up_over_ranks(sizes[PIPE], sizes[TENSOR]), choose_matmul(model, sizes[TENSOR], mesh.devices.flat[0])
-    ops = Ops(attend=attend, matmul=matmul, look_up=look_up, constrain=constrainer(sizes))
-    ranks = sizes[DATA] * sizes[CONTEXT]
-    # On one data rank there is nothing to shard: levels 2 and 3 are then the plain path.
-    level = parallel.zero if ranks > 1 else 0
-    zero = Zero(level, layouts, len(stacking_of(config).shape)) if level >= 2 else None
-    # With DiLoCo an island's loss is its own affair.
-    own_weights = config.train.diloco_steps is not None
-    everybody = batch_axes(parallel)
-    together = ZERO_AXES if own_weights else everybody
-    norms = SquaredNorms(layouts, len(stacking_of(config).shape), sizes[CONTEXT], sizes[TENSOR])
+    def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        return reduction.run(plain, params, batch)[:2]
 
-    def regions(norms: SquaredNorms | None = None):
-        """(of gradients, of the loss alone); with `norms` that of gradients gives Parts too."""
-        if sizes[PIPE] > 1:
-            return pipeline_regions(config, graph, ops, zero.access if zero else Access(), together, everybody, norms)
-        sums = microbatch_sums(config, graph, ops, zero, norms)
+    def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:
+        return reduction.run(measuring, params, batch)
 
-        def new_sinks() -> Params | None:
-            if zero is None:
-                return None
-            sinks = jax.tree.map(lambda p, spot: sink(p.shape, spot, ranks), table, layouts)
-            return sinks if norms is None else sinks | {SQUARES: norms.zeros()}
+    def without_gradients(region: Any, params: Params, batch: Batch) -> Any:
+        on_ranks = ctx.on_ranks(region, in_specs=(ctx.weight_specs, ctx.batch_spec), out_specs=PartitionSpec())
+        return on_ranks(ctx.compute_copy(params), batch)
 
-        return gradient_region(sums, new_sinks, together, norms), loss_region(sums, new_sinks, everybody)
+    return Parallelized(
+        value_and_grad=value_and_grad,
+        value_grad_and_parts=value_grad_and_parts,
+        loss_sum=partial(without_gradients, loss),
+        layer_norms=partial(without_gradients, norms),
+        initialize=partial(initial_params, config),
+        master_shardings=named(mesh, ctx.master_specs),
+        table=ctx.table,
+        layouts=ctx.layouts,
+        attention=ctx.attention,
+    )
 
-    (gradient, loss_alone), (measuring, _) = regions(), regions(norms)
 
-    def shares(name: str, level_from: int) -> bool:
-        return level > 0 and is_shared_out(name, parallel, level_from)
+class GradientReduction:
+    """Runs a gradient region on the mesh, and sums the gradients of its ranks and replicas into the master layout."""
 
-    def by_name(level_from: int, share: Any, whole: Any) -> Any:
-        """Of each top-level entry, the one for what ZeRO shares out from this level on, or the other."""
-        return {name: share[name] if shares(name, level_from) else whole[name] for name in table}
+    def __init__(self, ctx: ParallelContext):
+        self._ctx = ctx
+        per_replica: SpecTransform = partial(replica_spec, replicas=ctx.config.parallel.replica)
+        self._per_replica = per_replica
+        # Gradients of several replicas leave the region apart. With DiLoCo weights, gradients and loss are all per replica.
+        self._has_replicas = ctx.is_diloco or ctx.config.parallel.replica > 1
+        self._of_weights = per_replica if ctx.is_diloco else shared_by_replicas
+        self._of_gradients = per_replica if self._has_replicas else shared_by_replicas
 
-    def pinned(tree: Params, specs: Any, lies: Lies) -> Params:
-        return jax.lax.with_sharding_constraint(tree, named(mesh, over_specs(lies, specs)))
-
-    def compute_copy(params: Params, lies: Lies) -> Params:
-        # Cast first, gather then: the gather carries the compute dtype. Unless the cast is pinned to where the weights lie, XLA
-        # gathers them in float32 for a pipeline. ZeRO 3 leaves each rank its share.
-        cast = pinned(jax.tree.map(lambda p: p.astype(model.compute_dtype), params), master, lies)
-        return pinned(cast, by_name(3, master, compute), lies)
-
-    share, whole = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
-    summed = jax.tree.map(over_ranks, whole)
-    per_rank = P(None, *batch_sharding(mesh).spec[1:])
-    region = partial(jax.shard_map, mesh=mesh, axis_names=manual_axes(mesh), check_vma=False)
-    weights_lie, gradients_lie = by_name(3, share, whole), by_name(2, share, summed)
-    # How what islands have of their own lies: gradients where there are several, and with DiLoCo weights and loss.
-    each_island: Lies = partial(of_islands, replicas=parallel.replica)
-    own_gradients = own_weights or parallel.replica > 1
-    of_weights = each_island if own_weights else as_it_is
-    of_gradients = each_island if own_gradients else as_it_is
-
-    def of_island(function: Callable, weights: Params, batch: Batch) -> tuple[Any, ...]:
-        """A region of gradients, with what is the island's own under a leading dim of 1."""
-        if own_weights:
-            return jax.tree.map(lambda x: x[None], function(jax.tree.map(lambda w: w.squeeze(0), weights), batch))
-        loss, gradients, *parts = function(weights, batch)
-        return loss, jax.tree.map(lambda g: g[None], gradients), *parts
-
-    def differentiate(function: Callable, params: Params, batch: Batch) -> tuple[Any, ...]:
-        numbers = of_weights(P())
-        of_ranks = region(
-            partial(of_island, function) if own_gradients else function,
-            in_specs=(over_specs(of_weights, weights_lie), per_rank),
-            out_specs=(numbers, over_specs(of_gradients, gradients_lie), *[numbers] * (function is measuring)),
+    def run(self, region: GradientRegion, params: Params, batch: Batch) -> tuple[jax.Array, Params, NoiseParts | None]:
+        """(loss, float32 gradients in the master layout, NoiseParts if the region has them)"""
+        ctx, numbers = self._ctx, self._of_weights(PartitionSpec())
+        on_ranks = ctx.on_ranks(
+            partial(self._in_replica, region) if self._has_replicas else region,
+            in_specs=(map_specs(self._of_weights, ctx.weight_specs), ctx.batch_spec),
+            out_specs=(numbers, map_specs(self._of_gradients, self._gradient_specs()), numbers),
         )
-        loss, gradients, *parts = of_ranks(compute_copy(params, of_weights), batch)
+        loss, gradients, parts = on_ranks(ctx.compute_copy(params, self._of_weights), batch)
         with jax.named_scope("reduce_gradients"):
-            over_rank = 1 if own_gradients else 0
-            total = lambda tree: jax.tree.map(lambda g: g.sum(over_rank), tree)  # noqa: E731
-            gradients = {name: g if shares(name, 2) else total(g) for name, g in gradients.items()}
-            if own_gradients and not own_weights:
-                # Pinned, or XLA would reduce whole gradients over all islands and scatter them then.
-                gradients = pinned(gradients, master, each_island)
-                gradients = jax.tree.map(lambda g: g.sum(0), gradients)
-        return loss, pinned(gradients, master, of_weights), *parts
+            gradients = self._reduce(gradients)
+        return loss, ctx.pin(gradients, ctx.master_specs, self._of_weights), parts
 
-    def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        of_all = region(loss_alone, in_specs=(weights_lie, per_rank), out_specs=P())
-        return of_all(compute_copy(params, as_it_is), batch)
+    def _gradient_specs(self) -> Any:
+        """PartitionSpecs over the manual axes of the gradients that a region returns."""
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), self._ctx.layouts) for share in (True, False))
+        return self._ctx.by_zero_level(2, shard, jax.tree.map(partial_sum_spec, full))
 
-    def layer_norms(params: Params, batch: Batch) -> jax.Array:
-        norms = layer_norms_region(config, graph, ops, zero, everybody)
-        return region(norms, in_specs=(weights_lie, per_rank), out_specs=P())(compute_copy(params, as_it_is), batch)
+    def _in_replica(self, region: GradientRegion, weights: Params, batch: Batch) -> tuple[Any, ...]:
+        """`region` with a leading replica dim of 1 on its gradients, and with DiLoCo on everything but the batch."""
+        if self._ctx.is_diloco:
+            return jax.tree.map(lambda x: x[None], region(jax.tree.map(lambda w: w.squeeze(0), weights), batch))
+        loss, gradients, parts = region(weights, batch)
+        return loss, jax.tree.map(lambda g: g[None], gradients), parts
 
-    initialize, shardings = partial(initial_params, config), named(mesh, master)
-    value_and_grad, with_parts = partial(differentiate, gradient), partial(differentiate, measuring)
-    return Parallelized(value_and_grad, with_parts, loss_sum, layer_norms, initialize, shardings, table, layouts, attention)
-
-
-Lies = Callable[[P], P]
-"""From how an array lies in an island to how it lies on the whole mesh."""
-
-
-def as_it_is(spec: P) -> P:
-    """For arrays that all islands have alike."""
-    return spec
-
-
-Sums = Callable[[Params | None, Params, Batch, jax.Array], tuple[jax.Array, jax.Array]]
-"""(sinks, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. Sinks: see zero.py;
-None where the gradients are those of the weights."""
-
-
-def microbatch_sums(
-    config: Config, graph: nnx.GraphDef, ops: Ops, zero: Zero | None, norms: SquaredNorms | None = None
-) -> Sums:
-    """The forward pass of one microbatch, as differentiated. With `norms` and sinks one of these is for the squares."""
-    model, train = config.model, config.train
-    policy, unroll = policy_of(config.parallel.remat), unrolling(model)
-    access, square = zero.access if zero else Access(), None
-    if zero is not None and norms is not None:
-        access, square = dataclasses.replace(access, square=norms.of_layer), norms.of
-
-    def sums(sinks, weights, rows, scale):
-        if zero is not None:
-            rest = {name: w for name, w in weights.items() if name != "layers"}
-            rest_sinks = {name: sinks[name] for name in rest}
-            weights = {**zero.read(rest, rest_sinks, sinks.get(SQUARES), square), "layers": weights["layers"]}
-
-        def run_layers(block, layers, h_BSD, side):
-            if zero is None and not policy.offload:
-                rematted = remat(policy, block, in_loop=model.scan_layers and model.num_layers > 1)
-                return scan_layers(rematted, layers, h_BSD, side, unroll=unroll)
-            loop = LayerLoop(block, model.num_layers, policy, access, unroll=unroll)
-            if zero is None:
-                return loop.run(layers, None, h_BSD, side)
-            return loop.run(layers, sinks["layers"], h_BSD, side, sinks.get(SQUARES))
-
-        network = nnx.merge(graph, weights)
-        h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)
-        h_BSD = ops.constrain(h_BSD, ("batch", "sequence", "embed"))
-        weights_BS = rows["mask"].astype(jnp.float32) * scale
-        chunk, z = train.loss_chunk_tokens, train.z_loss_weight
-        return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
-
-    return sums  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what cross_entropy returns
-
-
-def over_ranks(whole: P) -> P:
-    """The layout of ranks' own gradients with a leading dim: over all axes along which a rank's weight is not split."""
-    return P(tuple(axis for axis in MANUAL if axis not in whole), *whole)
-
-
-# Regions: run by each rank of (pipe, data, context) on its own weights and rows, with `tensor` left to XLA.
-
-
-def gradient_region(
-    sums: Sums, new_sinks: Callable[[], Params | None], together: tuple[str, ...], norms: SquaredNorms | None
-) -> Callable[[Params, Batch], tuple[Any, ...]]:
-    """Mean loss over the batch of all ranks along the axes `together`, and float32 gradients summed over the rank's
-    microbatches: those of the sinks, reduced already, or without sinks the rank's own part with a leading dim of 1. With
-    `norms` Parts too.
-    """
-
-    def squared(gradients: Params) -> tuple[Params, jax.Array | None]:
-        """A microbatch's gradients and their squares, which are among those of sinks."""
-        if norms is None:
-            return gradients, None
-        if SQUARES in gradients:
-            return {name: g for name, g in gradients.items() if name != SQUARES}, gradients[SQUARES]
-        return gradients, norms.of(gradients)
-
-    def region(weights: Params, batch: Batch):
-        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), together), 1).astype(jnp.float32)
-        sinks = new_sinks()
-        zeros = squared(sinks)[0] if sinks else jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-        gradient = jax.value_and_grad(sums, argnums=1 if sinks is None else 0, has_aux=True)
-
-        def microbatch(carry, rows):
-            gradients, loss = carry
-            (_, part), new = gradient(sinks, weights, rows, scale)
-            new, squares = squared(new)
-            return (jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, new), loss + part), squares
-
-        (gradients, loss), squares = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
-        if sinks is None:
-            gradients = jax.tree.map(lambda g: g[None], gradients)
-        parts = () if squares is None else (parts_of(squares, batch["mask"], together),)
-        return jax.lax.psum(loss, together), gradients, *parts
-
-    return region
-
-
-def loss_region(
-    sums: Sums, new_sinks: Callable[[], Params | None], everybody: tuple[str, ...]
-) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """Sum of token losses over the batch of all ranks along the axes `everybody`, and the number of targets."""
-
-    def region(weights: Params, batch: Batch):
-        def microbatch(total, rows):
-            return total + sums(new_sinks(), weights, rows, jnp.ones((), jnp.float32))[1], None
-
-        total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
-        return jax.lax.psum((total, batch["mask"].sum()), everybody)
-
-    return region
-
-
-def build_model(config: Config, key: jax.Array) -> Llama:
-    return Llama(config.model, rngs=nnx.Rngs(params=key), vocab_rows=vocab_rows(config.model, config.parallel))
-
-
-def initial_params(config: Config, key: jax.Array) -> Params:
-    """Master parameters as a nested dict: a function of the key alone, whatever the mesh."""
-    return over_layers(stacking_of(config).stored, nnx.to_pure_dict(nnx.state(build_model(config, key))))
-
-
-def merge_model(config: Config, params: Params) -> Llama:
-    """The network that holds these arrays."""
-    return nnx.merge(parameter_table(config)[0], over_layers(stacking_of(config).plain, params))
-
-
-def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
-    """The network's structure and its parameters, as they are stored, as a nested dict of Parameter; nothing is computed."""
-    # Not nnx.eval_shape: inside a mesh it takes our dim names for mesh axes.
-    graph, state = jax.eval_shape(lambda: nnx.split(build_model(config, jax.random.key(0))))
-
-    def line(path, variable: nnx.Param) -> Parameter:
-        return Parameter(
-            path=".".join(str(getattr(key, "key", key)) for key in path),
-            shape=tuple(variable.shape),
-            dtype=variable.dtype,
-            dims=tuple(variable.get_metadata("out_sharding")),
-        )
-
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    table = nnx.to_pure_dict(jax.tree_util.tree_map_with_path(line, state, is_leaf=is_variable))
-    return graph, over_layers(stacking_of(config).describe, table)
-
-
-def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
-    """What `model.attention` and `parallel.context_method` mean on this kind of device: (its name, the function)."""
-    model, c, masks = config.model, config.parallel.context, config.data.mask_documents
-    in_blocks = c > 1 or masks
-    kernel = choose_kernel(model, device, in_blocks)
-    if c > 1:
-        method = context_method(config)
-        make = {"ring": ring_attention, "all_gather": all_gather_attention}[method]
-        return f"{kernel} {method}", make(cudnn_kernel() if kernel == "cudnn" else xla_kernel(), CONTEXT, c)
-    if kernel == "xla":
-        return kernel, xla_attention
-    # A ring of one rank is its local block alone.
-    return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1) if in_blocks else fused_attention
-
-
-def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:
-    """What `model.matmul_dtype` means for a block. Raises ConfigError where this kind of device cannot."""
-    if model.matmul_dtype != "fp8":
-        return jnp.einsum
-    require_fp8(device)
-    if tensor == 1:
-        return fp8_matmul  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what it returns
-    # By the letters of layers.py: heads and feed-forward width; key-value heads where they divide.
-    return fp8_per_tensor_rank("NFK" if model.num_kv_heads % tensor == 0 else "NF")
-
-
-def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:
-    """Attention with the heads split over `tensor` by hand: fused kernels compile only where every axis is manual, also one
-    of size 1."""
-    heads = P(None, None, TENSOR, None)
-    split_kv = num_kv_heads % tensor == 0
-
-    def local(q_BSNH, k_BTKH, v_BTKH, segments_BS):
-        if not split_kv:
-            # Keys of all heads are here; this rank's query heads all belong to one of them.
-            head = jax.lax.axis_index(TENSOR) * num_kv_heads // tensor
-            k_BTKH, v_BTKH = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_BTKH, v_BTKH))
-        return attend(q_BSNH, k_BTKH, v_BTKH, segments_BS)
-
-    kv = heads if split_kv else P()
-    return over_tensor(local, in_specs=(heads, kv, kv, P()), out_specs=heads)
+    def _reduce(self, gradients: Params) -> Params:
+        """The sum over ranks, and over replicas that share weights."""
+        rank_dim = 1 if self._has_replicas else 0
+        total = partial(jax.tree.map, lambda g: g.sum(rank_dim))
+        gradients = {name: g if self._ctx.is_zero_sharded(name, 2) else total(g) for name, g in gradients.items()}
+        if self._has_replicas and not self._ctx.is_diloco:
+            # Pinned first, or XLA would all-reduce full gradients over all replicas and scatter them afterwards.
+            gradients = self._ctx.pin(gradients, self._ctx.master_specs, self._per_replica)
+            gradients = jax.tree.map(lambda g: g.sum(0), gradients)
+        return gradients

@@ -1,67 +1,124 @@
-"""Runs any pipeline schedule: a table (plan/schedule.py) turned into scans over ticks, in one SPMD program.
+"""Runs any pipeline schedule: a table (pipeline_schedule.py) becomes scans over ticks, in one SPMD program.
 
-All stages run the same tick, each on the microbatch and chunk that its column of the table names; what a stage has nothing to
-do for is computed on whatever lies there and not used. The forward's residuals wait in a ring of slots that the table assigns,
-so memory is what the schedule needs and not what autodiff through a scan would keep: all microbatches.
+All stages run the same tick, each on the microbatch and chunk in its column of the table. A stage without work computes on
+whatever is in its buffers, and the result is not used. 1F1B is three scans (the drain is cut in two: with and without the
+head). With 3 stages and 4 microbatches:
 
-No stage is special. Embedding and head are split over stages by vocabulary: all look up the microbatch that enters, all work
-on the loss of the one that leaves. Gradients are computed here, by hand; the vocabulary's come from `Stage`.
+    tick         0    1    2  |   3      4      5   |  6    7    8
+    stage 0     F0   F1   F2  |  F3      .     B0   | B1   B2   B3
+    stage 1      .   F0   F1  |  F2    F3 B0   B1   | B2   B3    .
+    stage 2      .    .   F0  | F1 B0  F2 B1  F3 B2 | B3    .    .
+    head         .    .    .  |   0      1      2   |  3    .    .      a tick after the last stage's forward pass
+                   warm-up    |       steady        |    drain
+                   F alone    |    F and B a tick   |   B alone
 
-A tick's messages overlap with its compute: the output is sent as soon as it is made and travels during the backward; the
-gradient is sent at the top of the next tick and travels during its forward; the loss of an output is taken one tick later, so
-forward and backward of a tick do not wait for each other. Where they are computed at once, layer by layer, both are sent at the
-top of the next tick, behind the head.
+The residuals of a forward pass wait in a ring of slots that the table assigns. So memory is what the schedule needs; autodiff
+through a scan would keep the residuals of all microbatches.
+
+No stage is special. Embedding and head are sharded over stages by vocabulary: all stages look up the microbatch that enters,
+and all work on the loss of the one that leaves. Gradients are computed here, by hand; those of the vocabulary come from
+`Stage`.
+
+A tick's messages overlap with its compute. The output is sent as soon as it is made and travels during the backward pass. The
+gradient is sent at the top of the next tick and travels during its forward pass. The loss of an output is taken one tick later,
+so that forward and backward of a tick do not wait for each other. Where both are computed at once, layer by layer, both
+messages are sent at the top of the next tick, behind the head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jaxllm.plan.schedule import Run, Schedule, Units
-
-Tree = Any
-Rows = dict[str, jax.Array]
-"""One microbatch's rows of the batch: tokens, targets, ... [sequence, position]."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a rank does in a tick. Called where `axis` is manual; hidden states are [B, S, D]. `sums` are float32 gradients,
-    added to and handed back."""
-
-    axis: str
-    look_up: Callable[[Rows], jax.Array]
-    """All ranks: the embedding of a microbatch, on every rank."""
-    look_up_backward: Callable[[jax.Array, Rows, Tree], Tree]
-    """(gradient of the embedding on the first stage, zero elsewhere; rows; sums) -> sums"""
-    forward: Callable[..., tuple[jax.Array, Tree, Tree]]
-    """(chunk, h, rows, ring or None, slot, chunk of the backward that follows or None) -> (h, ring, what that backward may
-    use)"""
-    backward: Callable[..., tuple[jax.Array, Tree]]
-    """(chunk, dh, rows, ring, slot, sums, what the forward left or None, valid) -> (dh, sums)"""
-    both: Callable[..., tuple[tuple[jax.Array, Tree], tuple[jax.Array, Tree]]] | None
-    """((chunk, h, rows, slot), (chunk, dh, rows, slot), ring, sums, valid) -> ((h, ring), (dh, sums)), a layer of each in turn;
-    None: one after the other"""
-    head: Callable[..., tuple[jax.Array, jax.Array, Tree]]
-    """(h, rows, sums, valid) -> (loss, dh, sums), all ranks: of a microbatch that has left the last stage"""
-    head_loss: Callable[[jax.Array, Rows], jax.Array]
-    """(h, rows) -> loss"""
-    send: Callable[[jax.Array, int], jax.Array]
-    """(h, 1) from each stage to the next, (h, -1) to the one before; in a ring."""
-    broadcast: Callable[[jax.Array], jax.Array]
-    """The sum over stages, on each."""
-    new_ring: Callable[[int, jax.Array, Rows], Tree]
-    """(slots, h, rows of any microbatch) -> ring; of h and rows shapes alone matter"""
+from jaxllm.mesh import PIPE, TENSOR
+from jaxllm.parallel.types import Batch, Rows, Tree
+from jaxllm.pipeline_table import Group, Run, Schedule, Units
+from jaxllm.sharding import tensor_shard_map
 
 
-def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+class Microbatch(NamedTuple):
+    """One microbatch of the batch."""
+
+    number: jax.Array
+    rows: Rows
+
+
+class Unit(NamedTuple):
+    """One stage's pass in a tick, forward or backward: a microbatch through a chunk of layers."""
+
+    chunk: jax.Array
+    microbatch: Microbatch
+    slot: jax.Array
+    """Slot of the ring that holds its residuals."""
+
+
+class Stage(Protocol):
+    """A rank's work in a tick. Methods are called where `pipe` is manual. Hidden states are [B, S, D]. `sums` is a tree of
+    float32 gradients: methods add to it and return it. `ring` holds the residuals of several passes."""
+
+    overlaps_passes: bool
+    """A tick's forward and backward pass are computed by `both`, a layer of each in turn; else one after the other."""
+
+    def look_up(self, microbatch: Microbatch) -> jax.Array:
+        """The embeddings of a microbatch, on every rank."""
+        ...
+
+    def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: Tree) -> Tree:
+        """`sums` with the gradient of the embedding added. dh_BSD is zero except on the first stage."""
+        ...
+
+    def forward(
+        self, unit: Unit, h_BSD: jax.Array, ring: Tree | None, following: jax.Array | None
+    ) -> tuple[jax.Array, Tree | None, Tree]:
+        """(h, ring, gathered weights for the backward pass of chunk `following`). Without a ring nothing is kept."""
+        ...
+
+    def backward(
+        self, unit: Unit, dh_BSD: jax.Array, ring: Tree, sums: Tree, handed_over: Tree, valid: jax.Array
+    ) -> tuple[jax.Array, Tree]:
+        """(dh, sums). `handed_over` is what `forward` returned last. If not `valid`, nothing is added."""
+        ...
+
+    def both(
+        self, ahead: Unit, h_BSD: jax.Array, back: Unit, dh_BSD: jax.Array, ring: Tree, sums: Tree, valid: jax.Array
+    ) -> tuple[tuple[jax.Array, Tree], tuple[jax.Array, Tree]]:
+        """((h, ring), (dh, sums)), a layer of each pass in turn."""
+        ...
+
+    def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: Tree, valid: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
+        """(loss, dh, sums) of a microbatch that has left the last stage, computed by all ranks."""
+        ...
+
+    def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """The loss alone."""
+        ...
+
+    def new_ring(self, slots: int, h_BSD: jax.Array, microbatch: Microbatch) -> Tree:
+        """Room for `slots` residuals. Only shapes of the arguments matter."""
+        ...
+
+
+class Carry(NamedTuple):
+    """What one tick hands to the next."""
+
+    h_BSD: jax.Array
+    """The forward message: the output of this stage, or of the stage before once it is sent."""
+    dh_BSD: Any
+    """The backward message, not sent yet. None without a backward pass."""
+    finished: jax.Array
+    """Outputs of the last stage that wait for the head, [slot, B, S, D]."""
+    ring: Tree
+    sums: Tree
+    loss: jax.Array
+
+
+def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
     """(loss summed over microbatches, sums with all gradients added). The loss is the same on every stage.
 
     Args:
@@ -70,71 +127,90 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Rows, h_BSD: jax.Array
       sums: None for a schedule without backward, which gives the loss alone.
     """
     P, V = schedule.stages, schedule.virtual_stages
-    rank = jax.lax.axis_index(stage.axis)
+    rank = jax.lax.axis_index(PIPE)
     is_first, is_last = rank == 0, rank == P - 1
 
-    def rows_of(microbatch) -> Rows:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False), batch)
+    def microbatch_of(number) -> Microbatch:
+        return Microbatch(number, jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), batch))
 
-    def tick(run: Run, carry, line):
+    def unit_of(columns: dict[str, jax.Array]) -> Unit:
+        return Unit(columns["chunk"], microbatch_of(columns["microbatch"]), columns["slot"])
+
+    def embed_backward(returning, entry, sums):
+        dh_BSD = jnp.where(is_first & entry["valid"], returning, 0)
+        return stage.look_up_backward(dh_BSD, microbatch_of(entry["microbatch"]), sums)
+
+    def tick(run: Run, carry: Carry, row: dict[str, Any]) -> tuple[Carry, None]:
         h_BSD, dh_BSD, finished, ring, sums, loss = carry
-        ahead, back = (jax.tree.map(lambda column: column[rank], line[way]) for way in ("forward", "backward"))
-        if run.forward and stage.both:
-            h_BSD = stage.send(h_BSD, 1)
+        ahead, back = (jax.tree.map(lambda column: column[rank], row[way]) for way in ("forward", "backward"))
+        if run.forward and stage.overlaps_passes:
+            h_BSD = send(h_BSD, 1, P)
         if run.backward:
-            returning, dh_BSD = dh_BSD, stage.send(dh_BSD, -1)
+            returning, dh_BSD = dh_BSD, send(dh_BSD, -1, P)
             if run.embed:
-                sums = embedding_backward(returning, line["returned"], sums)
+                sums = embed_backward(returning, row["embed_backward_mb"], sums)
         if run.head:
-            leaving = line["leaving"]
-            out_BSD = jax.lax.dynamic_index_in_dim(finished, line["taken"], keepdims=False)
-            out_BSD = stage.broadcast(jnp.where(is_last, out_BSD, 0))
+            head_mb = row["head_mb"]
+            out_BSD = jax.lax.dynamic_index_in_dim(finished, row["head_slot"], keepdims=False)
+            out_BSD = sum_over_stages(jnp.where(is_last, out_BSD, 0))
             if run.backward:
-                part, of_head_BSD, sums = stage.head(out_BSD, rows_of(leaving["microbatch"]), sums, leaving["valid"])
-                dh_BSD = jnp.where(is_last & (back["chunk"] == V - 1), of_head_BSD, dh_BSD)
+                part, dout_BSD, sums = stage.head(out_BSD, microbatch_of(head_mb["microbatch"]), sums, head_mb["valid"])
+                dh_BSD = jnp.where(is_last & (back["chunk"] == V - 1), dout_BSD, dh_BSD)
             else:
-                part = stage.head_loss(out_BSD, rows_of(leaving["microbatch"]))
-            loss = loss + jnp.where(leaving["valid"], part, 0)
+                part = stage.head_loss(out_BSD, microbatch_of(head_mb["microbatch"]))
+            loss = loss + jnp.where(head_mb["valid"], part, 0)
         if run.forward and run.embed:
-            x_BSD = stage.look_up(rows_of(line["entering"]["microbatch"]))
+            x_BSD = stage.look_up(microbatch_of(row["embed_mb"]["microbatch"]))
             h_BSD = jnp.where(is_first & (ahead["chunk"] == 0), x_BSD, h_BSD)
-        if run.forward and run.backward and stage.both:
-            one, other = (
-                (unit["chunk"], x_BSD, rows_of(unit["microbatch"]), unit["slot"])
-                for unit, x_BSD in ((ahead, h_BSD), (back, dh_BSD))
-            )
-            (h_BSD, ring), (dh_BSD, sums) = stage.both(one, other, ring, sums, back["valid"])
+        if run.forward and run.backward and stage.overlaps_passes:
+            passes = (unit_of(ahead), h_BSD, unit_of(back), dh_BSD)
+            (h_BSD, ring), (dh_BSD, sums) = stage.both(*passes, ring, sums, back["valid"])
         else:
-            left = None
+            handed_over = None
             if run.forward:
                 following = back["chunk"] if run.backward else None
-                h_BSD, ring, left = stage.forward(
-                    ahead["chunk"], h_BSD, rows_of(ahead["microbatch"]), ring, ahead["slot"], following
-                )
+                h_BSD, ring, handed_over = stage.forward(unit_of(ahead), h_BSD, ring, following)
             if run.backward:
-                unit = (back["slot"], sums, left, back["valid"])
-                dh_BSD, sums = stage.backward(back["chunk"], dh_BSD, rows_of(back["microbatch"]), ring, *unit)
+                dh_BSD, sums = stage.backward(unit_of(back), dh_BSD, ring, sums, handed_over, back["valid"])
         if run.forward:
-            finished = jax.lax.dynamic_update_index_in_dim(finished, h_BSD, line["finished"], 0)
-            h_BSD = h_BSD if stage.both else stage.send(h_BSD, 1)
-        return (h_BSD, dh_BSD, finished, ring, sums, loss), None
+            finished = jax.lax.dynamic_update_index_in_dim(finished, h_BSD, row["finished"], 0)
+            h_BSD = h_BSD if stage.overlaps_passes else send(h_BSD, 1, P)
+        return Carry(h_BSD, dh_BSD, finished, ring, sums, loss), None
 
-    def embedding_backward(returning, unit, sums):
-        return stage.look_up_backward(jnp.where(is_first & unit["valid"], returning, 0), rows_of(unit["microbatch"]), sums)
-
-    ring = None if sums is None else stage.new_ring(schedule.slots, h_BSD, rows_of(0))
+    trains = sums is not None
+    ring = stage.new_ring(schedule.slots, h_BSD, microbatch_of(0)) if trains else None
     finished = jnp.zeros((schedule.finished_slots, *h_BSD.shape), h_BSD.dtype)
-    carry = (h_BSD, h_BSD if sums is not None else None, finished, ring, sums, jnp.zeros((), jnp.float32))
-    lines = table_lines(schedule)
+    carry = Carry(h_BSD, h_BSD if trains else None, finished, ring, sums, jnp.zeros((), jnp.float32))
+    rows = table_rows(schedule)
     for group in schedule.runs:
-        carry = _scan_group(tick, group, lines, carry)
-    _, returning, _, _, sums, loss = carry
-    if sums is not None:
-        sums = embedding_backward(returning, jax.tree.map(lambda x: x[-1], lines["returned"]), sums)
-    return loss, sums
+        carry = _scan_group(tick, group, rows, carry)
+    if not trains:
+        return carry.loss, None
+    return carry.loss, embed_backward(carry.dh_BSD, jax.tree.map(lambda x: x[-1], rows["embed_backward_mb"]), carry.sums)
 
 
-def _scan_group(tick, group, lines: dict[str, Any], carry):
+# Each tensor rank sends its part of the sequence. Every axis is manual there: where only some are, the CPU compiler aborts on a
+# bfloat16 sum.
+
+
+@jax.named_scope("send")
+def send(h_BSD: jax.Array, direction: int, stages: int) -> jax.Array:
+    """Hidden states of the stage before (direction 1) or after (-1), in a ring of `stages`."""
+    pairs = [(stage, (stage + direction) % stages) for stage in range(stages)]
+    return _per_tensor_rank(lambda x: jax.lax.ppermute(x, PIPE, pairs), h_BSD)
+
+
+@jax.named_scope("sum_over_stages")
+def sum_over_stages(h_BSD: jax.Array) -> jax.Array:
+    """The sum over stages of hidden states, on every stage."""
+    return _per_tensor_rank(lambda x: jax.lax.psum(x, PIPE), h_BSD)
+
+
+def _per_tensor_rank(function: Callable[[jax.Array], jax.Array], h_BSD: jax.Array) -> jax.Array:
+    return tensor_shard_map(function, in_specs=(PartitionSpec(None, TENSOR),), out_specs=PartitionSpec(None, TENSOR))(h_BSD)
+
+
+def _scan_group(tick: Callable, group: Group, rows: dict[str, Any], carry: Carry) -> Carry:
     """The group's runs one after another, all of it `repeat` times."""
 
     def once(carry, parts):
@@ -144,7 +220,7 @@ def _scan_group(tick, group, lines: dict[str, Any], carry):
 
     def part_of(run: Run) -> dict[str, Any]:
         at = run.start + group.length * np.arange(group.repeat)[:, None] + np.arange(run.length)
-        return jax.tree.map(lambda column: column[at], lines)
+        return jax.tree.map(lambda column: column[at], rows)
 
     parts = [part_of(run) for run in group.runs]
     if group.repeat == 1:
@@ -152,23 +228,24 @@ def _scan_group(tick, group, lines: dict[str, Any], carry):
     return jax.lax.scan(once, carry, parts)[0]
 
 
-def table_lines(schedule: Schedule) -> dict[str, Any]:
-    """The table as arrays with a leading tick dim: what each stage does, and which microbatches all stages look up (entering),
-    take the loss of (leaving) and add to the embedding's gradient (returned: it came out of the first stage a tick ago).
+def table_rows(schedule: Schedule) -> dict[str, Any]:
+    """The table as arrays with a leading tick dim: what each stage does, and the microbatch that all stages look up (embed_mb),
+    take the loss of (head_mb) and add to the embedding's gradient (embed_backward_mb: it left the first stage's backward pass a
+    tick ago).
     """
 
     def units(table: Units) -> dict[str, np.ndarray]:
         return {"chunk": table.chunk, "microbatch": table.microbatch, "slot": table.slot, "valid": table.valid}
 
-    def unit(microbatch: np.ndarray) -> dict[str, np.ndarray]:
+    def entry(microbatch: np.ndarray) -> dict[str, np.ndarray]:
         return {"microbatch": np.maximum(microbatch, 0), "valid": microbatch >= 0}
 
     return {
         "forward": units(schedule.forward),
         "backward": units(schedule.backward),
-        "entering": unit(schedule.entering),
-        "leaving": unit(schedule.heads),
-        "returned": unit(schedule.returned),
+        "embed_mb": entry(schedule.embed_mb),
+        "head_mb": entry(schedule.head_mb),
+        "embed_backward_mb": entry(schedule.embed_backward_mb),
         "finished": schedule.finished,
-        "taken": schedule.taken,
+        "head_slot": schedule.head_slot,
     }

@@ -1,83 +1,84 @@
-"""ZeRO 2 and 3: gradients (and weights) that are whole only one layer at a time.
+"""ZeRO 2 and 3: full gradients (and weights) exist for one layer at a time.
 
-Everything here runs inside the region that is manual over (pipe, data, context). Gradients are handed out by *sinks*: zeros in
-the shape of a rank's share, float32. Nothing reads them; each weight's use is written so that the gradient with respect to its
-sink is that weight's gradient, reduced and scattered. So a gradient can have another layout and dtype than its weight.
+*Sinks* carry the gradients out of autodiff. A sink is an input of the forward pass that it never reads: zeros in float32, in
+the shape of a rank's shard. Where a weight is used, a custom VJP returns the weight's gradient, reduced over ranks and
+scattered, as the cotangent of its sink. The weight itself gets no cotangent. So jax.grad with respect to the sinks gives
+gradients whose shape and dtype differ from the weight's, and no full gradient outlives its layer.
 
-The layer loop is written by hand (layer_loop.py), both ways, so that transfers hide behind matmuls. Forward, layer i is
-computed while the weights of layer i+1 are gathered. Backward, layer i is computed while those of layer i-1 are gathered and
-the gradients of layer i+1 are scattered. XLA by itself leaves the backward's transfers bare.
+    forward     weight (shard or full, bf16) --- gather ---> layer         sink (shard, float32, zeros)   not read
+    backward    weight <--- None                             layer --- reduce-scatter ---> cotangent of the sink
+
+The layer loop (layer_loop.py) is written by hand in both directions, so that transfers hide behind matmuls. XLA by itself
+leaves the backward's transfers bare. All of it runs inside the region that is manual over (pipe, data, context).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxllm.mesh import PIPE, TENSOR, ZERO_AXES
-from jaxllm.parallel.layer_loop import Access, Square
-from jaxllm.sharding import Layout, over_tensor
+from jaxllm.mesh import ZERO_AXES
+from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
+from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 
-Tree = Any
+
+class Sinks(NamedTuple):
+    """Dummy inputs whose cotangents are gradients."""
+
+    gradients: Tree
+    """Of a tree of weights: a rank's shards, float32."""
+    squares: Any
+    """An array for the squares of these gradients (grad_square_norms.py); None without a tap."""
 
 
 class Zero:
-    """How weights are read and their gradients scattered, at level 2 or 3.
+    """How weights are gathered and their gradients scattered, at level 2 or 3.
 
     Args:
-      level: 2: weights are whole on each rank; 3: each rank has its share.
-      layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the loop strips.
+      level: 2: each rank has full weights; 3: each rank has its shard.
+      layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the layer loop strips.
       stack_dims: how many those are.
     """
 
     def __init__(self, level: int, layouts: Tree, stack_dims: int = 1):
-        layer = jax.tree.map(partial(of_one_layer, stack_dims=stack_dims), layouts["layers"])
-        rest = {name: spots for name, spots in layouts.items() if name != "layers"}
+        layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
+        rest = {name: tree for name, tree in layouts.items() if name != "layers"}
         self._rest_scatter, self._rest_gather = _scatter(rest), _gather(rest) if level == 3 else lambda weights: weights
-        self.access = Access(_gather(layer) if level == 3 else None, _scatter(layer))
-        """To the layers, for a loop over them."""
+        self.access = WeightAccess(_gather(layer) if level == 3 else None, _scatter(layer))
+        """To one layer, for a loop over layers."""
 
-    def read(self, weights: Tree, sinks: Tree, squares: jax.Array | None = None, square: Square | None = None) -> Tree:
-        """Whole weights, for those outside the layer stack. The gradient goes to the sinks, and `square` of it, before it is
-        reduced, to the sink `squares`.
+    def read(self, weights: Tree, sinks: Sinks | None, tap: GradientTap | None = None) -> Tree:
+        """Full weights of the entries outside the layer stack. Their gradients go to `sinks`, and the squares that `tap` takes
+        of the gradients before they are reduced go to sinks.squares. Without sinks there is no backward pass.
         """
+        targets = None if sinks is None else Sinks({name: sinks.gradients[name] for name in weights}, sinks.squares)
 
         @jax.custom_vjp
-        def take(weights, sinks, squares):
+        def take(weights, targets):
             return self._rest_gather(weights)
 
         def backward(_, g):
-            return None, self._rest_scatter(g), square(g) if square else None
+            return None, Sinks(self._rest_scatter(g), tap.on_microbatch(g) if tap else None)
 
         take.defvjp(lambda *inputs: (take(*inputs), None), backward)
-        return take(weights, sinks, squares)
+        return take(weights, targets)
 
 
-def sink(shape: tuple[int, ...], spot: Layout, ranks: int) -> jax.Array:
-    """Zeros in the shape of one rank's share of a gradient."""
-    local = [size // ranks if dim == spot.zero_dim else size for dim, size in enumerate(shape)]
+def sink(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:
+    """Zeros in the shape of one rank's shard of a gradient."""
+    local = [size // ranks if dim == layout.zero_dim else size for dim, size in enumerate(shape)]
     return jnp.zeros(local, jnp.float32)
 
 
-def manual_spec(spot: Layout, share: bool) -> P:
-    """A parameter's layout as the region sees it, without the axis left to the compiler: a rank's share of it as at rest, or as
-    the train step reads it.
-    """
-    entries: list[Any] = [PIPE if _has(PIPE, entry) else None for entry in spot.compute]
-    if share and spot.zero_dim is not None:
-        entries[spot.zero_dim] = ZERO_AXES
-    return P(*entries)
-
-
 def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
+    @jax.named_scope("zero_gather")
     def local(weights):
-        def one(w, spot):
-            return w if spot.zero_dim is None else jax.lax.all_gather(w, ZERO_AXES, axis=spot.zero_dim, tiled=True)
+        def one(w, layout):
+            return w if layout.zero_dim is None else jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True)
 
         return jax.tree.map(one, weights, layouts)
 
@@ -85,13 +86,14 @@ def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
 
 
 def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
-    """Sums over the ranks in float32; each keeps its share, or all of what is not shared out."""
+    """Sums over the ranks in float32. Each rank keeps its shard, or the full sum of what ZeRO does not shard."""
 
+    @jax.named_scope("zero_scatter")
     def local(gradients):
-        def one(g, spot):
-            if spot.zero_dim is None:
+        def one(g, layout):
+            if layout.zero_dim is None:
                 return jax.lax.psum(g.astype(jnp.float32), ZERO_AXES)
-            return jax.lax.psum_scatter(g.astype(jnp.float32), ZERO_AXES, scatter_dimension=spot.zero_dim, tiled=True)
+            return jax.lax.psum_scatter(g.astype(jnp.float32), ZERO_AXES, scatter_dimension=layout.zero_dim, tiled=True)
 
         return jax.tree.map(one, gradients, layouts)
 
@@ -99,20 +101,6 @@ def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
 
 
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:
-    """Runs `function` on each tensor rank's part. Left to the compiler, a gather over data would first gather over tensor."""
+    """Runs `function` on each tensor rank's part. Left to XLA, a gather over data would first gather over tensor."""
     specs = tensor_specs(layouts)
-    return over_tensor(function, in_specs=(specs,), out_specs=specs)(tree)
-
-
-def tensor_specs(layouts: Tree) -> Tree:
-    """How parameters are split over tensor, as the train step reads them."""
-    return jax.tree.map(lambda spot: P(*[TENSOR if _has(TENSOR, entry) else None for entry in spot.compute]), layouts)
-
-
-def _has(axis: str, entry: Any) -> bool:
-    return entry == axis or (isinstance(entry, tuple) and axis in entry)
-
-
-def of_one_layer(spot: Layout, stack_dims: int) -> Layout:
-    zero_dim = None if spot.zero_dim is None else spot.zero_dim - stack_dims
-    return Layout(P(*spot.compute[stack_dims:]), P(*spot.master[stack_dims:]), zero_dim)
+    return tensor_shard_map(function, in_specs=(specs,), out_specs=specs)(tree)

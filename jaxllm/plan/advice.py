@@ -15,11 +15,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.found import Memory
-from jaxllm.plan.hardware import Gpu, readable
-from jaxllm.plan.memory import estimate_memory
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import Memory
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
-from jaxllm.plan.step_time import estimate_step_time
 
 CHUNK_TOKENS = 1024
 """Logits of this many tokens are small, and still fill an H100 with tiles."""

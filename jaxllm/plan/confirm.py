@@ -14,8 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.found import Plan, Rejected
-from jaxllm.plan.hardware import readable
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import Plan, Rejected
 from jaxllm.plan.search import CONFIGURATION, Progress
 
 TRIES = 3

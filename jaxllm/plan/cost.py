@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
-from jaxllm.plan.hardware import Gpu
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.hardware import Gpu
 
 FORWARD_AND_BACKWARD = 6.0
 """FLOPs for each parameter and token: 2 forward, 4 backward (Kaplan et al. 2020, "Scaling Laws for Neural Language Models")."""
@@ -105,7 +105,7 @@ def training_cost(
       achieved_flops_per_s: per GPU.
       gpus: number of GPUs that each reach this rate.
       flops_per_token: replaces flops_per_parameter_and_token x parameters, to include attention
-        (plan/flops.py: train_flops_per_token).
+        (cost_model/flops.py: train_flops_per_token).
       watts_per_gpu: of a board; None: the energy is not computed.
 
     Raises:

@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.cluster import choose_gpus_per_host
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.cost import HOUR_S
-from jaxllm.plan.hardware import Gpu
-from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.step_time import estimate_step_time
 from jaxllm.plan.sweep import PAYS
 
 MOST_RANKS = 8192

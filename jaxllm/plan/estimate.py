@@ -13,17 +13,17 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.html_tables import preformatted
-from jaxllm.plan import flops
-from jaxllm.plan.activations import remat_words
+from jaxllm.cost_model import flops
+from jaxllm.cost_model.activations import remat_words
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu
+from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
+from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
+from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.cost_model.step_parts import StepTime
+from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
+from jaxllm.display import preformatted, readable
 from jaxllm.plan.advice import Change, changes_that_fit
-from jaxllm.plan.cluster import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
-from jaxllm.plan.found import FIT_SHARE
-from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
-from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
-from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.step_parts import StepTime
-from jaxllm.plan.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
+from jaxllm.plan.plan_result import FIT_SHARE
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""
@@ -248,7 +248,7 @@ def estimate(
       gpu: a kind, by name, by a YAML file that describes it, or as a Gpu. None: bytes only, without verdict and speed.
       gpus: default: the size of the config's mesh.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      convention: megatron: memory and verdict by the published formula and its 80% rule (plan/megatron.py), FLOPs as
+      convention: megatron: memory and verdict by the published formula and its 80% rule (cost_model/megatron.py), FLOPs as
         Megatron-LM counts them, and the time of its schedule; jaxllm's own memory stays beside it.
 
     Raises:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import AUTO, Config, ConfigError
-from jaxllm.plan.activations import bytes_per_token_and_layer, is_blockwise, policy_of
-from jaxllm.plan.hardware import readable
-from jaxllm.plan.schedule import Schedule, idle_share, make_schedule, microbatches_for
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.display import readable
+from jaxllm.pipeline_schedule import idle_share, make_schedule, microbatches_for
+from jaxllm.pipeline_table import Schedule
 
 USUAL_IDLE = 0.1
 """An idle share that is usually acceptable; the report gives the number of microbatches that it needs."""

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.plan.cluster import hosts_text
-from jaxllm.plan.found import FIT_SHARE, Plan
-from jaxllm.plan.hardware import readable
+from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import FIT_SHARE, Plan
 
 
 def recipe(config: Config) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxllm.config import Config
-from jaxllm.plan.cluster import choose_gpus_per_host
-from jaxllm.plan.found import FIT_SHARE, Candidate, Memory, Plan, Rejected, Speed
-from jaxllm.plan.hardware import Gpu, readable
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Memory, Plan, Rejected, Speed
 from jaxllm.plan.space import (
     BEYOND_HOST,
     Choice,
@@ -269,13 +270,13 @@ def _by_microbatch(candidate: Candidate) -> tuple[float, ...]:
 
 
 def _real_memory(gpu: Gpu) -> EstimateMemory:
-    from jaxllm.plan.memory import estimate_memory
+    from jaxllm.cost_model.memory import estimate_memory
 
     return partial(estimate_memory, gpu=gpu)
 
 
 def _real_time() -> EstimateTime:
-    from jaxllm.plan.step_time import estimate_step_time
+    from jaxllm.cost_model.step_time import estimate_step_time
 
     return estimate_step_time
 

@@ -11,11 +11,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxllm.html_tables import preformatted, table
-from jaxllm.plan.cluster import hosts_text
+from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.cost import TrainingCost
-from jaxllm.plan.found import FIT_SHARE, Candidate, Plan
-from jaxllm.plan.hardware import readable
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
 from jaxllm.plan.search import MESH
 from jaxllm.plan.space import remat_text, schedule_text
 from jaxllm.plan.sweep import Sweep

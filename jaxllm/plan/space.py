@@ -27,9 +27,9 @@ from jaxllm.config import (
     divisors,
     sequence_unit,
 )
-from jaxllm.plan.cluster import choose_gpus_per_host
-from jaxllm.plan.parameters import parameters
-from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.cost_model.parameters import parameters
+from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
 """Ordered by memory, those that need least first."""

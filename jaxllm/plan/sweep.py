@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.found import Candidate, Plan
-from jaxllm.plan.hardware import Gpu
-from jaxllm.plan.network import ALL_REDUCES, group_of, links_of
+from jaxllm.plan.plan_result import Candidate, Plan
 from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm import progress
 from jaxllm.data.loader import ahead
+from jaxllm.runtime import progress
 
 
 class BatchQueue:

@@ -1,4 +1,4 @@
-"""What training on a mesh is made of, from one config: the same parts for a run, a test and a compilation without devices."""
+"""Builds training on a mesh from one config: the same parts for a run, a test and a compilation without devices."""
 
 from __future__ import annotations
 
@@ -13,40 +13,44 @@ from jax.sharding import Mesh
 
 from jaxllm.config import Config
 from jaxllm.mesh import replicated
-from jaxllm.parallel.parallelize import Parallelized, parallelize
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
-from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, layer_grad_norms, skip_not_finite, skip_spikes
+from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Metrics, make_train_step, make_update, observe_nothing
+from jaxllm.train.step import Metrics, Observe, make_train_step, make_update, observe_nothing
 
 State = TrainState | diloco.DilocoState
-"""The second with train.diloco_steps."""
+"""A DilocoState with train.diloco_steps."""
 
 
 @dataclass(frozen=True)
 class Training:
+    """The parts of training for one config on one mesh."""
+
     functions: Parallelized
     shardings: State
-    """Where each array of the state lies."""
+    """Sharding of every array in the training state."""
     create: Callable[[jax.Array | int], State]
-    """seed -> the state of step 0; to be jitted with `shardings` (create_state does)."""
+    """seed -> the state of step 0. Jit it with `shardings` (create_state does)."""
     step: Callable[[State, Any], tuple[State, Metrics]]
-    """(state, batch) -> (state, metrics); to be jitted with the state donated."""
+    """(state, batch) -> (state, metrics). Jit it with the state donated."""
     measuring_step: Callable[[State, Any], tuple[State, Metrics]] | None
-    """The same, with what the noise scale is made of among the metrics; None if no step measures it, or all do."""
-    metrics_lie: Any
-    """Where the metrics are to lie: everywhere, so that every process can read them; of islands, where the island is."""
+    """`step` with the noise scale's estimates among the metrics. None if no step measures it, or every step does."""
+    metrics_sharding: Any
+    """Sharding of the metrics: replicated, so that every process can read them; with DiLoCo on each replica's own devices."""
 
     def layout(self) -> State:
-        """The state as ShapeDtypeStructs, where it lies."""
+        """The state as ShapeDtypeStructs with shardings."""
         shapes = jax.eval_shape(self.create, 0)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
 
     def create_state(self, seed: int) -> State:
-        """The state of step 0. Compiled with its shardings, so no device ever holds more than its share."""
-        # LLVM spends ten seconds on the unrolled rounds of the random numbers; unoptimised they compile in one and run once.
+        """The state of step 0. It is compiled with its shardings, so no device ever holds more than its shard."""
+        # LLVM takes ten seconds to optimise the unrolled rounds of the random numbers, and one without optimisation. They run
+        # once.
         step: Any = self.shardings.step
         on_cpu = step.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
@@ -73,22 +77,19 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         update = streamed_update(config, functions.table, shardings, mesh)
     if offload == "optimizer_and_master":
         functions = loading_params(config, functions, mesh)
-    judge = skip_not_finite
-    if config.train.skip_spikes:
-        assert config.train.spike_deviations is not None, "refused by the config"
-        judge = skip_spikes(config.train.spike_deviations)
-    observe = observe_nothing
-    if config.log.layer_norms_every is not None:
-        norms = layer_grad_norms(functions.table, config.model.num_layers)
-        observe = lambda gradients: {LAYER_GRAD_NORM: norms(gradients)}  # noqa: E731
-    chosen: dict[str, Any] = {"judge": judge, "observe": observe}
-    in_rounds, islands = config.train.diloco_steps is not None, config.parallel.replica
-    if in_rounds:
-        chosen["each"] = diloco.for_each_island(islands)
+    is_diloco, replicas = config.train.diloco_steps is not None, config.parallel.replica
 
     def make_step(value_and_grad: Callable) -> Callable[[Any, Any], tuple[State, Metrics]]:
-        step = make_train_step(value_and_grad, update, make_learning_rate(config), config.optimizer.clip_norm, **chosen)
-        return diloco.inner_step(step) if in_rounds else step
+        step = make_train_step(
+            value_and_grad,
+            update,
+            make_learning_rate(config),
+            config.optimizer.clip_norm,
+            each=diloco.vmap_over_replicas(replicas) if is_diloco else lambda apply: apply,
+            should_apply=_skip_policy(config),
+            observe=_observer(config, functions.table),
+        )
+        return diloco.inner_step(step) if is_diloco else step
 
     step: Any = make_step(functions.value_and_grad)
     measuring_step: Any = None
@@ -96,7 +97,25 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         measuring_step = make_step(functions.value_grad_and_parts)
     if config.log.noise_scale_every == 1:
         step, measuring_step = measuring_step, None
-    if in_rounds:
-        lies, begin = diloco.state_lies(shardings, islands), lambda seed: diloco.begin(create(seed), islands)
-        return Training(functions, lies, begin, step, measuring_step, diloco.metrics_lie(mesh))
-    return Training(functions, shardings, create, step, measuring_step, replicated(mesh))
+    state: dict[str, Any] = {"shardings": shardings, "create": create, "metrics_sharding": replicated(mesh)}
+    if is_diloco:
+        state = {
+            "shardings": diloco.state_shardings(shardings, replicas),
+            "create": lambda seed: diloco.begin(create(seed), replicas),
+            "metrics_sharding": diloco.metrics_sharding(mesh),
+        }
+    return Training(functions=functions, step=step, measuring_step=measuring_step, **state)
+
+
+def _skip_policy(config: Config) -> SkipPolicy:
+    if not config.train.skip_spikes:
+        return skip_not_finite
+    assert config.train.spike_deviations is not None, "refused by the config"
+    return skip_spikes(config.train.spike_deviations)
+
+
+def _observer(config: Config, table: Any) -> Observe:
+    if config.log.layer_norms_every is None:
+        return observe_nothing
+    norms = layer_grad_norms(table, config.model.num_layers)
+    return lambda gradients: {LAYER_GRAD_NORM: norms(gradients)}

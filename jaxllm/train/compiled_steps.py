@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxllm import distributed, xla_flags
 from jaxllm.config import Config
+from jaxllm.runtime import distributed, xla_flags
 from jaxllm.train.build import State, Training
 
 
@@ -38,7 +38,7 @@ class CompiledSteps:
                 self.traces += 1
                 return step(state, batch)
 
-            return jax.jit(counted, donate_argnums=0, out_shardings=(training.shardings, training.metrics_lie))
+            return jax.jit(counted, donate_argnums=0, out_shardings=(training.shardings, training.metrics_sharding))
 
         self._step = jitted(training.step)
         self._measuring_step: Any = jitted(training.measuring_step) if training.measuring_step else None

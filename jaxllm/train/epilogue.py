@@ -9,10 +9,10 @@ from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable
 from jaxllm.train.console import Console
-from jaxllm.train.interrupt import Interrupt
+from jaxllm.train.messages import by_source
 from jaxllm.train.metrics import Record, Sink
-from jaxllm.train.notes import by_source
 from jaxllm.train.run_dir import has_evaluation
+from jaxllm.train.signals import SignalHandler
 from jaxllm.train.trainer import Evaluation, Trainer
 
 FINAL_EVAL_TOKENS = 2**24
@@ -20,10 +20,10 @@ FINAL_EVAL_TOKENS = 2**24
 
 
 def record_evaluation(
-    trainer: Trainer, sinks: list[Sink], interrupt: Interrupt, max_batches: int | None = None
+    trainer: Trainer, sinks: list[Sink], signals: SignalHandler, max_batches: int | None = None
 ) -> Evaluation | None:
     """Evaluates; writes eval_loss, and for a mixture each source's, to the sinks. None: a signal came in between."""
-    found = trainer.evaluate(max_batches, stop=lambda: interrupt.asked() is not None)
+    found = trainer.evaluate(max_batches, stop=lambda: signals.agreed_signal() is not None)
     if found is None:
         return None
     record: Record = {"step": trainer.step, "eval_loss": found.loss}
@@ -34,7 +34,7 @@ def record_evaluation(
     return found
 
 
-def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: list[Sink]) -> str | None:
+def conclude(trainer: Trainer, signals: SignalHandler, console: Console, sinks: list[Sink]) -> str | None:
     """Held-out loss over all held-out text, n-gram baselines on the same split, and a sample. Returns the signal that stopped
     the evaluation, or None.
     """
@@ -43,9 +43,9 @@ def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: li
         batch_tokens = config.microbatch_rows * config.parallel.pipe * config.train.sequence_length
         # A run that is started once more, with nothing to train, has its line already.
         known = has_evaluation(Path(config.run.dir) / "metrics.jsonl", trainer.step)
-        found = record_evaluation(trainer, [] if known else sinks, interrupt, -(-FINAL_EVAL_TOKENS // batch_tokens))
+        found = record_evaluation(trainer, [] if known else sinks, signals, -(-FINAL_EVAL_TOKENS // batch_tokens))
         if found is None:
-            return interrupt.asked()
+            return signals.agreed_signal()
         (source, *_) = data.sources
         for order, name in ((2, "bigrams"), (3, "trigrams")) if config.log.baselines else ():
             baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)

@@ -1,8 +1,8 @@
 """The gradient noise scale (McCandlish et al., 2018, arXiv 1812.06162): what a larger batch would give, measured in training.
 
 Let g be the true gradient and S the covariance of one token's share in it. The gradient G of B tokens has E|G|^2 = |g|^2 +
-tr(S) / B, so batches of two sizes tell both. Every step has them: its K parts (parallel/squares.py) and the whole. Before
-clipping, and with the parts' squares averaged by their numbers of targets,
+tr(S) / B, so batches of two sizes tell both. Every step has them: its K parts (parallel/grad_square_norms.py) and the whole.
+Before clipping, and with the parts' squares averaged by their numbers of targets,
 
     tr(S) / B = (mean |G_i|^2 - |G|^2) / (K - 1)          |g|^2 = |G|^2 - tr(S) / B
 
@@ -24,31 +24,18 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxllm.parallel.squares import Parts
-from jaxllm.plan.noise_reading import NoiseEstimate
+from jaxllm.plan.noise_scale_text import NoiseEstimate
+from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0
 """Estimates that count in an average, once there are twice as many."""
 FEWEST = 2.0
 """Degrees of freedom from which there is an interval: six estimates."""
-G2, S = "noise_g2", "noise_s"
-"""Metrics of a step: |g|^2, and tr(S) in tokens."""
 SCALE, LOW, HIGH = "noise_scale_tokens", "noise_scale_low", "noise_scale_high"
 """Metrics of the run so far."""
-
-
-def estimates(parts: Parts, grad_norm: Any) -> dict[str, Any]:
-    """One step's |g|^2 and tr(S), of its parts and the norm of the whole gradient before clipping. Not finite of a single part.
-
-    Arrays of JAX, of numpy, or numbers.
-    """
-    whole = grad_norm * grad_norm
-    noise = (parts.mean_square - whole) / (parts.count - 1)
-    return {G2: whole - noise, S: noise * parts.tokens}
 
 
 class NoiseScale:

@@ -15,10 +15,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.config import Config
-from jaxllm.mesh import replicated
-from jaxllm.parallel.parallelize import Parallelized
-
-HOST = "pinned_host"
+from jaxllm.mesh import HOST, replicated
+from jaxllm.parallel.types import Parallelized
 
 log = logging.getLogger(__name__)
 

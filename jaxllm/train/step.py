@@ -1,4 +1,4 @@
-"""The train step. Everything it does was chosen before: what differs between configs are the functions it is made of."""
+"""The train step. It branches on no config key: configs differ in the functions that the step is made of."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxllm.parallel.squares import Parts
-from jaxllm.train.instability import Judge, skip_not_finite
-from jaxllm.train.noise_scale import estimates
+from jaxllm.parallel.types import NoiseParts
+from jaxllm.train.instability import SkipPolicy, skip_not_finite
 from jaxllm.train.optimizer import LearningRate, clip_by_norm
 from jaxllm.train.state import TrainState
+from jaxllm.train.step_noise import estimates
 
 Metrics = dict[str, jax.Array]
 Update = Callable[[Any, Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
-"""(gradients, optimizer state, params, learning rate, whether to change anything) -> (params, optimizer state)"""
+"""(gradients, optimizer state, params, learning rate, whether to apply the update) -> (params, optimizer state)"""
 Observe = Callable[[Any], Metrics]
-"""gradients, before clipping -> metrics"""
+"""gradients before clipping -> metrics"""
 
 
 def make_update(optimizer: optax.GradientTransformation) -> Update:
-    def update(gradients: Any, opt_state: Any, params: Any, rate: jax.Array, sound: jax.Array) -> tuple[Any, Any]:
+    """The update of a state that is stored on the devices."""
+
+    def update(gradients: Any, opt_state: Any, params: Any, rate: jax.Array, apply_update: jax.Array) -> tuple[Any, Any]:
         updates, new_state = optimizer.update(gradients, opt_state, params)
-        # Selected element by element: that is part of the pass over the state as it is, and what is skipped keeps its bits.
-        params = jax.tree.map(lambda p, u: jnp.where(sound, p - rate * u, p), params, updates)
-        return params, jax.tree.map(lambda new, old: jnp.where(sound, new, old), new_state, opt_state)
+        # Selected element by element, in the same pass over the state. A skipped step keeps every bit.
+        params = jax.tree.map(lambda p, u: jnp.where(apply_update, p - rate * u, p), params, updates)
+        return params, jax.tree.map(lambda new, old: jnp.where(apply_update, new, old), new_state, opt_state)
 
     return update
 
 
 def observe_nothing(gradients: Any) -> Metrics:
+    """The Observe of a run without extra metrics."""
     return {}
 
 
@@ -42,25 +45,27 @@ def make_train_step(
     learning_rate: LearningRate,
     clip_norm: float | None,
     each: Callable[[Callable], Callable] = lambda apply: apply,
-    judge: Judge = skip_not_finite,
+    should_apply: SkipPolicy = skip_not_finite,
     observe: Observe = observe_nothing,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """(state, batch) -> (state, metrics), a pure function to be jitted with the state donated. A step that `judge` finds
-    unsound changes nothing but the count of steps.
+    """(state, batch) -> (state, metrics), a pure function to be jitted with the state donated. If `should_apply` rejects the
+    step (not finite, or a spike), parameters and optimizer state are unchanged; only the step counter advances.
 
     Args:
-      value_and_grad: (params, batch) -> (loss, gradients), or with Parts, from which the noise scale is then measured.
-      each: turns what is done with a loss and gradients into what is done with those of several states at once.
+      value_and_grad: (params, batch) -> (loss, gradients), or (loss, gradients, NoiseParts) to measure the noise scale too.
+      each: maps the update over replicas, if each replica has its own state.
     """
 
-    def apply(state: TrainState, loss: jax.Array, gradients: Any, parts: Parts | None = None) -> tuple[TrainState, Metrics]:
+    def apply(
+        state: TrainState, loss: jax.Array, gradients: Any, parts: NoiseParts | None = None
+    ) -> tuple[TrainState, Metrics]:
         with jax.named_scope("optimizer"):
             grad_norm = optax.global_norm(gradients)
-            sound, recent, verdict = judge(state.recent, loss, grad_norm)
+            apply_update, recent, verdict = should_apply(state.recent, loss, grad_norm)
             observed = observe(gradients) | ({} if parts is None else estimates(parts, grad_norm))
             gradients = clip_by_norm(gradients, grad_norm, clip_norm)
             rate = learning_rate(state.step)
-            params, opt_state = update(gradients, state.opt_state, state.params, rate, sound)
+            params, opt_state = update(gradients, state.opt_state, state.params, rate, apply_update)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate), **verdict, **observed}
         return TrainState(state.step + 1, params, opt_state, recent), metrics
 

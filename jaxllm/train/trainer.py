@@ -22,28 +22,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm import distributed, progress
+from jaxllm.checkpoint.files import Meta
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.weights import WeightsSource, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.sources import load_data
-from jaxllm.mesh import make_mesh, replicated
+from jaxllm.mesh import replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.batches import place
-from jaxllm.parallel.parallelize import merge_model
+from jaxllm.parallel.device_batches import put_global_batch
+from jaxllm.parallel.parameters import merge_model
+from jaxllm.placement import mesh_on_hosts
+from jaxllm.runtime import distributed, progress
 from jaxllm.train import diloco
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
-from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.train.checkpoint_files import Meta
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
-from jaxllm.train.fits import require_fit
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
-from jaxllm.train.interrupt import undisturbed
+from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
+from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import on_device
-from jaxllm.train.weights import Source, initial_weights, read_weights
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +113,11 @@ class Trainer:
             distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
-        self.memory_fit = require_fit(config.at_largest_batch, jax.local_devices()[0])
+        self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
-        self.mesh = make_mesh(config.parallel)
+        self.mesh = mesh_on_hosts(config.parallel)
         self.programs = CompiledSteps(config, self.mesh)
         # Rounds begin later, if only with the first step.
         training = self._use(in_rounds=False)
@@ -174,7 +175,7 @@ class Trainer:
         """
         train = self.config.train
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
-            with undisturbed():
+            with defer_sigint():
                 training = self._use(in_rounds=True)
                 share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
                 with jax.set_mesh(self.mesh), progress.phase("compile"):
@@ -217,7 +218,7 @@ class Trainer:
         progress.at_step(self.step + 1)
         self._last_finish_s = self._last_finish_s or time.perf_counter()
         # The step takes the old state's memory: whatever came between it and the assignment would lose both.
-        with undisturbed():
+        with defer_sigint():
             self.state, metrics = self.programs.current(self.state, batch)
             self.step += 1
             if self.rounds is not None and self.rounds.end_with(self.step):
@@ -265,7 +266,7 @@ class Trainer:
             return None
         step, arrays = pending
         with progress.waiting():
-            values = diloco.joined(arrays)  # waits for that step
+            values = diloco.combine_replicas(arrays)  # waits for that step
         if LAYER_ACTIVATION_NORM not in values:
             # The step has them always, as it costs next to nothing; they are wanted where the other norms are.
             values.pop(LAYER_GRAD_NORM, None)
@@ -292,7 +293,7 @@ class Trainer:
             raise ConfigError(
                 f"{checkpoints.folder} has a model of {saved} layers, not {wanted}: set model.num_layers={saved}."
             )
-        diloco.require_same_islands(meta, self.config)
+        diloco.require_same_replicas(meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
         layouts = {self.rounds is not None: _give_up(self.state)}
@@ -318,7 +319,7 @@ class Trainer:
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
         self.noise = NoiseScale()
 
-    def _start_from(self, weights: Source) -> None:
+    def _start_from(self, weights: WeightsSource) -> None:
         params = read_weights(weights, _give_up(self.state.params), self.parallelized.table)
         self.state = dataclasses.replace(self.state, params=params)
 
@@ -332,7 +333,7 @@ class Trainer:
         config = self.config
         samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
         samples = samples.reshape(-1, config.microbatch_rows)
-        return place(self.mesh, self.stream.samples, samples, config.train.sequence_length)
+        return put_global_batch(self.mesh, self.stream.samples, samples, config.train.sequence_length)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
@@ -353,7 +354,7 @@ class Trainer:
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
                     # Each batch is progress: an evaluation may take hours.
                     with progress.phase("evaluate"):
-                        batch = place(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
+                        batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
                         part, tokens = self._loss_sum(self.state.params, batch)
                         # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
                         total, count = total + float(part), count + int(tokens)
@@ -368,7 +369,7 @@ class Trainer:
 
     @property
     def model(self) -> Llama:
-        """The network with the present parameters, in the compute dtype's place on the mesh."""
+        """The network with the present parameters, in the compute dtype, on the mesh."""
         return merge_model(self.config, on_device(self.state.params))
 
     def close(self) -> None:

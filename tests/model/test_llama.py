@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 from jaxllm.config import ConfigError
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
 from jaxllm.model.layers import Ops, rotary_frequencies, rotary_table, rotate
 from jaxllm.model.llama import Llama, scan_layers
-from jaxllm.parallel.parallelize import initial_params, parameter_table
-from jaxllm.plan.flops import parameter_count
+from jaxllm.parallel.parameters import initial_params, parameter_table
 
 S = 12
 

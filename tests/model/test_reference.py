@@ -14,7 +14,8 @@ from golden.make_golden import CASES, LOGITS, STEPS, B, S, case_config, compute,
 from golden.weights import shapes_of_theirs, to_ours, to_theirs
 
 from jaxllm.mesh import make_mesh
-from jaxllm.parallel.parallelize import merge_model, parallelize
+from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.parameters import merge_model
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import make_train_step, make_update

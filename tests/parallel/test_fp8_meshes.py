@@ -7,12 +7,12 @@ import pytest
 from meshes import Run, assert_close
 from tiny import SMALL_MODEL
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.overlap import by_kind, simulate_overlap
 from jaxllm.config import ConfigError, load_config
-from jaxllm.hlo import Module
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.mesh import axis_sizes
-from jaxllm.overlap import by_kind, simulate_overlap
-from jaxllm.plan.hardware import GPUS
 
 M, ROWS, S = 2, 8, 32
 FP8 = "model.matmul_dtype=fp8"

@@ -9,7 +9,7 @@ from meshes import Run
 
 import jaxllm
 from jaxllm.config import ConfigError
-from jaxllm.parallel.parallelize import build_model
+from jaxllm.parallel.parameters import build_model
 
 S, ROWS, MICROBATCHES = 16, 2, 4
 INTERLEAVED = ("parallel.pipe=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2")

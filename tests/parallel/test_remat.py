@@ -9,17 +9,18 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ConfigError
+from jaxllm.cost_model.activations import Policy, bytes_per_token_and_layer, policy_of
 from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
-from jaxllm.model.attention_blocks import RESIDUALS, xla_kernel
+from jaxllm.model.blockwise_attention import RESIDUALS, xla_kernel
 from jaxllm.model.layers import MATMUL_OUTPUTS, Block, Ops, rotary_table, rotate
 from jaxllm.model.llama import apply_block
-from jaxllm.parallel.parallelize import attend_per_tensor_rank, choose_attention, choose_matmul, parallelize
+from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
+from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.residuals import absent, keep, kept_names, waits_on_host
 from jaxllm.parallel.ring_attention import ring_attention
-from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, policy_of
+from jaxllm.parallel.vjp_residuals import absent, extract, kept_names, waits_on_host
 from jaxllm.sharding import constrainer
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
@@ -169,7 +170,7 @@ def test_a_residual_is_the_tensor_it_is_named_for(tiny_config):
     side = (rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
     block = remat(policy, partial(apply_block, graph, Ops()), True)
     names = kept_names(block, weights, h_BSD, side, policy)
-    kept = dict(zip(jax.tree.leaves(names), jax.tree.leaves(keep(jax.vjp(block, weights, h_BSD, side)[1])), strict=True))
+    kept = dict(zip(jax.tree.leaves(names), jax.tree.leaves(extract(jax.vjp(block, weights, h_BSD, side)[1])), strict=True))
     x_BSD = nnx.merge(graph, weights).attention_norm(h_BSD)
     attention, mlp = weights["attention"], weights["mlp"]
     expected = {
@@ -199,7 +200,7 @@ def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockw
 
     def sizes(block, *at):
         block = remat(policy, block, True)
-        kept = jax.eval_shape(lambda *at: keep(jax.vjp(block, *at)[1]), *at)
+        kept = jax.eval_shape(lambda *at: extract(jax.vjp(block, *at)[1]), *at)
         return dict(zip(jax.tree.leaves(kept_names(block, *at, policy)), jax.tree.leaves(kept), strict=True))
 
     # Shapes are those of a context rank with all its tensor ranks: theirs are split, but for keys that do not divide.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from jaxllm.config import load_config
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.hardware import GPUS
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.hardware import GPUS
 
 KEPT = {"full": 1, "offload": 2, "selective": 6, "none": 12}
 SPEED = {"full": 0.75, "offload": 0.9, "selective": 1.0, "none": 1.05}
@@ -31,7 +31,7 @@ def gpu_for(step_bytes, like="h100-80gb"):
     """A GPU with about that many bytes for a step."""
     import dataclasses
 
-    from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
+    from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
 
     memory = round((step_bytes + RESERVE_BYTES) / XLA_MEMORY_FRACTION) + 1
     return dataclasses.replace(GPUS[like], name="mine", memory_bytes=memory)

@@ -10,8 +10,8 @@ import pytest
 from plan_stand_ins import estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, confirm
-from jaxllm.plan.hardware import GPUS
 from jaxllm.plan.search import SearchOptions, search
 
 

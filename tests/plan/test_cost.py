@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.config import ConfigError
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.plan.cost import (
     BOARD_WATTS,
     DAY_S,
@@ -18,7 +19,6 @@ from jaxllm.plan.cost import (
     readable_count,
     training_cost,
 )
-from jaxllm.plan.hardware import GPUS
 
 GPT3 = 175e9
 V100_PEAK = 125e12

@@ -10,16 +10,16 @@ import yaml
 
 import jaxllm
 from jaxllm.config import ConfigError, config_folder, load_config
+from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
+from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices, require_devices
+from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
+from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
-from jaxllm.plan.cluster import choose_gpus_per_host, named_devices, require_devices
 from jaxllm.plan.estimate import estimate, fold, memory_table
-from jaxllm.plan.flops import train_flops_per_token
-from jaxllm.plan.found import FIT_SHARE
-from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
-from jaxllm.plan.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
-from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, SearchOptions, search
-from jaxllm.plan.step_time import estimate_step_time
 
 ROOT = config_folder().parent
 H100 = GPUS["h100-80gb"]

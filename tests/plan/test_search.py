@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
-from jaxllm.parallel.parallelize import parameter_table
-from jaxllm.plan.found import FIT_SHARE
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.memory import estimate_memory
+from jaxllm.config.types import divisors
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.parallel.parameters import parameter_table
+from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.recipe import recipe
 from jaxllm.plan.search import (
     CONFIGURATION,
@@ -41,14 +43,12 @@ from jaxllm.plan.space import (
     Mesh,
     choice_in,
     choices_of,
-    divisors,
     meshes,
     schedules,
     space,
     why_not,
     zero_divides,
 )
-from jaxllm.plan.step_time import estimate_step_time
 from jaxllm.sharding import layout, weight_rules
 
 H100 = GPUS["h100-80gb"]

@@ -8,10 +8,10 @@ import pytest
 from plan_stand_ins import Memory, Time, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, load_config
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.found import FIT_SHARE
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, ring_all_reduce_s
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, ring_all_reduce_s
+from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.search_text import sweep_lines
 from jaxllm.plan.space import space

@@ -13,13 +13,13 @@ import pytest
 from run_files import steps_of
 
 import jaxllm
-from jaxllm import progress
-from jaxllm.batch_schedule import Phase, done_by, phase_at, phases_of, sequences_before
+from jaxllm.checkpoint.files import read_meta
 from jaxllm.config import ConfigError
+from jaxllm.config.batch_schedule import Phase, done_by, phase_at, phases_of, sequences_before
 from jaxllm.plan.estimate import estimate
+from jaxllm.runtime import progress
 from jaxllm.train import loop
-from jaxllm.train.checkpoint_files import read_meta
-from jaxllm.train.notes import batch_notes
+from jaxllm.train.messages import batch_notes
 from jaxllm.train.optimizer import make_learning_rate
 from jaxllm.train.run_dir import require_same_batches
 
@@ -219,7 +219,7 @@ def test_the_phases_are_announced(whole):
     for line in (
         "after step 2 (256 tokens) batch of 16 sequences, 256 tokens a step in 2 microbatches, compiled then",
         "after step 4 (768 tokens) batch of 32 sequences, 512 tokens a step in 4 microbatches, compiled then",
-        "learning rate in proportion to the root of the batch; optimizer.learning_rate is that of 32 sequences",
+        "learning rate proportional to the square root of the batch; optimizer.learning_rate is that of 32 sequences",
         "batch of 16 sequences, 256 tokens a step in 2 microbatches from here on",
     ):
         assert line in whole[2]
@@ -228,9 +228,7 @@ def test_the_phases_are_announced(whole):
 
 def test_a_batch_the_run_does_not_come_to_is_announced(tiny_config):
     config = tiny_config(*RAMP, "train.steps=4").resolve(8)
-    assert list(batch_notes(config))[-1] == (
-        "note: the run ends before train.batch_schedule comes to its batch of 32 sequences"
-    )
+    assert list(batch_notes(config))[-1] == ("note: the run ends before train.batch_schedule reaches its batch of 32 sequences")
 
 
 def test_no_sample_is_left_out_or_read_twice(whole):
@@ -266,8 +264,8 @@ def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config)
     # Another threshold, the same steps.
     go_on("[[200, 16]]")
     sentence = (
-        "run holds a run of 3 steps that began with train.global_batch_sequences=8 and train.batch_schedule=[[256, 16]], and "
-        "the one given says otherwise of them: begin it with these, or choose another run.dir."
+        "run holds a run of 3 steps that began with train.global_batch_sequences=8 and train.batch_schedule=[[256, 16]], but "
+        "the given schedule differs for them: begin it with these, or choose another run.dir."
     )
     for other in ("[]", "[[256, 32]]", "[[512, 16]]"):
         with pytest.raises(ConfigError, match=re.escape(sentence)):
@@ -275,5 +273,5 @@ def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config)
     # A run from before there were schedules.
     del meta["config"]["train"]["batch_schedule"]
     go_on("[[384, 16]]")
-    with pytest.raises(ConfigError, match=r"began with train.global_batch_sequences=8 and train.batch_schedule=\[\], and"):
+    with pytest.raises(ConfigError, match=r"began with train.global_batch_sequences=8 and train.batch_schedule=\[\], but"):
         go_on("[[256, 16]]")

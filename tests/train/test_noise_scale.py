@@ -13,17 +13,19 @@ from meshes import Run, assert_close
 from run_files import steps_of
 
 import jaxllm
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
-from jaxllm.hlo import Module
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.mesh import axis_sizes
-from jaxllm.parallel.squares import Parts, microbatches_between
+from jaxllm.parallel.grad_square_norms import microbatches_between
+from jaxllm.parallel.types import NoiseParts
+from jaxllm.pipeline_schedule import make_schedule
 from jaxllm.plan.data_ranks import wasted_share
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.noise_reading import NoiseEstimate, reading
-from jaxllm.plan.schedule import make_schedule
+from jaxllm.plan.noise_scale_text import NoiseEstimate, reading
 from jaxllm.train.loop import fit
-from jaxllm.train.noise_scale import NoiseScale, estimates, student_t
+from jaxllm.train.noise_scale import NoiseScale, student_t
+from jaxllm.train.step_noise import estimates
 
 # ---------------------------------------------------------------------------------------------------------- the estimator
 
@@ -48,7 +50,7 @@ class Regression:
         gradients = x * (x @ self.error + rng.normal(0, self.noise, len(x)))[:, None]
         of_parts = [part.mean(axis=0) for part in np.split(gradients, np.cumsum(sizes)[:-1])]
         mean_square = sum(n * (g @ g) for n, g in zip(sizes, of_parts, strict=True)) / len(x)
-        found = estimates(Parts(mean_square, len(sizes), len(x)), np.linalg.norm(gradients.mean(axis=0)))
+        found = estimates(NoiseParts(mean_square, len(sizes), len(x)), np.linalg.norm(gradients.mean(axis=0)))
         return found["noise_g2"], found["noise_s"]
 
 
@@ -97,7 +99,7 @@ def test_what_is_not_finite_is_left_out():
         "noise_scale_low": 0.0,
         "noise_scale_high": math.inf,
     }
-    assert not np.isfinite(estimates(Parts(jnp.float32(3), jnp.float32(1), jnp.float32(8)), jnp.float32(2))["noise_s"])
+    assert not np.isfinite(estimates(NoiseParts(jnp.float32(3), jnp.float32(1), jnp.float32(8)), jnp.float32(2))["noise_s"])
 
 
 def test_a_gradient_that_is_lost_in_the_noise_has_no_upper_end():
@@ -253,7 +255,7 @@ def test_parts_are_the_same_on_every_mesh(make_run, one_by_one, name):
     assert (parts.count, parts.tokens) == (count, PARTS * ROWS * S)
     np.testing.assert_allclose(parts.mean_square, mean_square, rtol=2e-5)
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(expected)))
-    whole = estimates(Parts(mean_square, count, PARTS * ROWS * S), norm)
+    whole = estimates(NoiseParts(mean_square, count, PARTS * ROWS * S), norm)
     found = estimates(parts, np.float64(norm))
     np.testing.assert_allclose(float(found["noise_s"]), whole["noise_s"], rtol=1e-4)
 
@@ -285,10 +287,10 @@ def test_what_a_tied_head_keeps_is_there_until_the_embedding_reads_it(name, stag
     schedule = make_schedule(name, stages, microbatches, virtual_stages)
     slots, kept = microbatches_between(schedule), {}
     assert 1 <= slots <= min(microbatches, stages * virtual_stages + 1)
-    for tick, returned in enumerate(schedule.returned):
+    for tick, returned in enumerate(schedule.embed_backward_mb):
         if returned >= 0:
             assert kept.pop(returned % slots) == returned
-        head = schedule.heads[tick] if tick < schedule.ticks else -1
+        head = schedule.head_mb[tick] if tick < schedule.ticks else -1
         if head >= 0:
             assert head % slots not in kept
             kept[head % slots] = head

@@ -14,11 +14,11 @@ from run_files import records
 from tiny import TINY
 
 import jaxllm
+from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
-from jaxllm.train.fence import alone_in
-from jaxllm.train.interrupt import Interrupt
 from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines, open_sinks
+from jaxllm.train.signals import SignalHandler
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
 
@@ -186,7 +186,7 @@ def test_the_learning_rate_is_the_one_logged(finished):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("model.hidden_size=64", "holds a run with model.hidden_size=32, not 64: go on with that value, or choose another"),
+        ("model.hidden_size=64", "holds a run with model.hidden_size=32, not 64: resume with that value, or choose another"),
         ("train.seed=1", "holds a run with train.seed=0, not 1"),
         ("train.global_batch_sequences=16", "holds a run with train.global_batch_sequences=8, not 16"),
     ],
@@ -221,7 +221,7 @@ def test_a_profile_is_written(tiny_config, tmp_path):
 
 def test_a_run_that_ends_in_its_warm_up_says_so(tiny_config, tmp_path, capsys):
     fit(tiny_config(*EIGHT, f"run.dir={tmp_path}", "train.steps=1", "optimizer.warmup_tokens=256"))
-    assert "note: the run ends within its warm-up of 256 tokens" in capsys.readouterr().out
+    assert "note: the run ends during its warm-up of 256 tokens" in capsys.readouterr().out
     assert records(tmp_path)[0]["learning_rate"] == pytest.approx(3e-4 / 2)
 
 
@@ -232,10 +232,10 @@ def test_a_pipeline_says_what_it_costs(tiny_config, tmp_path, capsys):
     fit(tiny_config("run.cpu_devices=8", *pipeline, remat, f"run.dir={tmp_path}", "train.steps=1"))
     printed = capsys.readouterr().out
     assert "pipeline 1f1b, 2 stages of 2 layers; idle 33.3% of a step" in printed
-    assert "note: 1 identity layer fills up the last stage: computed, never changed" in printed
-    assert "10 microbatches (such as train.global_batch_sequences=40) bring that below 10%" in printed
+    assert "note: 1 identity layer pads the last stage: computed, never changed" in printed
+    assert "10 microbatches (such as train.global_batch_sequences=40) reduce that below 10%" in printed
     assert "remat attention_lse keep, attention_output keep;" in printed
-    assert "note: attention that is not in blocks has no attention_lse, attention_output: it is computed again" in printed
+    assert "note: attention that is not blockwise has no attention_lse, attention_output: it is recomputed" in printed
 
 
 def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch):
@@ -248,23 +248,23 @@ def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkey
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
-    with alone_in(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by pid {os.getpid()} on "):
+    with hold_run_dir(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by pid {os.getpid()} on "):
         fit(tiny_config(*EIGHT, f"run.dir={tmp_path}"))
     # Released by its end: the same directory is free.
-    with alone_in(tmp_path):
+    with hold_run_dir(tmp_path):
         pass
 
 
 @pytest.mark.slow
 def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, monkeypatch, capsys):
     """Between two steps nobody would look for it: at step 2 of 4 nothing is due to be saved."""
-    monkeypatch.setattr(Interrupt, "begin", lambda self: None)
-    monkeypatch.setattr(Interrupt, "asked", lambda self: "SIGTERM")
+    monkeypatch.setattr(SignalHandler, "begin", lambda self: None)
+    monkeypatch.setattr(SignalHandler, "agreed_signal", lambda self: "SIGTERM")
     trainer = fit(tiny_config("run.cpu_devices=8", "parallel.data=8", "train.eval_every_steps=2", f"run.dir={tmp_path}"))
     assert trainer.step == 2
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert not any("eval_loss" in r for r in records(tmp_path))
-    assert "stopped at step 2 by SIGTERM; saved; the same command goes on from there" in capsys.readouterr().out
+    assert "stopped at step 2 by SIGTERM; saved; rerun the same command to resume" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_the_end_of_a_run_lost_is_made_up_for(finished, tiny_config):

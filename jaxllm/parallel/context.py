@@ -1,0 +1,149 @@
+"""What all strategies share for one config on one mesh: the parameters, their layouts, the chosen functions, the axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxllm.config import Config
+from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
+from jaxllm.model.layers import Ops
+from jaxllm.parallel.embedding import look_up_over_ranks
+from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
+from jaxllm.parallel.layer_stacking import Stacking, stacking_of
+from jaxllm.parallel.parameters import parameter_table
+from jaxllm.parallel.types import Params, WeightAccess
+from jaxllm.parallel.zero import Zero
+from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, weight_rules
+
+SpecTransform = Callable[[PartitionSpec], PartitionSpec]
+"""PartitionSpec inside a replica -> PartitionSpec on the whole mesh."""
+
+
+def shared_by_replicas(spec: PartitionSpec) -> PartitionSpec:
+    """The SpecTransform of arrays that are equal in all replicas."""
+    return spec
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """One resolved config on one mesh. `of` builds it."""
+
+    config: Config
+    mesh: Mesh
+    graph: nnx.GraphDef
+    """The network's structure."""
+    table: Any
+    """Nested dict of Parameter."""
+    layouts: Any
+    """Nested dict of Layout."""
+    attention: str
+    """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
+    ops: Ops
+    zero: Zero | None
+    """ZeRO 2 or 3 over several ranks; None: each rank has full weights and its own sum of gradients."""
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> ParallelContext:
+        """Raises ConfigError if a parameter does not fit the mesh."""
+        model, parallel, sizes, device = config.model, config.parallel, axis_sizes(config.parallel), mesh.devices.flat[0]
+        graph, table = parameter_table(config)
+        rules = weight_rules(model, parallel)
+        layouts = jax.tree.map(lambda p: layout(p, rules, parallel), table)
+        attention, attend = choose_attention(config, device)
+        ops = Ops(
+            attend=attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR]),
+            matmul=choose_matmul(model, sizes[TENSOR], device),
+            look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]),
+            constrain=constrainer(sizes),
+        )
+        shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
+        zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None
+        return cls(config, mesh, graph, table, layouts, attention, ops, zero)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of each mesh axis."""
+        return axis_sizes(self.config.parallel)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO shards."""
+        return self.sizes[DATA] * self.sizes[CONTEXT]
+
+    @cached_property
+    def stacking(self) -> Stacking:
+        return stacking_of(self.config)
+
+    @property
+    def stack_dims(self) -> int:
+        """Leading dims of a stored parameter of the layers."""
+        return len(self.stacking.shape)
+
+    @property
+    def access(self) -> WeightAccess:
+        """To one layer's weights and gradients."""
+        return self.zero.access if self.zero else WeightAccess()
+
+    @property
+    def is_diloco(self) -> bool:
+        """Each replica has its own weights and loss."""
+        return self.config.train.diloco_steps is not None
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose ranks read different tokens."""
+        return batch_axes(self.config.parallel)
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Mesh axes over whose tokens the loss of a step is the mean."""
+        return ZERO_AXES if self.is_diloco else self.batch_axes
+
+    # How weights reach the region that is manual over (replica, pipe, data, context).
+
+    def on_ranks(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function` run by each rank on its own arrays, with `tensor` left to XLA."""
+        mesh, axes = self.mesh, manual_axes(self.mesh)
+        return jax.shard_map(function, mesh=mesh, axis_names=axes, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    @cached_property
+    def batch_spec(self) -> PartitionSpec:
+        return PartitionSpec(None, *batch_sharding(self.mesh).spec[1:])
+
+    @cached_property
+    def master_specs(self) -> Any:
+        return jax.tree.map(lambda layout: layout.master, self.layouts)
+
+    @cached_property
+    def weight_specs(self) -> Any:
+        """PartitionSpecs of the weights over the manual axes, as the region reads them."""
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), self.layouts) for share in (True, False))
+        return self.by_zero_level(3, shard, full)
+
+    def is_zero_sharded(self, name: str, level_from: int) -> bool:
+        """Whether ZeRO shards the gradients (level_from=2) or weights (3) of a top-level entry in the train step."""
+        return self.zero is not None and is_zero_sharded(name, self.config.parallel, level_from)
+
+    def by_zero_level(self, level_from: int, sharded: Any, full: Any) -> Any:
+        """For each top-level entry its value in `sharded` if ZeRO shards it from this level on, else its value in `full`."""
+        return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in self.table}
+
+    def pin(self, tree: Params, specs: Any, transform: SpecTransform) -> Params:
+        """`tree` constrained to `specs`, which `transform` extends to replicas."""
+        return jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs)))
+
+    @jax.named_scope("compute_copy")
+    def compute_copy(self, params: Params, transform: SpecTransform = shared_by_replicas) -> Params:
+        """The weights that a region reads, in the compute dtype."""
+        # Cast, then gather: the gather then carries the compute dtype. The cast is pinned to the master layout, or XLA gathers
+        # in float32 for a pipeline. With ZeRO 3 each rank keeps its shard.
+        compute = jax.tree.map(lambda layout: layout.compute, self.layouts)
+        cast = self.pin(jax.tree.map(lambda p: p.astype(self.config.model.compute_dtype), params), self.master_specs, transform)
+        return self.pin(cast, self.by_zero_level(3, self.master_specs, compute), transform)

@@ -1,0 +1,38 @@
+"""Puts rows of token arrays on the mesh, in the layout that the functions of parallelize.py take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.mesh import CONTEXT, batch_sharding
+from jaxllm.parallel.zigzag import order
+
+Read = Callable[[Any], Mapping[str, np.ndarray]]
+"""row numbers -> arrays [len(numbers), S]"""
+
+
+def put_global_batch(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: int) -> dict[str, jax.Array]:
+    """Arrays [microbatch, sequence, position] on the mesh, from row numbers [microbatch, sequence]. Each process reads only the
+    rows of its own devices.
+    """
+    (M, R), S = rows.shape, sequence_length
+    sharding = batch_sharding(mesh)
+    indices: Any = sharding.addressable_devices_indices_map((M, R, S)).values()
+    mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
+    # Context ranks hold an early and a late chunk of each sequence (zigzag.py). Later code does not see the order.
+    dealt = order(S, mesh.shape[CONTEXT]) if mesh.shape[CONTEXT] > 1 else np.arange(S)
+    local = {name: array.reshape(M, len(mine), S)[:, :, dealt] for name, array in read(rows[:, mine].reshape(-1)).items()}
+
+    def shard(name: str):
+        def callback(index):
+            held = np.searchsorted(mine, np.arange(R)[index[1]])
+            return local[name][index[0]][:, held][:, :, index[2]]
+
+        return callback
+
+    return {name: jax.make_array_from_callback((M, R, S), sharding, shard(name)) for name in local}

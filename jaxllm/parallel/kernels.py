@@ -1,0 +1,62 @@
+"""The functions for attention and matmuls, chosen from the config and the kind of device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.config import Config, ModelConfig
+from jaxllm.cost_model.activations import context_method
+from jaxllm.mesh import CONTEXT, TENSOR
+from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
+from jaxllm.model.blockwise_attention import xla_kernel
+from jaxllm.model.cudnn_attention import cudnn_kernel
+from jaxllm.model.fp8 import fp8_matmul, require_fp8
+from jaxllm.model.layers import Matmul
+from jaxllm.parallel.fp8_tensor import fp8_per_tensor_rank
+from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
+from jaxllm.sharding import tensor_shard_map
+
+
+def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
+    """(name, function) of the attention that model.attention and parallel.context_method ask for on this kind of device."""
+    model, c, masks = config.model, config.parallel.context, config.data.mask_documents
+    in_blocks = c > 1 or masks
+    kernel = choose_kernel(model, device, in_blocks)
+    if c > 1:
+        method = context_method(config)
+        make = {"ring": ring_attention, "all_gather": all_gather_attention}[method]
+        return f"{kernel} {method}", make(cudnn_kernel() if kernel == "cudnn" else xla_kernel(), CONTEXT, c)
+    if kernel == "xla":
+        return kernel, xla_attention
+    # A ring of one rank computes its local block alone.
+    return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1) if in_blocks else fused_attention
+
+
+def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:
+    """The matmul of a block for model.matmul_dtype. Raises ConfigError if this kind of device cannot run it."""
+    if model.matmul_dtype != "fp8":
+        return jnp.einsum
+    require_fp8(device)
+    if tensor == 1:
+        return fp8_matmul  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what it returns
+    # Letters of layers.py: heads, feed-forward width, and key-value heads where they divide.
+    return fp8_per_tensor_rank("NFK" if model.num_kv_heads % tensor == 0 else "NF")
+
+
+def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:
+    """Attention with the heads split over `tensor` by hand. Fused kernels compile only where every axis is manual, even an axis
+    of size 1."""
+    heads = P(None, None, TENSOR, None)
+    split_kv = num_kv_heads % tensor == 0
+
+    def local(q_BSNH, k_BTKH, v_BTKH, segments_BS):
+        if not split_kv:
+            # The rank has the keys of all heads. Its query heads all belong to one of them.
+            head = jax.lax.axis_index(TENSOR) * num_kv_heads // tensor
+            k_BTKH, v_BTKH = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_BTKH, v_BTKH))
+        return attend(q_BSNH, k_BTKH, v_BTKH, segments_BS)
+
+    kv = heads if split_kv else P()
+    return tensor_shard_map(local, in_specs=(heads, kv, kv, P()), out_specs=heads)

@@ -1,0 +1,86 @@
+"""Types that the strategies of this folder and the train step share. It imports nothing of jaxllm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+Tree = Any
+"""Nested dict of arrays."""
+Params = Any
+"""Nested dict of arrays: parameters, or gradients."""
+Batch = dict[str, jax.Array]
+"""Arrays [microbatch, sequence, position]: tokens, targets, positions int32, mask bool, and segments int32 if packed."""
+Rows = dict[str, jax.Array]
+"""One microbatch of a Batch: arrays [sequence, position]."""
+
+
+@dataclass(frozen=True)
+class WeightAccess:
+    """How a layer's weights are read and its gradients reduced. By default weights and gradients stay on the rank."""
+
+    gather: Callable[[Tree], Tree] | None = None
+    """A rank's shard of one layer -> the layer's full weights. It starts one layer ahead."""
+    scatter: Callable[[Tree], Tree] | None = None
+    """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
+
+
+class NoiseParts(NamedTuple):
+    """Sums over the parts of one step, for the gradient noise scale. A part has n of the step's N targets. G is the gradient of
+    the part's mean loss; the part adds n/N of G to the step's gradient."""
+
+    mean_square: jax.Array
+    """Sum of n/N |G|^2."""
+    count: jax.Array
+    """Number of parts that have a target, float32."""
+    tokens: jax.Array
+    """Positions in the step's batch, with or without a target, float32."""
+
+
+class GradientTap(Protocol):
+    """Takes figures of gradients before they are added to others or reduced. The forward and backward pass get one if the step
+    measures the noise scale (GradSquareNorms in grad_square_norms.py); without it they do nothing for it."""
+
+    def on_layer(self, gradients: Tree) -> jax.Array:
+        """Figures of one layer's gradients, to be added up over layers."""
+        ...
+
+    def on_microbatch(self, gradients: dict[str, Tree]) -> jax.Array:
+        """Figures of a microbatch's gradients of some or all top-level entries."""
+        ...
+
+    def zeros(self) -> jax.Array:
+        """Figures of no gradients."""
+        ...
+
+    def parts(self, squares_MT: jax.Array, mask_MBS: jax.Array, loss_axes: tuple[str, ...]) -> NoiseParts:
+        """The step's sums, from the figures of each microbatch and the mask of its targets."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """The functions that training needs of a model on one mesh."""
+
+    value_and_grad: Callable[[Params, Batch], tuple[jax.Array, Params]]
+    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
+    train.diloco_steps all three have a leading replica dim, and each replica's loss is the mean over its own targets."""
+    value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts]]
+    """value_and_grad, and the sums from which the gradient noise scale is measured. Costs a little more
+    (grad_square_norms.py)."""
+    loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
+    """(master params, batch) -> (sum of -log p over valid targets, number of targets), without gradients."""
+    layer_norms: Callable[[Params, Batch], jax.Array]
+    """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
+    initialize: Callable[[jax.Array], Params]
+    """key -> master params. Jit it with master_shardings, so that no device ever holds more than its shard."""
+    master_shardings: Any
+    table: Any
+    """Nested dict of Parameter."""
+    layouts: Any
+    """Nested dict of Layout."""
+    attention: str
+    """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
