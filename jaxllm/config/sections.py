@@ -29,13 +29,6 @@ from jaxllm.config.types import (
 )
 
 
-@lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending. It takes time proportional to the square root, so even a mistyped, much larger size is fast."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(small + [number // n for n in reversed(small) if n * n != number])
-
-
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 

@@ -102,7 +102,7 @@ def _work(connection: Connection, job: Job) -> None:
             connection.send(message)
         except OSError:
             # An OSError would look like a full disk.
-            raise _Abandoned from None
+            raise _ParentGone from None
 
     try:
         try:
@@ -120,7 +120,7 @@ def _work(connection: Connection, job: Job) -> None:
         pass
 
 
-class _Abandoned(Exception):
+class _ParentGone(Exception):
     """The parent process has exited."""
 
 
