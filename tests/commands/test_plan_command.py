@@ -130,7 +130,7 @@ def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
         (["--compile", "-1"], "--compile=-1 is not valid"),
         (["--gpus", "0"], "--gpus=0 is not valid"),
         (["--gpus-per-host", "5"], "--gpus-per-host=5 does not divide the 16 GPUs"),
-        (["parallel.tensor=16", "--gpus", "8", "--keep", "tensor"], "What --keep holds leaves no configuration of 8 GPUs"),
+        (["parallel.tensor=16", "--gpus", "8", "--keep", "tensor"], "--keep leaves no configuration of 8 GPUs"),
         (["--tokens", "1,5T"], "--tokens=1,5T is not a number of tokens"),
         (["--out", "/nowhere/best.yaml"], "--out=/nowhere/best.yaml: the folder /nowhere does not exist"),
     ],

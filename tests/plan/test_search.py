@@ -510,7 +510,7 @@ def test_where_keep_leaves_no_mesh_it_says_so():
     config = small("parallel.tensor=16", "model.num_heads=16", "model.num_kv_heads=16", "model.head_dim=4")
     plan = find(config, H100, 8, keep=["tensor"])
     sentence = why_nothing(plan, SearchOptions(estimate=estimate))
-    assert sentence == "What --keep holds leaves no configuration of 8 GPUs: change --gpus, or keep less."
+    assert sentence == "--keep leaves no configuration of 8 GPUs: change --gpus, or keep less."
 
 
 def test_where_no_mesh_divides_the_rule_is_named():

@@ -115,7 +115,7 @@ def test_the_limits_are_those_of_the_law():
 
 @pytest.mark.parametrize(("batch", "noise"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0]), ([0.0], [1.0]), ([1.0], [np.nan])])
 def test_steps_without_a_noise_scale_are_refused(batch, noise):
-    with pytest.raises(ValueError, match="as many, at least one, and above 0"):
+    with pytest.raises(ValueError, match="the same length, at least one value, and values above 0"):
         steps_to_loss(batch, noise)
 
 
