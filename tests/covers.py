@@ -15,7 +15,7 @@ DRAWN = 8
 
 
 def flat(case) -> tuple:
-    """A case's values; those of a tuple in it, such as a mesh, count one by one."""
+    """The values of a case. Values inside a tuple, such as a mesh, count one by one."""
     return tuple(v for value in case for v in (value if isinstance(value, tuple) else (value,)))
 
 
@@ -44,7 +44,7 @@ def cover(
 
 
 def pairwise(cases: Sequence[Case], **options) -> list[Case]:
-    """Every two values that occur together do so again."""
+    """A pairwise cover: every two values that occur together in a case also do so in a chosen case."""
     return cover(cases, 2, **options)
 
 

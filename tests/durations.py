@@ -16,7 +16,7 @@ import pytest
 FILE = Path(__file__).with_suffix(".json")
 LIMIT = "JAXLLM_TEST_TIME_LIMIT"
 LIMIT_S = 30.0
-"""Of CPU time, which does not depend on what else the machine does: 15 s of both cores of a small machine."""
+"""Limit in CPU seconds, which do not depend on other work of the machine: 15 s of both cores of a small machine."""
 LONGER = ("slow", "gpu", "launcher", "notebook", "nightly")
 UNKNOWN_S = 30.0
 
@@ -31,13 +31,13 @@ def name_of(path: Path) -> str:
 
 
 def cpu_s() -> float:
-    """Of this process and of the children that have ended."""
+    """CPU seconds of this process and of its finished children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def too_long(taken_s: float, limit_s: float) -> str | None:
-    """What to say of a quick test that took so much CPU time; a limit of 0 is none."""
+    """The message for a quick test above the limit of CPU time, else None. A limit of 0 means no limit."""
     if not 0 < limit_s < taken_s:
         return None
     return (

@@ -17,7 +17,7 @@ LAUNCH = Path(__file__).parent.parent / "launch"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxllm" / "tests"
 FIRST_LAYERS = 2
 CANNOT_FETCH = 3
-"""The scripts' exit code."""
+"""Exit code of a script that could not fetch."""
 _missing: dict[str, str] = {}
 """Error of a script that could not fetch. Without a network it runs once, not once per test."""
 

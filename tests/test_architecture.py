@@ -1,4 +1,4 @@
-"""Budgets of size and structure. They fail when the house gets harder to read; an exception needs a reason beside it."""
+"""Budgets of size and structure. They fail when the code gets harder to read; an exception needs a reason beside it."""
 
 import ast
 import re

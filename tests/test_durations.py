@@ -1,4 +1,4 @@
-"""Recorded durations, the order they give, and the limit on a quick test; in a process with a folder of its own."""
+"""Recorded durations, the resulting order, and the limit on a quick test; in a process with its own folder."""
 
 import json
 import subprocess
@@ -93,5 +93,5 @@ def test_files_are_recorded_and_the_longest_begins(run, tmp_path):
 
 
 def test_the_record_names_files_that_are_there():
-    """Else: launch/test.sh --all --record-durations"""
+    """If it fails: launch/test.sh --all --record-durations"""
     assert [name for name in durations.recorded() if not (durations.FILE.parent / name).exists()] == []

@@ -73,7 +73,7 @@ def test_the_wheel_trains_the_quickstart_outside_the_checkout(wheel, tmp_path):
     work.mkdir()
     options = ["--no-deps", "--no-index", "--disable-pip-version-check", "-q", "--target", str(home)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=120)
-    # Before any editable jaxllm of this environment.
+    # It must come before any editable jaxllm of this environment.
     place = {
         "cwd": work,
         "env": outside.environment(PYTHONPATH=str(home)),

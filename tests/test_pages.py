@@ -1,5 +1,5 @@
-"""The README, CONTRIBUTING and docs/ against the code: links, files, tests, keys, commands, calls and messages that they name
-are there, and the recipe cards say what their script keeps. Nothing is compiled and nothing drawn."""
+"""Compares the README, CONTRIBUTING and docs/ with the code: links, files, tests, keys, commands, calls and messages that they
+name exist, and the recipe cards agree with their script. Nothing is compiled or drawn."""
 
 import ast
 import functools
@@ -42,7 +42,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 @functools.cache
 def parts(page: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """(the prose, code as pairs of language and text; indented code has the language "")"""
+    """Splits a page into (prose, code as pairs of language and text). Indented code has the language ""."""
     prose: list[str] = []
     code: list[tuple[str, list[str]]] = []
     fenced, before = False, ""
@@ -65,12 +65,12 @@ def parts(page: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 def spans(page: Path) -> list[str]:
-    """Inline code, also where it is broken over two lines."""
+    """Inline code, even if it is broken over two lines."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", parts(page)[0])]
 
 
 def words(page: Path) -> set[str]:
-    """Words of inline code and of code blocks, but for files that a command makes."""
+    """Words of inline code and of code blocks, without files that a command makes."""
     found = set()
     for text in [*spans(page), *(line for _, block in parts(page)[1] for line in block.splitlines())]:
         before = ""
@@ -108,7 +108,7 @@ def commands(page: Path) -> list[tuple[list[str], str]]:
 
 
 def command_named(arguments: list[str]) -> tuple[Any, list[str]]:
-    """The command that words name, and the rest of them."""
+    """The command that the first words name, and the rest of the words."""
     command, rest = typer.main.get_command(app), list(arguments)
     while rest and hasattr(command, "commands"):
         command = command.commands[rest.pop(0)]
@@ -116,7 +116,7 @@ def command_named(arguments: list[str]) -> tuple[Any, list[str]]:
 
 
 def shown_files(page: Path) -> dict[str, dict]:
-    """Recipes that a page shows by `$ cat NAME.yaml`."""
+    """Recipes that a page shows with `$ cat NAME.yaml`."""
     found = {}
     for _, block in parts(page)[1]:
         for name, text in re.findall(r"^\$ cat (\S+\.yaml)\n((?:(?!\$ ).+\n?)+)", block, re.MULTILINE):
@@ -125,7 +125,7 @@ def shown_files(page: Path) -> dict[str, dict]:
 
 
 def recipe_for(name: str, page: Path) -> dict:
-    """What a command's config file holds; of one that is not here (a placeholder, one to be made) any."""
+    """The content of a command's config file. For a file that does not exist here (a placeholder, an output), any recipe."""
     path = CHECKOUT / name
     if name.endswith("-best.yaml") and not path.exists():
         path = CHECKOUT / name.replace("-best", "")
@@ -231,7 +231,7 @@ def test_commands_parse(page):
             continue
         config = load_config(recipe_for(name, page), overrides)
         devices = context.params.get("gpus") or config.run.cpu_devices
-        # Of a recipe that is still to be made, only the question is here.
+        # For a recipe that does not exist yet, only the question is tested.
         if devices is not None and arguments[0] != "plan" and not name.endswith("-best.yaml"):
             config.resolve(devices)
 
@@ -302,7 +302,7 @@ def test_every_page_is_in_the_contents():
 
 
 def test_the_readme_is_a_front_door():
-    """At most 150 lines. It says at its top that no step has run on a GPU, and links the pages that hold the rest."""
+    """At most 150 lines. Its top says that no step has run on a GPU, and it links the other pages."""
     lines = (CHECKOUT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
     assert any("No train step has run on a GPU yet" in line for line in lines[:12])
@@ -329,7 +329,7 @@ def test_cards_say_what_their_script_keeps():
     assert recipes.page() == recipes.PAGE.read_text(encoding="utf-8")
     for card in recipes.CARDS:
         answer = CHECKOUT / card.answer
-        # Figures of another question, or without their recipe, are no figures of this card.
+        # Figures for another question, or without their recipe, do not belong to this card.
         assert card.kept.exists() == answer.exists() == recipes.is_current(card), f"run python docs/recipes.py {card.name}"
         question = load_config(CHECKOUT / card.question)
         if answer.exists():
@@ -379,7 +379,7 @@ def test_a_card_shows_its_figures(tmp_path, monkeypatch):
 
 
 def texts_of(node: ast.AST) -> str:
-    """A text's words in their order, whatever stands between them."""
+    """Pattern for the words of a text in order, with anything between them."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     return "".join(map(texts_of, ast.iter_child_nodes(node)))
@@ -396,7 +396,7 @@ def test_messages_are_those_of_the_code(messages):
     page = CHECKOUT / "docs" / "troubleshooting.md"
     listed = re.findall(r"^\*\*`([^`]+)`\*\*$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) > 50
-    # A name that the code puts in from a constant is a gap too.
+    # A name that the code inserts from a constant is a gap too.
     gap = r"…|JAXLLM_\w+"
     wrong = []
     for message in listed:

@@ -256,7 +256,7 @@ def test_a_value_that_waits_is_seen(pipeline, way, place):
 
 
 def each_table(schedule, change):
-    """A copy of the schedule with change(table) for each of its tables."""
+    """A copy of the schedule with change(table) in place of each table."""
     units = {way: type(u)(*map(change, vars(u).values())) for way, u in directions(schedule)}
     return dataclasses.replace(schedule, **units, finished=change(schedule.finished), head_slot=change(schedule.head_slot))
 

@@ -135,7 +135,7 @@ def test_hosts_are_those_that_processes_told(monkeypatch):
 
 
 def test_a_mesh_warns_once_for_each_axis(monkeypatch, caplog):
-    # One process has all devices here: their ids name the host instead.
+    # Here one process has all devices, so their ids name the host.
     monkeypatch.setattr(placement, "hosts_of", lambda devices: {0: "a"})
     with caplog.at_level(logging.WARNING, "jaxllm.placement"):
         made = mesh_on_hosts(ParallelConfig(pipe=2, data=1, context=2, tensor=2))

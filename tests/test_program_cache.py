@@ -1,4 +1,4 @@
-"""The persistent compilation cache of the tests: which folder, and how large."""
+"""The persistent compilation cache of the tests: its folder and its size."""
 
 import os
 import subprocess

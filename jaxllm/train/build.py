@@ -23,7 +23,7 @@ from jaxllm.train.state import TrainState, state_shardings, what_to_offload
 from jaxllm.train.step import Metrics, Observe, make_train_step, make_update, observe_nothing
 
 State = TrainState | diloco.DilocoState
-"""A DilocoState with train.diloco_steps."""
+"""The training state: a DilocoState with train.diloco_steps, else a TrainState."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Training:
 
     def create_state(self, seed: int) -> State:
         """The state of step 0. It is compiled with its shardings, so no device ever holds more than its shard."""
-        # LLVM takes ten seconds to optimise the unrolled rounds of the random numbers, and one without optimisation. They run
-        # once.
+        # LLVM needs ten seconds to compile the unrolled rounds of the random number generator, and one second without
+        # optimisation. They run only once.
         step: Any = self.shardings.step
         on_cpu = step.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
