@@ -1,4 +1,4 @@
-"""Small subsets of a full product: every two values that occur together do so again, and some cases more by a seed."""
+"""Small subsets of a full product: a pairwise cover of its values, and some more cases by a seed."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ def flat(case) -> tuple:
 
 
 def held(cases: Iterable[Case], size: int, values: Callable[[Case], tuple] = flat) -> set:
-    """Every `size` values, each with its place, that occur together in a case."""
+    """All groups of `size` values, each with its position, that occur together in a case."""
     return {group for case in cases for group in itertools.combinations(enumerate(values(case)), size)}
 
 
@@ -32,8 +32,8 @@ def cover(
     values: Callable[[Case], tuple] = flat,
     most: int | None = None,
 ) -> list[Case]:
-    """`start` and, greedily, the cases that hold most groups of `size` values not seen yet: until none is missing, or `most` of
-    them."""
+    """`start`, then greedily the cases with the most missing groups of `size` values, until no group is missing or there are
+    `most` cases."""
     groups = {case: held([case], size, values) for case in cases}
     missing = held(cases, size, values) - held(start, size, values)
     chosen = list(start)
@@ -49,19 +49,19 @@ def pairwise(cases: Sequence[Case], **options) -> list[Case]:
 
 
 def with_triples(cases: Sequence[Case], pairs: Sequence[Case], count: int = 3) -> list[Case]:
-    """A pairwise cover, and the few cases that hold most triples that it lacks."""
+    """A pairwise cover, and the few cases with the most triples that it lacks."""
     return cover(cases, 3, start=pairs, most=count)
 
 
 def drawn(cases: Sequence[Case], beside: Sequence[Case], count: int = DRAWN) -> list[Case]:
-    """Some of the rest, other ones for each commit."""
+    """A few of the other cases, different ones for each commit."""
     rest = [case for case in cases if case not in beside]
     return random.Random(seed()).sample(rest, min(count, len(rest)))
 
 
 @cache
 def seed() -> str:
-    """The commit's hash, unless the environment has another."""
+    """The seed: the hash of the commit, unless the environment sets one."""
     if os.environ.get(SEED):
         return os.environ[SEED]
     command = ["git", "rev-parse", "--short=12", "HEAD"]

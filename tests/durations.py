@@ -1,4 +1,4 @@
-"""How long the files of tests take, as recorded, and the limit on a quick test.
+"""Recorded durations of the test files, and the time limit of a quick test.
 
 pytest --record-durations     writes durations.json: seconds of each file that ran; the others keep theirs
 """
@@ -47,7 +47,7 @@ def too_long(taken_s: float, limit_s: float) -> str | None:
 
 
 class Durations:
-    """A plugin of pytest. With xdist the limit is held where a test runs, and the rest is done where all reports arrive."""
+    """A pytest plugin. With xdist, workers apply the limit, and the main process does the rest, because it has all reports."""
 
     def __init__(self, config: pytest.Config):
         self._root = config.rootpath
@@ -57,7 +57,7 @@ class Durations:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Two processes take a file at a time (launch/test.sh): a long one begun last would leave the other idle."""
+        """Long files first. Two processes run one file at a time (launch/test.sh), so a long last file would leave one idle."""
         known = recorded()
         items.sort(key=lambda item: -known.get(name_of(item.path), UNKNOWN_S))
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment without conftest.py's XLA_FLAGS: these make programs quick to compile and slow to run, and force its
+    """This environment without the XLA_FLAGS of conftest.py, which make programs quick to compile and slow to run, and set the
     number of devices.
     """
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | variables

@@ -1,10 +1,11 @@
 """JAX's persistent compilation cache for the tests and for every process they start.
 
-Most of the suite's time is XLA's: with the programs of an earlier run it takes about a third. JAX_ENABLE_COMPILATION_CACHE=0
-runs without it, JAX_COMPILATION_CACHE_DIR puts it elsewhere.
+XLA takes most of the suite's time: with the programs of an earlier run the suite takes about a third.
+JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off, JAX_COMPILATION_CACHE_DIR moves it.
 
-JAX does not write an entry atomically: a killed process leaves half of one, a second process may read it too early. Then JAX
-warns and compiles. The same warning comes for each program compiled for GPUs without one, which JAX can write and not read.
+JAX does not write an entry atomically: a killed process leaves half an entry, and a second process may read an entry too early.
+JAX then warns and compiles. The same warning appears for each program that is compiled for GPUs without a GPU, because JAX can
+write but not read it.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ WARNING = "Error reading persistent compilation cache entry"
 
 
 def switch_on(environ: MutableMapping[str, str]) -> None:
-    """Sets the variables that JAX reads when it is imported. The caller's values stay."""
+    """Sets the variables that JAX reads at import. Values that the caller set stay."""
     environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(default_folder()))
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     # XLA's own caches would change the options that GPU programs are compiled with.
@@ -30,7 +31,7 @@ def switch_on(environ: MutableMapping[str, str]) -> None:
 
 
 def default_folder() -> Path:
-    """One for each JAX and kind of CPU: JAX's key does not hold the CPU's features."""
+    """The cache folder for this version of JAX and kind of CPU, because JAX's cache key does not include CPU features."""
     cpu = platform.processor()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -41,11 +42,11 @@ def default_folder() -> Path:
 
 
 def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Deletes the entries that were unused for longest, until the rest fits. JAX's own bound locks and lists the folder at each
+    """Deletes the least recently used entries until the rest fits. JAX's own limit would lock and list the folder at each
     write."""
     entries = []
     for path in folder.glob("*-cache"):
-        # Another run may prune, too.
+        # Another run may delete entries too.
         with suppress(FileNotFoundError):
             stat = path.stat()
             entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))

@@ -10,7 +10,7 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of steps, without those of evaluations."""
+    """The metrics lines of steps, without those of evaluations."""
     return [line for line in records(folder) if "loss" in line]
 
 

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 80, 10
 LONG_FILES: dict[str, tuple[int, str]] = {}
-"""Path -> (most lines, reason). A number here only ever falls."""
+"""Path -> (maximum lines, reason). A number here may only fall."""
 MANY_PARAMETERS = {
     "cli.py": "Typer makes an option of each parameter of a command",
 }
@@ -76,7 +76,7 @@ def imports() -> grimp.ImportGraph:
 
 
 def at_import(module: str) -> set[str]:
-    """Modules of jaxllm that a module imports at its top level; those of type checking and inside functions do not count."""
+    """Modules of jaxllm that a module imports at its top level, without imports for type checking and inside functions."""
     path = CHECKOUT / Path(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     wanted = set()
@@ -110,7 +110,7 @@ def source_lines(module: str) -> int:
 
 @cache
 def chain(module: str) -> int:
-    """Length of the longest chain of imports from a module, itself counted."""
+    """Length of the longest chain of imports from a module, including the module."""
     return 1 + max((chain(m) for m in at_import(module) if source_lines(m)), default=0)
 
 
@@ -177,15 +177,19 @@ DIALECT = {
     r"\bmend(s|ed|ing)?\b": "fix",
     r"\bgoes on\b": "continues",
 }
-"""Words of a private dialect, and what to write instead."""
+"""Words to avoid, and their replacements."""
+
+
+NOT_PROSE = (Path(__file__).name, "test_pages.py", "CHANGELOG.md", "LICENSE", "CODE_OF_CONDUCT.md")
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """(file, text) of all that people read: source with its docstrings and messages, docs, scripts."""
+    """(file, text) of all text for people: source with its docstrings and messages, docs, scripts. The two word lists of the
+    tests are left out."""
     kept = ("jaxllm/**/*.py", "docs/**/*.md", "*.md", "launch/*", "benchmarks/*.py", "tests/**/*.py", "configs/**/*.yaml")
     for pattern in kept:
         for file in sorted(CHECKOUT.glob(pattern)):
-            if file.is_file() and file.name not in (Path(__file__).name, "CHANGELOG.md", "LICENSE", "CODE_OF_CONDUCT.md"):
+            if file.is_file() and file.name not in NOT_PROSE:
                 yield file.relative_to(CHECKOUT).as_posix(), file.read_text(encoding="utf-8")
 
 

@@ -30,7 +30,7 @@ DIALECT = re.compile(
     r"\b(?:lies?|lay|foretold|foretells?|struck|anew|whoever|everybody|mend(?:s|ed|ing)?|goes? on|went on|at hand|islands?)\b",
     re.I,
 )
-"""Words that readers whose third language is English have to look up, or that mean another thing in this field."""
+"""Words that a reader whose third language is English must look up, or that have another meaning in this field."""
 RECIPE_COMMANDS = ("train", "inspect", "estimate", "compile", "plan", "schedule")
 ANY_RECIPE = {"model": {"name": "llama-3.2-1b"}, "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1024}}
 
@@ -94,7 +94,7 @@ def all_tests() -> frozenset[str]:
 
 
 def commands(page: Path) -> list[tuple[list[str], str]]:
-    """(words behind `jaxllm`, the line of output below) of every command in a code block, also behind a launcher."""
+    """(words after `jaxllm`, the first line of output) for every command in a code block, also after a launcher."""
     found = []
     for language, block in parts(page)[1]:
         if language in ("python", "yaml"):
@@ -196,7 +196,7 @@ def test_files_and_tests_that_are_named_exist(page):
 
 @pages
 def test_names_are_in_the_file_beside_them(page):
-    """As in: `name` and `other` in `jaxllm/room/module.py`."""
+    """Pages name functions in this form: `name` and `other` in `jaxllm/room/module.py`."""
     wrong = []
     named = re.findall(r"(?:`([\w.]+)` and )?`([\w.]+)` in `(jaxllm/[\w/]+\.py)`", " ".join(parts(page)[0].split()))
     for *names, path in named:

@@ -8,7 +8,7 @@ import outside
 import program_cache
 import pytest
 
-# Compiled slowly enough to be kept.
+# Its compilation is slow enough for the cache.
 PROGRAM = """
 import sys
 import jax, jax.monitoring

@@ -136,7 +136,7 @@ def test_overrides_win_and_are_typed():
     config = load_config(BASE, ["optimizer.learning_rate=3e-4", "train.steps=7", "train.steps=8", "model.tie_embeddings=true"])
     assert (config.optimizer.learning_rate, config.train.steps, config.model.tie_embeddings) == (3e-4, 8, True)
     assert (config.model.head_dim, config.model.num_kv_heads, config.model.rope_scaling.factor) == (128, 8, 8.0)
-    # A string in quotes stays one, whatever it looks like.
+    # A quoted string stays a string, even if it looks like a number.
     assert load_config(BASE, ["run.dir='2024'"]).run.dir == "2024"
 
 
@@ -169,13 +169,13 @@ def test_published_shapes_are_the_contract():
 
 
 def test_a_recipe_may_be_cut_short():
-    """As in the README's Python example: fewer tokens than the recipe's warm-up has."""
+    """As in the README's Python example, the run has fewer tokens than the recipe's warm-up."""
     config = load_config(config_folder() / "quickstart.yaml", ["train.steps=20"])
     assert config.total_tokens < config.optimizer.warmup_tokens
 
 
 def test_every_recipe_loads(tmp_path, monkeypatch):
-    """Where what their first lines say to fetch is there."""
+    """Every recipe loads once the files exist that its first lines say to fetch."""
     recipes = sorted(path.absolute() for path in config_folder().glob("*.yaml"))
     assert recipes
     monkeypatch.chdir(tmp_path)

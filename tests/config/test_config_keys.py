@@ -1,7 +1,7 @@
-"""Every key of the config is read by something that runs: one that only validators look at would be accepted and mean nothing.
+"""Every key of the config is read by code that runs. A key that only validators read would be accepted and have no effect.
 
-From the syntax trees alone: `section.key`, where `section` is spelled out (config.train.steps), or is a name that was assigned
-or annotated as that section in the same file (train = config.train; model: ModelConfig).
+The test uses only the syntax trees: `section.key`, where `section` is written out (config.train.steps), or is a name that was
+assigned or annotated as that section in the same file (train = config.train; model: ModelConfig).
 """
 
 import ast
@@ -27,7 +27,7 @@ def keys() -> list[tuple[str, str]]:
 
 
 def is_checked_only(function: ast.AST) -> bool:
-    """Validators, and the functions they call, refuse configs; reading a key there gives it no meaning."""
+    """Whether a function is a validator or called by one. These only refuse configs, so a key that they read has no effect."""
     return isinstance(function, ast.FunctionDef) and function.name.startswith(CHECKS)
 
 
@@ -39,12 +39,12 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def last_name(node: ast.AST) -> str | None:
-    """train of `train` and of `self.config.train`."""
+    """The last name of an expression: train in `train` and in `self.config.train`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
 def aliases(tree: ast.AST) -> dict[str, set[type[BaseModel]]]:
-    """What names of a file stand for sections: assigned, looped over, or annotated."""
+    """Names in a file that refer to sections, by assignment, loop or annotation."""
     found: dict[str, set[type[BaseModel]]] = {}
 
     def note(target: ast.AST, value: ast.AST) -> None:
@@ -58,7 +58,7 @@ def aliases(tree: ast.AST) -> dict[str, set[type[BaseModel]]]:
                 # self._config = config
                 found.setdefault(name, set()).update(found[value.id])
 
-    # Twice: a name may be passed on before this walk, which goes by depth, came to where it is annotated.
+    # Twice, because this breadth-first walk may see a use of a name before its annotation.
     for node in [*ast.walk(tree), *ast.walk(tree)]:
         match node:
             case ast.Assign(targets=[target], value=value) | ast.NamedExpr(target=target, value=value):
@@ -70,7 +70,7 @@ def aliases(tree: ast.AST) -> dict[str, set[type[BaseModel]]]:
                     if cls.__name__ in ast.unparse(annotation):
                         found.setdefault(name, set()).add(cls)
             case ast.ClassDef(name=name) if name in CLASSES:
-                # Properties and methods of a section.
+                # `self` in properties and methods of a section.
                 found.setdefault("self", set()).add(CLASSES[name])
     return found
 
@@ -83,7 +83,7 @@ def read_in(tree: ast.AST) -> set[tuple[str, str]]:
             continue
         owner = last_name(node.value)
         if owner == "data" and isinstance(node.value, ast.Attribute) and last_name(node.value.value) != "config":
-            # Trainer.data, and what DataConfig calls so too.
+            # `x.data` is the section only if x is the config; Trainer.data, for example, is not.
             continue
         classes = {NAMED[owner]} if owner in NAMED else set()
         for cls in classes | known.get(owner, set()):

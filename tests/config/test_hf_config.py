@@ -117,7 +117,7 @@ def test_what_is_written_is_read_back_in_either_dialect(config):
 
 @pytest.mark.parametrize("said", [{"sliding_window": 128}, {}])
 def test_a_longer_context_takes_away_a_window_that_never_closed(said):
-    """A window that config.json leaves to transformers' default of 4096 is refused too."""
+    """A sliding window by transformers' default of 4096, missing in config.json, is refused too."""
     original = {**without(MISTRAL, "sliding_window"), **said}
     written = hugging_face_config(model_section(original, ""), dtype="float32", max_position=8192, original=original)
     assert written["sliding_window"] is None
@@ -152,7 +152,7 @@ def test_what_a_recipe_says_itself_wins(folder):
 
 
 def test_the_config_of_a_run_needs_no_folder(folder, tmp_path):
-    """config.yaml of a run has the complete shape, so the folder may be gone."""
+    """config.yaml of a run has the complete shape, so the model folder need not exist any more."""
     ran = load_config(recipe(str(folder))).model_dump(mode="json")
     ran["model"]["name"] = str(tmp_path / "gone")
     again = load_config(ran)

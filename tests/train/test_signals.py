@@ -30,7 +30,7 @@ COMMON = ("optimizer.schedule=constant", "data.held_out_fraction=0.0", "log.ever
 
 @pytest.fixture(scope="module")
 def recipe(text_file, tmp_path_factory):
-    """TINY as a file."""
+    """TINY as a YAML file."""
     path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
     return path

@@ -1,4 +1,4 @@
-"""Which process is reported as the one that the others wait for."""
+"""The report of the process that the others wait for."""
 
 import json
 import time
@@ -52,7 +52,7 @@ def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """As process 0 of two: what Stragglers says, minute by minute, while process 1 puts up what `peer` gives."""
+    """Runs Stragglers as process 0 of two: its lines, minute by minute, while process 1 reports the times `peer`."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(progress, "last_steps", lambda: [progress.StepTime(1.0, 0.0, 0.9)] * 5)
     clock, board = [0.0], distributed.Board()
@@ -81,7 +81,7 @@ def test_the_fixed_work_needs_no_other_device(monkeypatch):
     assert not [word for word in ("all-", "permute", "reduce-scatter") if word in compiled]
     result = work(matrix)
     assert result.sharding.device_set == set(devices)
-    # The values neither grow nor vanish, however long the chain.
+    # The values neither grow nor vanish in a chain of any length.
     np.testing.assert_array_equal(result, matrix)
     assert devices[0].platform != "cpu" or stragglers.probe() is None
 
