@@ -171,7 +171,7 @@ DIALECT = {
     r"\blies\b": "is stored, is sharded",
     r"\bforetold\b": "predicted",
     r"\bstruck\b": "hit",
-    r"\banew\b": "again",
+    r"(?<!-)\banew\b": "again",
     r"\bwhoever\b": "the caller",
     r"\beverybody\b": "all",
     r"\bmend(s|ed|ing)?\b": "fix",
