@@ -129,7 +129,7 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     replica: PositiveInt = 1
     """Replicas (HSDP): the outermost axis, where the network is slowest. ZeRO shards within a replica. Across replicas,
-    gradients are summed once per step, or with train.diloco_steps weights are averaged once per that many steps."""
+    gradients are summed once per step, or with train.diloco_steps weights are synchronised once per that many steps."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
@@ -313,7 +313,7 @@ class TrainConfig(Section):
     """Logits are computed for about this many tokens at a time."""
     diloco_steps: PositiveInt | None = None
     """DiLoCo (Douillard et al., 2023): each replica of parallel.replica trains alone, on its share of the global batch. After
-    this many steps, and after the last step, one outer step averages them. null: replicas synchronise at every step."""
+    this many steps, and after the last step, one outer step synchronises them. null: they synchronise at every step."""
     diloco_lr: PositiveFloat = 0.7
     """Learning rate of the outer optimizer."""
     diloco_momentum: Decay = 0.9
