@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from jaxllm import config as config_module
 from jaxllm.config import Config, RopeScaling, SourceConfig
 
-PACKAGE = Path(config_module.__file__).parent
+PACKAGE = Path(config_module.__file__).parents[1]
 SECTIONS: dict[str, type[BaseModel]] = {name: field.annotation for name, field in Config.model_fields.items()}
 OTHERS = {"rope_scaling": RopeScaling, "sources": SourceConfig, "mixture": SourceConfig}
 CLASSES = {cls.__name__: cls for cls in (*SECTIONS.values(), *OTHERS.values())}
