@@ -136,7 +136,7 @@ def test_bytes_between_replicas_fall_by_the_length_of_a_round(tiny_config):
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 @pytest.mark.slow
-def test_on_gpus_an_replicas_step_is_that_of_a_run_of_its_own(tiny_config):
+def test_on_gpus_a_replicas_step_is_that_of_a_run_of_its_own(tiny_config):
     """Compiled for two hosts of four H100s with a replica each, and for one host with half the batch: the transfers are the
     same, all within a replica, and memory grows by t and v, which pass through unchanged."""
     shared = ("model.hidden_size=256", "model.intermediate_size=512", "model.vocab_size=2048", "model.compute_dtype=bfloat16")
@@ -317,7 +317,7 @@ def test_others_read_the_weights_of_the_last_outer_step(whole, tiny_config):
     assert_equal(jax.device_get(started.state.params), jax.device_get(trainer.state.params))
 
 
-def test_an_replicas_mesh_may_change(whole, tiny_config):
+def test_a_replicas_mesh_may_change(whole, tiny_config):
     """Two replicas of four data ranks, resumed as two of data x tensor."""
     folder, trainer = whole
     mesh = ("run.cpu_devices=8", "parallel.replica=2", "parallel.data=2", "parallel.tensor=2", "parallel.zero=3")
