@@ -77,6 +77,6 @@ XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_bufferin
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending. The time grows with the square root only, so a size mistyped by some digits is fast too."""
+    """All divisors, ascending. It takes time proportional to the square root, so even a mistyped, much larger size is fast."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(small + [number // n for n in reversed(small) if n * n != number])
