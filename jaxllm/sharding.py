@@ -1,10 +1,10 @@
-"""From named dims to mesh axes. A strategy is data: a table of rules, matched strictly.
+"""Maps named dims to mesh axes. A strategy is data: a table of rules, matched strictly.
 
-Every parameter declares its dims once, in the model. Here each dim name gets the mesh axis that splits it; a name without a
-rule, an axis used twice in one parameter and a size that does not divide are errors that say which parameter and why.
+Every parameter declares its dims once, in the model. A rule maps each dim name to the mesh axes that shard it. A name without a
+rule, an axis used twice in one parameter and a size that does not divide are errors that name the parameter and the reason.
 
-A parameter has two layouts. `compute` is how the train step reads it: split over pipe and tensor alone. `master` is how the
-fp32 weight and its moments lie in memory: from ZeRO 1 on they are split over data x context too.
+A parameter has two layouts. The train step reads it in `compute`, sharded over pipe and tensor alone. The fp32 weight and its
+moments are stored in `master`: from ZeRO 1 on they are sharded over data x context too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
 STACK_DIMS = ("layers", "virtual_stages", "stages", "stage_layers")
-"""Dims that count layers (parallel/stacking.py), leading in every parameter of the layer stack."""
+"""Dims that count layers (parallel/stacking.py). They lead in every parameter of the layer stack."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of the parameter table: what the model declared."""
+    """One row of the parameter table, as the model declares it."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,7 +43,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a parameter lies: `compute` in the train step, `master` at rest, and the dim that ZeRO cuts (None: replicated)."""
+    """PartitionSpecs of a parameter, in the train step (`compute`) and at rest (`master`), and the dim that ZeRO shards (None:
+    it is replicated)."""
 
     compute: PartitionSpec
     master: PartitionSpec
@@ -53,8 +54,8 @@ class Layout:
 def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tuple[str, ...]]:
     """Rules for parameters.
 
-    Fewer key-value heads than tensor ranks: their projections are replicated over tensor, and each rank uses the one head its
-    query heads belong to, as Megatron-LM does. The config refuses what divides neither way.
+    With fewer key-value heads than tensor ranks, their projections are replicated over tensor, and each rank uses the head that
+    its query heads belong to, as Megatron-LM does. The config refuses sizes that divide neither way.
     """
     return {
         "layers": (PIPE,),
@@ -71,10 +72,10 @@ def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tupl
 
 
 ACTIVATION_RULES: Rules = {
-    # Batch and context are split by hand before the model sees them.
+    # Batch and context are sharded by hand before the model sees them.
     "batch": (),
     "sequence": (),
-    # Between blocks the sequence is split over tensor too (Korthikanti et al., 2022: sequence parallelism).
+    # Between blocks the sequence is sharded over tensor too (sequence parallelism, Korthikanti et al., 2022).
     "sequence_shard": (TENSOR,),
     "embed": (),
     "heads": (TENSOR,),
@@ -83,7 +84,7 @@ ACTIVATION_RULES: Rules = {
 
 
 def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Mapping[str, int]) -> PartitionSpec:
-    """The partition of one array.
+    """The PartitionSpec of one array.
 
     Raises:
       ConfigError: a dim without a rule, an axis unknown or on two dims, or a size that does not divide; the message names
@@ -98,9 +99,13 @@ def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Ma
             raise ConfigError(f"{where}: there is no sharding rule for {dim!r}; add one, or use one of {', '.join(rules)}.")
         for axis in rules[dim]:
             if axis not in sizes:
-                raise ConfigError(f"{where}: the rule for {dim!r} names {axis!r}, no mesh axis; use one of {', '.join(sizes)}.")
+                raise ConfigError(
+                    f"{where}: the rule for {dim!r} names {axis!r}, which is not a mesh axis; use one of {', '.join(sizes)}."
+                )
             if axis in used:
-                raise ConfigError(f"{where}: dims {used[axis]!r} and {dim!r} both lie on mesh axis {axis!r}; change one rule.")
+                raise ConfigError(
+                    f"{where}: dims {used[axis]!r} and {dim!r} are both sharded over mesh axis {axis!r}; change one rule."
+                )
             used[axis] = dim
         ways = math.prod(sizes[axis] for axis in rules[dim])
         if size % ways:
@@ -112,7 +117,7 @@ def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Ma
 
 
 def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layout:
-    """Compute and master partition of one parameter."""
+    """The Layout of one parameter."""
     sizes = axis_sizes(parallel)
     compute = match(parameter.path, parameter.shape, parameter.dims, rules, sizes)
     ranks = math.prod(sizes[axis] for axis in ZERO_AXES)
@@ -121,7 +126,7 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     for name in ZERO_DIMS:
         if name in parameter.dims:
             dim = parameter.dims.index(name)
-            # Not a dim that another axis splits: a rank would then hold every t-th piece of what it gathers.
+            # Not a dim that another axis shards: a rank would then hold every t-th piece of what it gathers.
             taken = math.prod(sizes[axis] for axis in rules[name])
             if taken == 1 and parameter.shape[dim] % ranks == 0:
                 master = list(compute)
@@ -142,39 +147,38 @@ def unstacked(dims: Dims) -> Dims:
 
 
 def stack_dims(dims: Dims) -> int:
-    """How many leading dims of a parameter count layers."""
+    """Number of leading dims of a parameter that count layers."""
     return len(dims) - len(unstacked(dims))
 
 
 def is_zero_sharded(path: str, parallel: ParallelConfig, level_from: int) -> bool:
-    """Whether ZeRO shares out a parameter's gradient (level_from=2) or its copy in the train step (3). In a pipeline that is
-    done with the layers alone: the rest is needed in every tick.
+    """Whether ZeRO shards a parameter's gradient (level_from=2) or its copy in the train step (3). In a pipeline it shards only
+    the layers: every tick needs the rest.
     """
     return parallel.zero >= level_from and (parallel.pipe == 1 or path.split(".")[0] == "layers")
 
 
 def vocab_rows(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Rows of the embedding and the head: vocab_size padded to what divides over the axes it lies on.
+    """Rows of the embedding and the head: vocab_size, padded to divide over pipe x tensor.
 
-    The rows added are zero, take no part in the loss and are cut off on export.
+    The padding is zero, does not enter the loss and is cut off on export.
     """
     ways = parallel.pipe * parallel.tensor
     return -(-model.vocab_size // ways) * ways
 
 
 def named(mesh: Mesh, specs: Any) -> Any:
-    """A tree of PartitionSpecs as NamedShardings."""
+    """NamedShardings of a tree of PartitionSpecs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def map_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
-    """`function` of each PartitionSpec of a tree."""
+    """A tree of PartitionSpecs with `function` applied to each."""
     return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def replica_spec(spec: PartitionSpec, replicas: int) -> PartitionSpec:
-    """The layout of what each of so many islands has of its own, with a leading dim that counts them: inside an island as
-    `spec` says."""
+    """Adds a leading replica dim to `spec`. Each replica has its own copy, sharded within the replica by `spec`."""
     return PartitionSpec(REPLICA if replicas > 1 else None, *spec)
 
 
@@ -183,12 +187,12 @@ def tensor_specs(layouts: Any) -> Any:
     return jax.tree.map(lambda x: PartitionSpec(*[TENSOR if _has(TENSOR, axes) else None for axes in x.compute]), layouts)
 
 
-def manual_spec(layout: Layout, share: bool) -> PartitionSpec:
-    """PartitionSpec of a parameter over the manual axes alone: of a rank's ZeRO shard with `share`, else of the full weight, as
+def manual_spec(layout: Layout, sharded: bool) -> PartitionSpec:
+    """PartitionSpec of a parameter over the manual axes alone: of a rank's ZeRO shard if `sharded`, else of the full weight, as
     the train step reads it.
     """
     entries: list[Any] = [PIPE if _has(PIPE, axes) else None for axes in layout.compute]
-    if share and layout.zero_dim is not None:
+    if sharded and layout.zero_dim is not None:
         entries[layout.zero_dim] = ZERO_AXES
     return PartitionSpec(*entries)
 
@@ -207,8 +211,8 @@ def unstack_layout(layout: Layout, stack_dims: int) -> Layout:
 
 
 def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` run on each tensor rank's part, inside a region that is manual over the other axes: there nothing is left to
-    the compiler. Specs name the tensor axis alone.
+    """shard_map over the tensor axis alone, inside a region that is manual over the other axes: `function` runs on each tensor
+    rank's part, and XLA partitions nothing. Specs name only the tensor axis.
     """
 
     def mapped(*inputs: Any) -> Any:
@@ -221,7 +225,7 @@ def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Calla
 
 
 def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Array]:
-    """constrain(x, dims): pins an activation's layout over the axes the compiler handles."""
+    """constrain(x, dims), which pins an activation's sharding over the tensor axis."""
     if sizes[TENSOR] == 1:
         return lambda x, dims: x
 

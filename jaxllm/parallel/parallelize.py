@@ -90,7 +90,7 @@ class GradientReduction:
 
     def _gradient_specs(self) -> Any:
         """PartitionSpecs over the manual axes of the gradients that a region returns."""
-        shard, full = (jax.tree.map(partial(manual_spec, share=share), self._ctx.layouts) for share in (True, False))
+        shard, full = (jax.tree.map(partial(manual_spec, sharded=sharded), self._ctx.layouts) for sharded in (True, False))
         return self._ctx.by_zero_level(2, shard, jax.tree.map(partial_sum_spec, full))
 
     def _in_replica(self, region: GradientRegion, weights: Params, batch: Batch) -> tuple[Any, ...]:
