@@ -35,7 +35,7 @@ from jaxllm.mesh import CONTEXT, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.parallel.residuals import keep
+from jaxllm.parallel.residuals import extract
 from jaxllm.parallel.stacking import stacking_of
 from jaxllm.parallel.zigzag import table_text
 from jaxllm.plan.activations import Held, bytes_per_token_and_layer, is_blockwise, policy_of
@@ -316,7 +316,7 @@ def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
         positions_BS = jnp.zeros((1, sequence_length), jnp.int32)
         h_BSD = jnp.zeros((1, sequence_length, model.hidden_size), model.compute_dtype)
         side = (rotary_table(model, positions_BS), None)
-        return keep(jax.vjp(partial(apply_block, graph, Ops()), weights, h_BSD, side)[1])
+        return extract(jax.vjp(partial(apply_block, graph, Ops()), weights, h_BSD, side)[1])
 
     with nnx.use_eager_sharding(False):
         leaves = jax.tree.leaves(jax.eval_shape(kept))

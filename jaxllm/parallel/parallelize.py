@@ -24,10 +24,10 @@ from jaxllm.mesh import PIPE
 from jaxllm.parallel.context import ParallelContext, SpecTransform, shared_by_replicas
 from jaxllm.parallel.layer_norms import layer_norms_region
 from jaxllm.parallel.parameters import initial_params
-from jaxllm.parallel.regions import GradientRegion, gradient_region, loss_region
+from jaxllm.parallel.regions import gradient_region, loss_region
 from jaxllm.parallel.squares import GradSquareNorms
 from jaxllm.parallel.stages import pipeline_gradient_region, pipeline_loss_region
-from jaxllm.parallel.types import Batch, NoiseParts, Parallelized, Params
+from jaxllm.parallel.types import Batch, GradientRegion, NoiseParts, Parallelized, Params
 from jaxllm.sharding import manual_spec, map_specs, named, partial_sum_spec, replica_spec
 
 

@@ -21,10 +21,9 @@ from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
 from jaxllm.parallel.pipeline import Microbatch, Unit, run_schedule, sum_over_stages
-from jaxllm.parallel.regions import GradientRegion, LossRegion
 from jaxllm.parallel.squares import GradSquareNorms, StageTap
 from jaxllm.parallel.stacking import flatten_layers
-from jaxllm.parallel.types import Batch, Params, Rows, Tree, WeightAccess
+from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, Tree, WeightAccess
 from jaxllm.plan.activations import policy_of
 from jaxllm.plan.schedule import Schedule, forward_only, make_schedule
 
