@@ -99,9 +99,9 @@ class Schedule:
     slots: int
     """Residual slots that every stage needs, each for one chunk and microbatch; 0 if nothing runs backward."""
     finished: np.ndarray
-    """int32 [ticks]: where the last stage's output goes, in every tick in which anyone runs forward."""
+    """int32 [ticks]: the slot that the last stage writes its output to, in every tick in which any stage runs forward."""
     head_slot: np.ndarray
-    """int32 [ticks]: whence the head takes its input, before `finished` is written."""
+    """int32 [ticks]: the slot that the head reads its input from, before `finished` is written."""
     finished_slots: int
 
     @property
@@ -137,8 +137,8 @@ class Schedule:
 
     @property
     def embed_backward_mb(self) -> np.ndarray:
-        """int32 [ticks + 1]: the microbatch that came out of the first stage's backward a tick ago, whose gradient goes into
-        the embedding, -1 for none. The last entry is due after the last tick."""
+        """int32 [ticks + 1]: the microbatch that left the first stage's backward pass a tick ago, whose gradient is added to
+        the embedding's, -1 for none. The last entry is due after the last tick."""
         made = _of_first(self.backward)
         return np.concatenate([np.full_like(made[:1], -1), made])
 
@@ -437,10 +437,10 @@ def _check_outputs(schedule: Schedule) -> None:
     writes: Any = schedule.forward.valid.any(axis=1)
     held: dict[int, int] = {}
     for t, head in enumerate(schedule.head_mb.tolist()):
-        taken, finished = int(schedule.head_slot[t]), int(schedule.finished[t])
-        if head >= 0 and held.pop(taken, None) != head:
+        head_slot, finished = int(schedule.head_slot[t]), int(schedule.finished[t])
+        if head >= 0 and held.pop(head_slot, None) != head:
             where = _place(t, schedule.stages - 1, last, head)
-            raise ScheduleError(f"{where}: the head finds no output of an earlier tick in finished slot {taken}.")
+            raise ScheduleError(f"{where}: the head finds no output of an earlier tick in finished slot {head_slot}.")
         if writes[t]:
             if finished in held:
                 where = _place(t, schedule.stages - 1, last, held[finished])
