@@ -29,7 +29,7 @@ from jaxllm.plan.schedule import Schedule, forward_only, make_schedule
 
 
 class StageSums(NamedTuple):
-    """What the ticks add up."""
+    """The sums that the ticks of a step carry."""
 
     gradients: Params
     """float32: of the rank's weights, or of its shard of them where ZeRO scatters."""
