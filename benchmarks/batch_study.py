@@ -1,14 +1,15 @@
-"""What a larger batch gives: steps and tokens to a held-out loss over a 16x range of batches, beside the measured noise scale.
+"""Gain of a larger batch: steps and tokens to a held-out loss over a 16x range of batches, and the measured noise scale.
 
-python benchmarks/batch_study.py RESULTS.jsonl [--workers 2] [--picture FILE.png]      on CPUs; goes on where it was stopped
-python benchmarks/batch_study.py RESULTS.jsonl --table                                 what is there, as Markdown
-python benchmarks/batch_study.py RESULTS.jsonl --dry-run                               the same motions at tiny sizes
+python benchmarks/batch_study.py RESULTS.jsonl [--workers 2] [--picture FILE.png]      on CPUs; resumes
+python benchmarks/batch_study.py RESULTS.jsonl --table                                 prints the results as Markdown
+python benchmarks/batch_study.py RESULTS.jsonl --dry-run                               a trial at tiny sizes
 
-A Llama of about a million parameters reads the Python standard library, byte by byte. Part one: at every batch the learning
-rate (constant after ten steps) is swept by factors of two with one seed until the best lies inside; two more seeds then repeat
-the best. Each run ends when its held-out loss reaches the target. Every step measures the gradient noise scale by four parts.
-Part two: the same tokens for everybody, with a rate that falls to zero: the smallest batch, the largest, and the smallest up to
-half of the tokens and then the largest, the rate by the square root of the batch; rates swept likewise, three seeds.
+A Llama of about a million parameters reads the Python standard library, byte by byte. Part one: for each batch the learning
+rate (constant after ten steps) is swept by factors of two with one seed until the best rate is inside the swept range; two more
+seeds then repeat the best. A run ends when its held-out loss reaches the target. Every step measures the gradient noise scale
+with four parts. Part two: all runs read the same number of tokens, with a rate that falls to zero: the smallest batch, the
+largest, and the smallest for half of the tokens followed by the largest, with the rate proportional to the square root of the
+batch. Rates are swept in the same way, with three seeds.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, load_config
-from jaxllm.plan.data_ranks import needed_for
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plots import new_figure, save
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.plan.data_ranks import steps_to_loss
+from jaxllm.plots.schedule import new_figure, save
 
 SEQUENCE = 64
 PARTS = 4
 SEEDS = (0, 1, 2)
 GIVEN_UP = 1.5
-"""Times the best tokens of the same batch so far: a rate that needs more is not the best."""
+"""Limit of a run as a multiple of the fewest tokens at the same batch so far: a rate that needs more is not the best."""
 SPACING = 1.04
-"""Of two evaluations, in tokens."""
+"""Ratio of tokens between two evaluations."""
 NEAR = 0.25
-"""Nats: evaluated once the mean of the training losses has come so near to the target."""
+"""Distance of the mean training loss from the target, in nats, at which evaluation starts."""
 KINDS = ("small", "large", "ramp")
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the study."""
+    """Sizes of the study."""
 
     model: tuple[str, ...]
     batches: tuple[int, ...]
@@ -55,9 +56,9 @@ class Size:
     target: float
     """Held-out loss in nats per byte."""
     most_tokens: int
-    """Before a run counts as one that never reaches it."""
+    """Number of tokens after which a run counts as not reaching the target."""
     equal_tokens: int
-    """Of each run of part two."""
+    """Tokens of each run of part two."""
     held_out: int
     """Sequences in an evaluation."""
 
@@ -83,12 +84,12 @@ TINY = Size(
 @dataclass(frozen=True)
 class Run:
     batch: int
-    """Sequences; of a ramp, the last."""
+    """Number of sequences; of a ramp, the last batch's."""
     rate: int
     """The learning rate is 2**rate / 1000; of a ramp, the last batch's."""
     seed: int
     kind: str = "target"
-    """Or one of KINDS, for part two."""
+    """target, or one of KINDS for part two."""
 
     @property
     def learning_rate(self) -> float:
@@ -123,15 +124,15 @@ def configured(run: Run, size: Size) -> Config:
             overrides += [f"train.global_batch_sequences={small}", f"optimizer.warmup_tokens={10 * small * SEQUENCE}"]
         else:
             overrides += [f"train.global_batch_sequences={run.batch}"]
-    # A ramp's microbatches are the small batch's.
+    # The microbatches of a ramp are those of the small batch.
     of_parts = size.batches[0] if run.kind == "ramp" else run.batch
     return load_config({}, [*overrides, f"train.steps={steps}", f"train.microbatch_sequences={of_parts // PARTS}"])
 
 
 def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
-    """One run, in this process. `tokens` is null where the target was not reached within limit_tokens."""
+    """Trains one run in this process. `tokens` is null if the target was not reached within limit_tokens."""
     config = configured(run, size)
-    # Slow to import, and for the children alone.
+    # Slow to import, and needed only by the child processes.
     from jaxllm.train.trainer import Trainer
 
     trainer = Trainer(config)
@@ -156,7 +157,7 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
         if tokens > limit_tokens or not math.isfinite(loss):
             break
         if smooth < size.target + NEAR and tokens >= next_tokens:
-            # The state is that of the step under way, if there is one.
+            # If a step is running, the state is its result.
             if (under_way := trainer.finish()) is not None:
                 remember(under_way)
             now, next_tokens = (math.log(trainer.step * batches[-1]), held_out_loss()), tokens * SPACING
@@ -170,21 +171,21 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
         found = {"tokens": size.equal_tokens, "steps": trainer.step, "loss": trainer.evaluate().loss}
     noise = trainer.noise.found
     trainer.close()
-    needed = needed_for(batches, filled(scales))
+    needed = steps_to_loss(batches, filled(scales))
     model = {"least_steps": needed.least_steps, "least_tokens": needed.least_tokens}
-    # Finite only: JSON knows no infinity.
+    # JSON has no infinity.
     figures = None if noise is None else [x if math.isfinite(x) else None for x in noise]
     return {**asdict(run), **found, "noise": figures, **model, "parameters": parameter_count(config.model)}
 
 
 def filled(scales: list[float]) -> list[float]:
-    """With what is infinite (not known yet, or not told from it) as it was before, and at the start as it was first."""
+    """Replaces infinite values (not known yet) by the previous ones, and at the start by the first finite one."""
     known = next((scale for scale in scales if math.isfinite(scale)), 1.0)
     return [known := scale if math.isfinite(scale) else known for scale in scales]
 
 
 class Study:
-    """What is done, and what is to be done next."""
+    """The results, and the runs to do next."""
 
     def __init__(self, path: Path, size: Size):
         self.path, self.size = path, size
@@ -201,7 +202,7 @@ class Study:
             print(json.dumps(line), file=file)
 
     def score(self, run: Run) -> float:
-        """What is to be small: tokens to the target, or the loss at equal tokens."""
+        """The value to minimise: tokens to the target, or the loss at equal tokens."""
         line = self.results[run]
         value = line["tokens"] if run.kind == "target" else line["loss"]
         return math.inf if value is None or not math.isfinite(value) else value
@@ -211,11 +212,11 @@ class Study:
         return [*((batch, "target") for batch in self.size.batches), (small, "small"), (large, "large"), (large, "ramp")]
 
     def rates(self, batch: int, kind: str) -> dict[int, float]:
-        """Learning rate -> score, of the first seed."""
+        """Learning rate -> score of the first seed."""
         return {run.rate: self.score(run) for run in self.results if (run.batch, run.kind, run.seed) == (batch, kind, SEEDS[0])}
 
     def best(self, batch: int, kind: str) -> int | None:
-        """The best rate, if a worse one lies on each side of it."""
+        """The best rate, if there is a worse one on each side of it."""
         rates = self.rates(batch, kind)
         if not rates:
             return None
@@ -223,16 +224,16 @@ class Study:
         return best if {best - 1, best + 1} <= rates.keys() and math.isfinite(rates[best]) else None
 
     def wanted(self) -> Iterator[Run]:
-        """Not done yet, and worth doing whatever comes out of the others."""
+        """Runs that are not done yet and are needed whatever the results of the others."""
         for batch, kind in self.groups():
             rates, best = self.rates(batch, kind), self.best(batch, kind)
             if best is not None:
                 wanted = [Run(batch, best, seed, kind) for seed in SEEDS[1:]]
             elif not rates:
-                # The root of the batch is a good first guess for Adam.
+                # Scaling with the square root of the batch is a good first guess for Adam.
                 wanted = [Run(batch, 1 + round(math.log2(batch / self.size.batches[0]) / 2), SEEDS[0], kind)]
             else:
-                # All infinite: all too low or too high; both sides are tried.
+                # All infinite, so all rates are too low or too high. Try both sides.
                 least = min(rates, key=rates.__getitem__)
                 wanted = [Run(batch, rate, SEEDS[0], kind) for rate in (least - 1, least + 1)]
             yield from (run for run in wanted if run not in self.results)
@@ -243,14 +244,14 @@ class Study:
         return min([self.size.most_tokens, *(GIVEN_UP * tokens for tokens in self.rates(run.batch, "target").values())])
 
     def seeds_of(self, batch: int, kind: str) -> list[dict[str, Any]]:
-        """The lines of all seeds at the best rate."""
+        """Results of all seeds at the best rate."""
         best = self.best(batch, kind)
         runs = [] if best is None else [Run(batch, best, seed, kind) for seed in SEEDS]
         return [self.results[run] for run in runs if run in self.results]
 
 
 def carry_out(study: Study, workers: int, command: Callable[[Run, float], list[str]]) -> None:
-    # One thread to a process: two small programs side by side are faster than one after the other with two.
+    # One thread per process: two small programs side by side are faster than one after the other with two threads.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
 
     def one(run: Run) -> dict[str, Any]:
@@ -305,21 +306,21 @@ def table(study: Study) -> str:
 
 
 def law(study: Study) -> str:
-    """The law fitted to the tokens of all batches, beside what was measured."""
+    """The law fitted to the tokens of all batches, and the measured noise scale."""
     of_batches = {batch * SEQUENCE: study.seeds_of(batch, "target") for batch in study.size.batches}
     found = {x: mean(line["tokens"] for line in lines) for x, lines in of_batches.items() if lines and all_reached(lines)}
     if len(found) < 3:
-        return "Too few batches for a fit."
+        return "There are too few batches for a fit."
     least_tokens, least_steps = fitted(found)
     off = max(abs((least_tokens + least_steps * x) / tokens - 1) for x, tokens in found.items())
     scales = sorted(line["noise"][0] for lines in of_batches.values() for line in lines if line["noise"] and line["noise"][0])
     x, lines = list(of_batches.items())[len(of_batches) // 2]
     steps, tokens = (mean(line[key] for line in lines) for key in ("least_steps", "least_tokens"))
-    told = ", ".join(f"{(tokens + steps * x) / there - 1:+.0%}" for x, there in found.items())
+    errors = ", ".join(f"{(tokens + steps * x) / there - 1:+.0%}" for x, there in found.items())
     return (
         f"tokens = {least_tokens:,.0f} + {least_steps:.0f} x batch, off by at most {off:.1%}: a critical batch of "
         f"{least_tokens / least_steps:,.0f} tokens. Noise scale at the target: {median(scales):,.0f} in the median of "
-        f"{len(scales)} runs ({scales[0]:,.0f} to {scales[-1]:,.0f}). Foretold from {x:,} alone, tokens are off by {told}."
+        f"{len(scales)} runs ({scales[0]:,.0f} to {scales[-1]:,.0f}). Predicted from {x:,} alone, tokens are off by {errors}."
     )
 
 
@@ -328,7 +329,7 @@ def all_reached(lines: list[dict[str, Any]]) -> bool:
 
 
 def fitted(tokens: dict[int, float]) -> tuple[float, float]:
-    """(least tokens, least steps) of tokens = least tokens + least steps x batch, by least squares of relative errors."""
+    """Fits (least tokens, least steps) of tokens = least tokens + least steps x batch, by least squares of relative errors."""
     rows = np.array([[1 / found, x / found] for x, found in tokens.items()])
     least_tokens, least_steps = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
     return float(least_tokens), float(least_steps)
@@ -340,21 +341,23 @@ def _interval(noise: list[float | None]) -> str:
 
 
 def picture(study: Study, path: str) -> None:
-    """Tokens and steps to the target, and as the middle batch's noise scale foretold them; the three ways at equal tokens."""
+    """Plots tokens and steps to the target with the middle batch's prediction, and the three runs at equal tokens."""
     done = [batch for batch in study.size.batches if study.seeds_of(batch, "target")]
     batch_tokens = [batch * SEQUENCE for batch in done]
     figure = new_figure(12, 4, dpi=110)
     tokens_axes, steps_axes, equal_axes = figure.subplots(1, 3)
     middle = study.seeds_of(done[len(done) // 2], "target")
     least_steps, least_tokens = (mean(line[key] for line in middle) for key in ("least_steps", "least_tokens"))
-    foretold = {"tokens": [least_steps * x + least_tokens for x in batch_tokens]}
-    foretold["steps"] = [tokens / x for tokens, x in zip(foretold["tokens"], batch_tokens, strict=True)]
+    predicted = {"tokens": [least_steps * x + least_tokens for x in batch_tokens]}
+    predicted["steps"] = [tokens / x for tokens, x in zip(predicted["tokens"], batch_tokens, strict=True)]
     scales = [line["noise"][0] for batch in done for line in study.seeds_of(batch, "target") if line["noise"][0]]
     for axes, what in ((tokens_axes, "tokens"), (steps_axes, "steps")):
         for batch in done:
             values = [line[what] for line in study.seeds_of(batch, "target") if line[what]]
             axes.plot([batch * SEQUENCE] * len(values), values, "o", color="#1f5fa6", markersize=5)
-        axes.plot(batch_tokens, foretold[what], "--", color="#b3401a", label="foretold by the noise scale of the middle batch")
+        axes.plot(
+            batch_tokens, predicted[what], "--", color="#b3401a", label="predicted by the noise scale of the middle batch"
+        )
         axes.axvspan(min(scales), max(scales), color="#b3401a", alpha=0.12, label="noise scale at the target, all runs")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -1,10 +1,10 @@
-"""What a save costs the training loop: asynchronous against synchronous, and the speed of the steps while one is written.
+"""Cost of a save for the training loop: asynchronous and synchronous saves, and the speed of steps during one.
 
     python benchmarks/checkpoint.py [section.key=value ...] [--saves N] [--quick] [--json]
 
-The model is about 12 M parameters, so 145 MB of state with both moments in float32, on one CPU device unless told otherwise.
-Each save is let finish before the next; the two kinds take turns. A wait is the time that the loop spends in Checkpoints.save;
-a step is timed from one reading of a loss to the next.
+The model has about 12 M parameters, so 145 MB of state with both moments in float32, by default on one CPU device. Each save
+completes before the next; the two kinds alternate. A wait is the time that the loop spends in Checkpoints.save. A step is timed
+from one reading of a loss to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.plan.hardware import available_cpus
+from jaxllm.runtime.cpus import available_cpus
 
 MODEL = {
     **{"num_layers": 4, "hidden_size": 448, "intermediate_size": 1536, "num_heads": 7, "num_kv_heads": 7, "vocab_size": 256},
@@ -40,7 +40,7 @@ RECIPE = {
     "run": {"cpu_devices": 1},
 }
 QUIET_STEPS = 20
-"""Steps without a save, for comparison."""
+"""Number of steps without a save, for comparison."""
 KINDS = ("asynchronous", "synchronous")
 
 
@@ -60,14 +60,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--saves", type=int, default=5, metavar="N", help="saves of each kind; default: 5")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two saves, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a trial with a tiny model and two saves")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser.parse_intermixed_args(arguments)
 
 
 def measure(config: Config, saves: int) -> dict[str, Any]:
-    """Trains and saves. Times in seconds: `wait_s` per save, `write_s` from the save's start until it is complete, `step_s` of
-    each step while one is written (asynchronous), and `quiet_step_s` of steps without one.
+    """Trains and saves. Times in seconds: `wait_s` per save, `write_s` from the start of a save until it is complete, `step_s`
+    of each step during an asynchronous save, and `quiet_step_s` of steps without one.
 
     Raises:
       ConfigError: the config cannot be run, or a checkpoint cannot be written.
@@ -75,8 +75,9 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     import jax
 
     import jaxllm
+    from jaxllm.checkpoint.files import describe_run, saved_steps
+    from jaxllm.checkpoint.manager import Checkpoints
     from jaxllm.pretrained.folder import versions
-    from jaxllm.train.checkpoint import Checkpoints, describe_run, saved_steps
 
     trainer = jaxllm.Trainer(config)
     for _ in trainer.steps(3):
@@ -95,7 +96,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
         for kind in KINDS:
             chosen = config.checkpoint.model_copy(update={"asynchronous": kind == "asynchronous", "keep": 1})
             stores[kind] = Checkpoints(Path(folder) / kind, chosen)
-        # The first of each makes folders and threads.
+        # The first save of each kind also creates folders and threads.
         for number in range(saves + 1):
             for kind, checkpoints in stores.items():
                 trainer.finish()
@@ -112,7 +113,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
                 if number:
                     figures["wait_s"].append(wait_s)
                     figures["write_s"].append(write_s)
-                    # The first holds the time in which nothing was under way.
+                    # The first includes time in which no step was running.
                     figures["step_s"] += step_s[1:]
         for checkpoints in stores.values():
             checkpoints.close()
@@ -121,7 +122,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
 
 
 def step_seconds(trainer: Any) -> float:
-    """Seconds of one call of advance: a step started, and the loss of the one before read."""
+    """Seconds of one call of advance: it starts a step and reads the loss of the previous one."""
     started = time.perf_counter()
     trainer.advance()
     return time.perf_counter() - started

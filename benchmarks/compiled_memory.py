@@ -1,8 +1,8 @@
-"""Memory of the real train step compiled for H100s, without one: ZeRO levels on eight, remat policies on one, long contexts.
+"""Memory of the real train step, compiled for H100s without a GPU: ZeRO levels on eight, remat policies on one, long contexts.
 
 python benchmarks/compiled_memory.py        (needs the extra aot; three minutes)
 
-H200s are H100s with more memory, 141 GB: what is compiled for the one is what the other takes.
+H200s are H100s with 141 GB of memory, so a program compiled for one uses the same memory on the other.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxllm.aot import compile_step, gpu_devices
+from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.config import load_config
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 8192}
@@ -22,7 +22,7 @@ def temporary_mib(gpus: int, layers: int, train: dict, *overrides: str) -> float
 
 
 def long_context(hosts: int, S: int, *overrides: str) -> None:
-    """Llama 3.1 8B, one sequence of packed documents a step, ZeRO 3 over the context ranks."""
+    """Llama 3.1 8B, one sequence of packed documents per step, ZeRO 3 over the context ranks."""
     train = {"steps": 10, "sequence_length": S, "global_batch_sequences": 1}
     fixed = ("parallel.data=1", "parallel.zero=3", "parallel.context_method=ring")
     config = load_config({"model": {"name": "llama-3.1-8b"}, "train": train}, [*fixed, *overrides])

@@ -1,11 +1,11 @@
-"""Speed of the data pipeline: tokenizing text into a prepared folder, and reading that folder at random.
+"""Speed of the data pipeline: tokenising text into a prepared folder, and random reads from that folder.
 
     python benchmarks/data.py [--megabytes N] [--seconds S] [--json] [--quick]
 
-The text is the source of Python's standard library as JSON lines, one file a line, repeated to the size asked for; the
-tokenizer a byte-level BPE of 8,192 ids trained on some of it. Both are made in a temporary folder. Preparing is timed as
-`jaxllm data prepare` does it, start of the processes included. Samples are batches of 16 sequences of 2,048 tokens as a
-training run asks for them, made by one process from a folder in the page cache: of whole files, and of the same text in
+The text is the source of Python's standard library as JSON lines, one file per line, repeated to the requested size. The
+tokenizer is a byte-level BPE of 8,192 ids, trained on a part of it. Both are made in a temporary folder. Preparation is timed
+for the command `jaxllm data prepare`, including the start of its processes. Samples are batches of 16 sequences of 2,048 tokens
+as in a training run, made by one process from a folder in the page cache: from complete files, and from the same text in
 documents of 400 characters.
 """
 
@@ -48,10 +48,10 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=40.0, help="of text to prepare (default 40)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of reading, each way (default 3)")
+    parser.add_argument("--megabytes", type=float, default=40.0, help="megabytes of text to prepare (default 40)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of reading, each way (default 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--quick", action="store_true", help="half a megabyte, a tenth of a second: does it run?")
+    parser.add_argument("--quick", action="store_true", help="a trial with half a megabyte and a tenth of a second")
     return parser.parse_args()
 
 
@@ -97,7 +97,7 @@ def measure_prepare(folder: Path, workers: int) -> dict[str, Any]:
 
 
 def measure_samples(folder: Path, packing: str, seconds: float) -> dict[str, Any]:
-    """Batches as a training run asks for them: random documents, packed, with targets, positions and segments."""
+    """Times batches as a training run reads them: random documents, packed, with targets, positions and segments."""
     documents = PreparedDocuments(folder)
     order = document_order(np.arange(len(documents.lengths)), 0, 0)
     started = time.perf_counter()
@@ -123,18 +123,18 @@ def measure_samples(folder: Path, packing: str, seconds: float) -> dict[str, Any
 
 
 def library_texts() -> Iterator[str]:
-    """Sources of the standard library, in a fixed order, again and again."""
+    """Yields sources of the standard library in a fixed order, repeated without end."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts))
     if not files:
-        sys.exit(f"benchmarks/data.py: there is no Python source beneath {root}.")
+        sys.exit(f"benchmarks/data.py: there is no Python source below {root}.")
     while True:
         for path in files:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def write_text(file: Path, size: int, document: int | None = None) -> int:
-    """Writes JSON lines with at least `size` bytes of text; how many it were. Cut into documents of so many characters."""
+    """Writes JSON lines with at least `size` bytes of text, in documents of the given length. Returns the number of bytes."""
     written = 0
     with open(file, "w", encoding="utf-8") as lines:
         for text in library_texts():
@@ -148,7 +148,7 @@ def write_text(file: Path, size: int, document: int | None = None) -> int:
 
 
 def train_tokenizer(folder: Path) -> None:
-    """A byte-level BPE, trained on at most 4 MB of the text."""
+    """Trains a byte-level BPE on at most 4 MB of the text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts, size = [], 0

@@ -1,10 +1,10 @@
-"""The loss curve of FP8 beside bfloat16's and float32's: the quickstart model, the same texts in the same order.
+"""Loss curves of FP8, bfloat16 and float32: the quickstart model on the same texts in the same order.
 
-python benchmarks/fp8_loss.py [section.key=value ...] [--seeds N] [--json FILE]      three runs of the quickstart a seed
-python benchmarks/fp8_loss.py --dry-run                                              the same motions at tiny sizes
+python benchmarks/fp8_loss.py [section.key=value ...] [--seeds N] [--json FILE]      three runs of the quickstart per seed
+python benchmarks/fp8_loss.py --dry-run                                              a trial at tiny sizes
 
-On a CPU the rounding is FP8's and the sums are float32's; on a GPU from Ada on both are the hardware's. Printed are means of
-the training loss (nats per token) over tenths of the run, and how far each is from bfloat16's, step by step on the same batch.
+On a CPU the rounding is FP8 and the sums are float32; on a GPU from Ada on, the hardware does both. The output is the mean
+training loss (nats per token) of each tenth of the run, and its difference from bfloat16's, step by step on the same batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TENTHS = 10
 
 
 def losses(side: str, seed: int, overrides: Sequence[str], folder: str) -> list[float]:
-    # After the options, which may be refused without JAX.
+    # Imported after parsing, so that wrong options are refused without JAX.
     from jaxllm.train.trainer import Trainer
 
     chosen = [*QUIET, *overrides, *SIDES[side], f"train.seed={seed}", f"run.dir={folder}/{side}-{seed}"]

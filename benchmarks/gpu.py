@@ -1,19 +1,20 @@
-"""How fast one GPU trains, beside what it can do and beside PyTorch: everything in one run, the most important first.
+"""Training speed of one GPU, compared with its ceilings and with PyTorch. It runs everything, the most important first.
 
-    python benchmarks/gpu.py [--minutes 30]        goes on where it stopped: rows that are there are not measured again
-    python benchmarks/gpu.py --dry-run             the same motions at tiny sizes, on what is here
-    python benchmarks/gpu.py --only 8B             cases of such names; --table: none, only the tables of the rows so far
+    python benchmarks/gpu.py [--minutes 30]        resumes: it does not measure existing rows again
+    python benchmarks/gpu.py --dry-run             a trial at tiny sizes on the local device
+    python benchmarks/gpu.py --only 8B             only cases with matching names; --table: only prints the tables
 
-Ceilings first: a large copy, and bfloat16 matmuls on random numbers. Then Llama 3.2 1B and 3B whole and Llama 3.1 8B with as
-many layers as fit (by the estimate, `selective`, 8,192 tokens), at 4,096, 8,192 and 32,768 tokens a sequence, with each remat
-policy that fits and the largest microbatch that does, by the estimate. The same model, batch and dtype in PyTorch, with the
-largest microbatch that fits there: transformers with torch.compile, flash attention and fused AdamW, and variants (`Theirs` in
-step.py). Parts of the step alone; a ring's blocks; and the targets. A step has 65,536 tokens on every side.
+Ceilings come first: a large copy, and bfloat16 matmuls of random numbers. Then complete Llama 3.2 1B and 3B, and Llama 3.1 8B
+with as many layers as fit (by the estimate, `selective`, 8,192 tokens), at sequences of 4,096, 8,192 and 32,768 tokens, with
+each remat policy that fits and the largest microbatch that fits by the estimate. Then the same model, batch and dtype in
+PyTorch, with the largest microbatch that fits there: transformers with torch.compile, flash attention and fused AdamW, and
+variants (`Theirs` in step.py). Then the parts of a step alone, the blocks of a ring, and the targets. A step has 65,536 tokens
+on every side.
 
-Every case has a process of its own (gpu_cases.py says what it does there): what runs out of memory, or crashes, costs one row.
-Rows are JSON lines in --out, by default gpu.jsonl in $OUT or runs/gpu; what is in --known is read too. Standard error of the
-cases goes into gpu.log beside it. A case that the time left has no room for is left for the next run, as is one that it cuts
-off; one that failed is not tried again without --again.
+Each case runs in its own process (gpu_cases.py), so an out-of-memory error or a crash costs one row. Rows are JSON lines in
+--out, by default gpu.jsonl in $OUT or runs/gpu. Rows in --known are read too. Standard error of the cases goes to gpu.log
+beside it. A case that does not fit into the remaining time, or is interrupted by its end, is left for the next run. A failed
+case is not repeated without --again.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import apart
 import gpu_table
+import subprocess_runner
 from gpu_cases import config_of, largest_microbatch
 
 from jaxllm.config import ConfigError
-from jaxllm.plan.hardware import gpu_from_device_kind
-from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.plan.plan_result import FIT_SHARE
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 CASES = Path(__file__).with_name("gpu_cases.py")
@@ -56,7 +57,7 @@ VARIANTS = {
     "unrolled": ("model.scan_layers=false",),
     "deterministic": ("run.deterministic=true",),
 }
-"""Of jaxllm's step, by name: other than one text a sequence in bfloat16, through a loop over layers."""
+"""Variants of jaxllm's step, by name. The base is one text per sequence in bfloat16, with a loop over layers."""
 STEP_TOKENS = 65_536
 STEPS, DRY_RUN_STEPS = 8, 2
 DRY_RUN_MODEL = (
@@ -66,17 +67,17 @@ DRY_RUN_MODEL = (
 DRY_RUN_LENGTH, DRY_RUN_SEQUENCES = 32, 4
 
 EXPECTED_S = {"ceilings": 45, "train": 90, "transformers": 200, "parts": 90, "ring": 90}
-"""Of a case, before one of its kind was measured here. Guesses."""
+"""Expected duration of a case before one of its kind was measured here. Guesses."""
 LIMIT_S = 420
-"""Of a case."""
+"""Time limit of a case."""
 VARIABLES = {
-    # Room for PyTorch's blocks to grow.
+    # Lets PyTorch's memory segments grow.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # Its threads on a CPU would spin while they wait.
+    # PyTorch's threads on a CPU would spin while they wait.
     "OMP_WAIT_POLICY": "passive",
 }
 KILLED_S = 5
-"""Kept of the time left, to write down what was found."""
+"""Part of the remaining time that is kept for writing results."""
 
 Row = dict[str, Any]
 
@@ -88,7 +89,7 @@ class Case:
     """A function of gpu_cases.py."""
     options: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
-    """What tables call it by."""
+    """Columns that identify the case in tables."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- cases
@@ -100,8 +101,8 @@ def ceilings(dry: bool) -> Case:
 
 
 def cases(found: Row, dry: bool) -> list[Case]:
-    """All others, the most important first. Needs what `ceilings` found: layers of 8B follow from the GPU's memory, and a remat
-    policy of which not even one sequence fits has no case."""
+    """All other cases, the most important first. They need the results of `ceilings`: the number of 8B's layers depends on the
+    GPU's memory, and a remat policy without room for one sequence has no case."""
     if dry:
         tiny = about("1B", DRY_RUN_LENGTH, DRY_RUN_MODEL, DRY_RUN_SEQUENCES)
         return [
@@ -152,7 +153,7 @@ def cases(found: Row, dry: bool) -> list[Case]:
     named: dict[str, Case] = {}
     for case in wanted:
         if case.kind != "train" or fits(found, case):
-            # Of a name the first, which may be traced.
+            # If names repeat, keep the first case, which may be traced.
             named.setdefault(case.name, case)
     return list(named.values())
 
@@ -194,7 +195,7 @@ def their_cases(
     compiled: bool | None = None,
     steps: int = STEPS,
 ) -> Iterator[Case]:
-    """One, if it is installed. Liger's kernels run as its users run them, not compiled."""
+    """The PyTorch case if PyTorch is installed. Liger's kernels run without compilation, as their users run them."""
     if any(find_spec(package) is None for package in ("torch", "transformers", *(["liger_kernel"] if liger else []))):
         return
     side = f"{kernel}{', Liger' if liger else ''}{', float32 weights' if float32_weights else ''}"
@@ -215,7 +216,7 @@ def parts(of: dict[str, Any], sequences: int, head_chunks: Sequence[int] = ()) -
 
 
 def layers_that_fit(found: Row) -> int:
-    """Of 8B: the most that fit with sequences of 8,192 and `selective`; 8 where the memory is not known."""
+    """Layers of 8B: the most that fit with sequences of 8,192 and `selective`; 8 if the memory is not known."""
     if not found.get("capacity_bytes"):
         return 8
     tried = ((layers, about("8B", 8192, [f"model.num_layers={layers}"])) for layers in range(32, 1, -1))
@@ -223,11 +224,11 @@ def layers_that_fit(found: Row) -> int:
 
 
 def fits(found: Row, case: Case) -> bool:
-    """Whether a training case does, by the estimate, in microbatches of any size; yes where the memory is not known."""
+    """Whether a training case fits by the estimate with any microbatch. True if the memory is not known."""
     if not (capacity := found.get("capacity_bytes")):
         return True
     gpu, overrides = gpu_from_device_kind(found["device"]), case.options["overrides"]
-    # One microbatch may take less than two, which need sums beside what is added to them.
+    # One microbatch may need less than two, which need an accumulator in addition.
     config = config_of(overrides, microbatch_sequences=largest_microbatch(overrides, capacity, gpu))
     return estimate_memory(config, gpu).peak_bytes <= FIT_SHARE * capacity
 
@@ -237,17 +238,17 @@ def fits(found: Row, case: Case) -> bool:
 
 @dataclass
 class Runner:
-    """Measures cases as long as there is time, and knows what was measured before."""
+    """Measures cases while time remains, and reads previous measurements."""
 
     out: Path
     known: list[Path]
     until: float
-    """By time.monotonic."""
+    """End time by time.monotonic."""
     again: str | None = None
-    """A pattern: rows of such names, and failed ones, are measured anew."""
+    """Pattern of names: their rows, and failed ones, are measured again."""
     rows: dict[str, Row] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
-    """Names of cases that there was no time for."""
+    """Names of cases without enough time."""
 
     def __post_init__(self):
         for file in [*self.known, self.out]:
@@ -271,7 +272,7 @@ class Runner:
         return statistics.median(took) if took else EXPECTED_S[kind]
 
     def run(self, group: Sequence[Case]) -> None:
-        """Measures what is not there yet of cases that share a process."""
+        """Measures those of the cases that have no row yet, in one process."""
         group = [case for case in group if not self.is_done(case)]
         if not group:
             return
@@ -283,7 +284,7 @@ class Runner:
             say(f"{case.name} ({case.kind}; about {self.expected_s(case.kind):.0f} s, {self.remaining_s():.0f} s left)")
         limit_s = min(LIMIT_S, self.remaining_s() - KILLED_S)
         started = time.monotonic()
-        said, error = apart.run(
+        said, error = subprocess_runner.run(
             [sys.executable, str(CASES), json.dumps([dataclasses.asdict(case) for case in group])],
             limit_s,
             {"CUDA_VISIBLE_DEVICES": first_gpu(), **VARIABLES},
@@ -295,13 +296,17 @@ class Runner:
             for part in said:
                 found |= part if part["name"] == case.name else {}
             if "finished" not in found and "error" not in found:
-                # What it had measured before it died counts.
+                # Measurements before a crash count.
                 measured = "tokens_per_s" in found
-                if not measured and limit_s < LIMIT_S and apart.is_late(error):
+                if not measured and limit_s < LIMIT_S and subprocess_runner.is_late(error):
                     self.left.append(case.name)
                     continue
-                found["died" if measured else "error"] = error or "It said nothing."
-            if found.get("error") == apart.OUT_OF_MEMORY and case.kind == "train" and found.get("microbatch", 1) > 1:
+                found["died" if measured else "error"] = error or "It printed nothing."
+            if (
+                found.get("error") == subprocess_runner.OUT_OF_MEMORY
+                and case.kind == "train"
+                and found.get("microbatch", 1) > 1
+            ):
                 self._with_smaller_microbatch(case, found["microbatch"])
                 continue
             found.pop("finished", None)
@@ -316,11 +321,11 @@ class Runner:
             )
 
     def _with_smaller_microbatch(self, case: Case, too_large: int) -> None:
-        say(f"  {apart.OUT_OF_MEMORY} with {too_large} sequences a microbatch")
+        say(f"  {subprocess_runner.OUT_OF_MEMORY} with {too_large} sequences a microbatch")
         self.rows.pop(case.name, None)
         self.run([dataclasses.replace(case, options={**case.options, "at_most": too_large - 1})])
         if case.name in self.rows:
-            # Known by what was asked for.
+            # Stored under the requested options.
             self._write({"ran_out_at": too_large, **self.rows[case.name], "options": case.options})
 
     def _write(self, row: Row) -> None:
@@ -344,7 +349,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    # A run that is told to stop ends its case too.
+    # A terminated run also terminates its case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     until = time.monotonic() + 60 * options.minutes
     try:
@@ -363,7 +368,7 @@ def measure(runner: Runner, dry: bool, only: re.Pattern[str]) -> None:
     first = ceilings(dry)
     runner.out.parent.mkdir(parents=True, exist_ok=True)
     if dry:
-        # JAX's in one process, PyTorch's in another beside it: to start them is what takes time here.
+        # JAX's cases in one process, PyTorch's in another: a trial spends most of its time starting processes.
         rest = cases({}, dry)
         of_jax = [case for case in rest if case.kind != "transformers"]
         of_torch = [case for case in rest if case.kind == "transformers"]
@@ -373,7 +378,7 @@ def measure(runner: Runner, dry: bool, only: re.Pattern[str]) -> None:
     runner.run([first])
     found = runner.rows.get(first.name)
     if found is None or "error" in found:
-        say("Without ceilings nothing else is measured.")
+        say("Without ceilings nothing else can be measured.")
         return
     for case in cases(found, dry):
         if only.search(case.name):
@@ -387,7 +392,7 @@ def report(runner: Runner, as_json: bool) -> None:
         return
     print(gpu_table.text(runner.rows))
     if runner.left:
-        print(f"\nNo time for {len(runner.left)} cases: {'; '.join(runner.left)}. The same command goes on with them.")
+        print(f"\nNo time for {len(runner.left)} cases: {'; '.join(runner.left)}. Rerun the same command to measure them.")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -398,13 +403,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, metavar="FILE", help="rows, read and added to; default: gpu.jsonl in $OUT or runs/gpu"
     )
     parser.add_argument("--known", type=Path, nargs="*", default=[], metavar="FILE", help="rows of earlier runs")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="cases of such names, and the ceilings")
-    parser.add_argument("--again", metavar="PATTERN", help="measure rows of such names anew, and all that failed")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only cases with matching names, and the ceilings")
+    parser.add_argument("--again", metavar="PATTERN", help="measure rows with matching names, and all failed ones, again")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object, alone on standard output")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on what is here")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the local device")
     options = parser.parse_args(arguments)
-    # A dry run is to measure something each time.
+    # A trial always measures, so it gets a new file.
     options.out = options.out or (Path(tempfile.mkdtemp()) if options.dry_run else folder) / "gpu.jsonl"
     return options
 

@@ -1,12 +1,12 @@
-"""What benchmarks/gpu.py measures on one GPU: each function is one kind of case, and returns its figures.
+"""Measurements of benchmarks/gpu.py on one GPU. Each function measures one kind of case and returns its figures.
 
     python benchmarks/gpu_cases.py '[{"name": ..., "kind": ..., "options": {...}}, ...]'
 
-says them on standard output, a JSON object a line: `name`, and beside it what is known so far. `tell` says a part of them
-early, so that a crash does not take them along.
+prints the results on standard output, one JSON object per line: `name` and the figures known so far. `tell` prints some of them
+early, so that a crash does not lose them.
 
-Token ids are drawn by Zipf's law over the whole vocabulary, as words of a text are: with a few ids, the gradient of the
-embedding would be other work. Losses are then near ln(vocabulary) in the first step, on every side.
+Token ids are drawn by Zipf's law over the complete vocabulary, as words in a text are: with only a few ids, the gradient of the
+embedding would cost a different amount of work. The loss of the first step is then near ln(vocabulary) on every side.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import apart
 import numpy as np
 import step
+import subprocess_runner
 
 import jaxllm
 from jaxllm.config import Config, ModelConfig, load_config
-from jaxllm.plan.flops import attention_flops_per_token, parameter_count, train_flops_per_token
-from jaxllm.plan.hardware import Gpu, gpu_from_device_kind
-from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.search import FIT_SHARE
+from jaxllm.cost_model.flops import attention_flops_per_token, parameter_count, train_flops_per_token
+from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.plan.plan_result import FIT_SHARE
 
 Figures = dict[str, Any]
 Tell = Callable[..., None]
@@ -44,40 +44,40 @@ Tell = Callable[..., None]
 CHECKOUT = Path(__file__).resolve().parents[1]
 BASE = {
     "model": {},
-    # Any text will do: its tokens are replaced.
+    # Any text works, because its tokens are replaced.
     "data": {"source": "files", "paths": [str(CHECKOUT / "jaxllm" / "**" / "*.py")], "mask_documents": False},
     "parallel": {"data": 1},
     "train": {"steps": 1000},
     "run": {"dir": "runs/gpu"},
 }
 ADAMW_BYTES = 32
-"""Of each float32 parameter in an update: the gradient read for its norm and again, the parameter and two moments read and
-written."""
+"""Bytes per float32 parameter in an update: the gradient is read twice (once for its norm), the parameter and two moments are
+read and written."""
 MOST_TIMED_S = 20
 TRACED_STEPS = 2
 PROBED_SHARE = 0.7
-"""Of what PyTorch's uncompiled step takes for a sequence, what its compiled one is first given: too little ends in another
-compilation, too much in a microbatch that is too small."""
+"""Assumed memory per sequence of PyTorch's compiled step, as a fraction of its uncompiled step's. Too small a value costs
+another compilation; too large a value gives too small a microbatch."""
 TORCH_SHARE = 0.95
-"""Of the GPU's memory, what PyTorch may take: the rest is for the CUDA context and for gaps between its blocks. Chosen."""
+"""Fraction of the GPU's memory for PyTorch. The rest is for the CUDA context and for fragmentation. Chosen, not measured."""
 
 
 def config_of(overrides: Sequence[str], **train: int) -> Config:
-    """Of one device. `train`: keys of that section."""
+    """Config for one device. `train`: keys of that section."""
     return load_config(BASE, [*overrides, *(f"train.{key}={value}" for key, value in train.items())]).resolve(1)
 
 
 def token_rows(config: Config, number: int) -> dict[str, np.ndarray]:
-    """Batch `number`: tokens and targets, int32 [sequence, position], the same for both sides."""
+    """Batch `number`: tokens and targets, int32 [sequence, position], equal for both sides."""
     S, G = config.train.sequence_length, config.train.global_batch_sequences
     uniform = np.random.default_rng(number).random((G, S + 1))
-    # Log-uniform: id n comes in proportion to 1 / n.
+    # Log-uniform: the probability of id n is proportional to 1 / n.
     ids = (np.exp(uniform * math.log(config.model.vocab_size)) - 1).astype(np.int32)
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
 
 
 def speed(config: Config, times_s: Sequence[float], device_kind: str) -> Figures:
-    """tokens_per_s, and what follows from it. MFU: None for a device that plan/hardware.py does not know."""
+    """tokens_per_s and the figures that follow from it. MFU is None for a device that cost_model/hardware.py does not know."""
     lower, median, upper = np.percentile(times_s, [25, 50, 75]).tolist()
     model, S = config.model, config.train.sequence_length
     rate = config.step_tokens / median
@@ -99,7 +99,7 @@ def speed(config: Config, times_s: Sequence[float], device_kind: str) -> Figures
 
 
 def time_steps(launch: step.Launch, steps: int) -> tuple[float, list[float]]:
-    """(loss of the first step, seconds of each of `steps` later ones; of fewer, but three, where they take long)."""
+    """(loss of the first step, seconds of each of `steps` later ones; if steps are slow, of fewer, at least three)."""
     first_loss = float(launch(0))
     (warm_s,) = step.time_block(launch, 1)
     steps = max(min(steps, 3), min(steps, int(MOST_TIMED_S / warm_s)))
@@ -115,13 +115,13 @@ def time_steps(launch: step.Launch, steps: int) -> tuple[float, list[float]]:
 
 
 def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False, at_most: int | None = None) -> Figures:
-    """A run's own train step, with the largest microbatch that fits by the estimate.
+    """Measures a run's own train step, with the largest microbatch that fits by the estimate.
 
     Args:
-      traced: look into two more steps with the profiler.
-      at_most: sequences of a microbatch.
+      traced: profile two more steps.
+      at_most: limit for the sequences of a microbatch.
     """
-    from jaxllm.train.fits import total_bytes
+    from jaxllm.train.memory_check import total_bytes
 
     device = start_jax()
     gpu = gpu_from_device_kind(device.device_kind)
@@ -149,18 +149,18 @@ def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False
 
 
 def start_jax() -> Any:
-    """JAX as a run starts it; the device."""
+    """Starts JAX as a run does, and returns the device."""
     import jax
 
-    from jaxllm import distributed
     from jaxllm.config import RunConfig
+    from jaxllm.runtime import distributed
 
     distributed.start(RunConfig())
     return jax.local_devices()[0]
 
 
 def capacity_of(device: Any) -> int | None:
-    from jaxllm.train.fits import capacity_of
+    from jaxllm.train.memory_check import capacity_of
 
     return capacity_of(device)
 
@@ -168,8 +168,8 @@ def capacity_of(device: Any) -> int | None:
 def largest_microbatch(
     overrides: Sequence[str], capacity_bytes: int | None, gpu: Gpu | None, at_most: int | None = None
 ) -> int:
-    """Sequences, a divisor of the batch: the most whose estimate leaves what the planner leaves. 1 where none does; where the
-    capacity is not known, at most 2.
+    """Largest number of sequences, a divisor of the batch, whose estimate leaves the planner's margin. 1 if none does; at most
+    2 if the capacity is not known.
     """
     batch = config_of(overrides).train.global_batch_sequences
     limit = at_most if capacity_bytes else min(at_most or 2, 2)
@@ -183,7 +183,7 @@ def largest_microbatch(
 
 
 def batch_of(trainer: Any, number: int) -> dict[str, Any]:
-    """A batch of the run, with other tokens. Where documents are masked, they end where the run's own text has it."""
+    """A batch of the run with other tokens. If documents are masked, they end where the run's own text has ends."""
     import jax
 
     batch = trainer.train_batch(number)
@@ -197,18 +197,16 @@ def batch_of(trainer: Any, number: int) -> dict[str, Any]:
 ATTENTION = re.compile(r"cudnn|sdpa|fmha|flash", re.IGNORECASE)
 BACKWARD = re.compile(r"bprop|bwd|backward|dgrad|dot_do_o|convert_dq", re.IGNORECASE)
 MATMUL = re.compile(r"gemm|nvjet|cutlass|wgmma|xmma|cublas|dot", re.IGNORECASE)
-"""In names of kernels: of cuDNN's and cuBLAS's own, and of those that XLA writes."""
+"""Pattern for names of matmul kernels: those of cuDNN and cuBLAS, and those that XLA generates."""
 
 
 def trace(launch: step.Launch, op_name_of: dict[str, str]) -> Figures:
-    """Where a step's time goes, by the profiler: seconds of a step by kind of kernel, the longest kernels, and for how long any
-    kernel runs.
-    """
+    """Profile of a step: seconds per step by kind of kernel, the longest kernels, and the time in which any kernel runs."""
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
-        # Python's own calls would slow the launches down.
+        # Tracing Python's calls would slow the launches down.
         options.python_tracer_level = 0
         jax.profiler.start_trace(folder, profiler_options=options)
         for number in range(TRACED_STEPS):
@@ -239,7 +237,7 @@ def trace(launch: step.Launch, op_name_of: dict[str, str]) -> Figures:
 
 
 def kernels_of(profile: Any):
-    """(kernel, HLO instruction or '', start, end in ns): what ran on the GPU's streams; on a CPU, XLA's own operations."""
+    """(kernel, HLO instruction or '', start, end in ns) of all work on the GPU's streams; on a CPU, of XLA's operations."""
     planes = list(profile.planes)
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     for plane in gpus or planes:
@@ -263,12 +261,12 @@ def kind_of(kernel: str, op_name: str) -> str:
 
 
 def op_names(hlo: str) -> dict[str, str]:
-    """Name of an instruction -> where in the traced program it comes from."""
+    """Name of an instruction -> its origin in the traced program."""
     return dict(re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="((?:[^"\\]|\\.)*)"', hlo, re.MULTILINE))
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of their union."""
+    """Length of the union of the intervals."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -280,7 +278,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def seconds_of(function: Callable[..., Any], *arguments: Any, least_s: float = 0.1, blocks: int = 5) -> float:
-    """Of one call: the median over blocks of calls that follow each other without waiting."""
+    """Seconds of one call: the median over blocks of calls that are dispatched without waiting."""
     import jax
 
     jax.block_until_ready(function(*arguments))
@@ -298,15 +296,15 @@ def seconds_of(function: Callable[..., Any], *arguments: Any, least_s: float = 0
 
 
 def normal(number: int, *shape: int, dtype: str = "bfloat16") -> Any:
-    """Random: products of zeros take a GPU less power, and run faster."""
+    """Random numbers, because a GPU computes products of zeros with less power, and faster."""
     import jax
 
     return jax.jit(partial(jax.random.normal, shape=shape, dtype=dtype))(jax.random.key(number))
 
 
 def ceilings(tell: Tell, copy_bytes: int, matmul_sizes: Sequence[int]) -> Figures:
-    """What this GPU can do: bytes per second of a large copy, read and written ones counted, and FLOP/s of a square bfloat16
-    matmul on random numbers.
+    """Ceilings of this GPU: bytes per second of a large copy, counting both read and write, and FLOP/s of a square bfloat16
+    matmul of random numbers.
     """
     import jax
 
@@ -330,8 +328,8 @@ def ceilings(tell: Tell, copy_bytes: int, matmul_sizes: Sequence[int]) -> Figure
 
 
 def parts(tell: Tell, overrides: Sequence[str], sequences: int, head_chunks: Sequence[int] = ()) -> Figures:
-    """Pieces of a step alone, at the shapes they have in it with `sequences` in a microbatch: attention, each matmul forward
-    and both ways backward, a norm, the head with its loss at several chunks, and the whole optimizer.
+    """Parts of a step alone, with the shapes of a microbatch of `sequences`: attention, each matmul forward and both backward
+    products, a norm, the head with its loss at several chunk sizes, and the complete optimizer.
     """
     import jax
     import jax.numpy as jnp
@@ -388,7 +386,7 @@ def parts(tell: Tell, overrides: Sequence[str], sequences: int, head_chunks: Seq
 
 
 def matmuls(model: ModelConfig, tokens: int) -> list[Figures]:
-    """Of each shape of matrix of a layer: what `products` has, and how often a layer has it."""
+    """For each matrix shape of a layer: the result of `products`, and how often a layer has the shape."""
     D, F, H = model.hidden_size, model.intermediate_size, model.head_dim
     keys, queries = model.num_kv_heads * H, model.num_heads * H
     shapes = Counter([(D, queries), (D, keys), (D, keys), (queries, D), (D, F), (D, F), (F, D)])
@@ -396,8 +394,8 @@ def matmuls(model: ModelConfig, tokens: int) -> list[Figures]:
 
 
 def products(tokens: int, inputs: int, outputs: int, dtype: str, sums: str | None = None) -> Figures:
-    """FLOPs of one product with a matrix [inputs, outputs], and its seconds forward, backward for the input and backward for
-    the weight; `sums`: the dtype of the first and the last of these, if another.
+    """FLOPs of one product with a matrix [inputs, outputs], and its seconds: forward, backward for the input, backward for the
+    weight. `sums`: dtype of the results of the first and the last, if another.
     """
     import jax
     import jax.numpy as jnp
@@ -414,7 +412,7 @@ def products(tokens: int, inputs: int, outputs: int, dtype: str, sums: str | Non
 
 
 def optimizer(config: Config) -> Figures:
-    """Of a step: norm of the gradients, verdict, clipping and AdamW, by the step's own functions."""
+    """Times the optimizer of a step: gradient norm, skip decision, clipping and AdamW, by the step's own functions."""
     import jax
     import jax.numpy as jnp
 
@@ -444,13 +442,13 @@ def optimizer(config: Config) -> Figures:
 
 
 def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
-    """One rank's program of a ring, its hops left out, beside one fused call over the whole sequence. By zigzag all ranks work
-    alike, so c ranks cost c times as much; that over the fused call's time is what cutting attention into blocks costs.
+    """One rank's program of a ring without its transfers, and one fused call over the complete sequence. With zigzag all ranks
+    do the same work, so c ranks cost c times as much. Divided by the fused call's time, this is the cost of blocks.
     """
     import jax
 
     from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
-    from jaxllm.model.attention_blocks import xla_kernel
+    from jaxllm.model.blockwise_attention import xla_kernel
     from jaxllm.model.cudnn_attention import cudnn_kernel
     from jaxllm.parallel.ring_attention import ring_attention
 
@@ -471,8 +469,8 @@ def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
     played = []
     for c in ranks:
         stay = mock.patch.object(jax.lax, "ppermute", lambda x, axis_name, perm: x)
-        # The rank in the middle. What depends on it is chosen by `where`, so a known rank could spare work: it is read, as
-        # on a ring, from memory.
+        # The rank in the middle. It is read from memory as on a ring: with a constant rank the compiler could drop the work
+        # that `where` does not select.
         at = jax.device_put(np.int32(c // 2))
         here = mock.patch.object(jax.lax, "axis_index", lambda axis_name, at=at: jax.lax.optimization_barrier(at))
         with stay, here:
@@ -493,8 +491,8 @@ def transformers(
     float32_weights: bool = False,
     liger: bool = False,
 ) -> Figures:
-    """The same model and batches in PyTorch, with the largest microbatch that fits; with gradient checkpointing where not even
-    one sequence fits without.
+    """Trains the same model and batches in PyTorch, with the largest microbatch that fits, and with gradient checkpointing if
+    not even one sequence fits without it.
     """
     import torch
     from transformers import __version__ as version
@@ -506,7 +504,7 @@ def transformers(
     rows = [token_rows(config, number) for number in range(step.BATCHES)]
 
     def launch_of(b: int, theirs: step.Theirs, sequences: int | None = None) -> step.Launch:
-        """Steps in microbatches of b, of whole batches or of their first sequences."""
+        """Steps in microbatches of b, over complete batches or their first sequences."""
         cut = [{name: ids[:sequences].reshape(-1, b, ids.shape[1]) for name, ids in row.items()} for row in rows]
         marked = [{**row, "mask": np.ones(row["tokens"].shape, bool)} for row in cut]
         return step.their_launch(config, network, adamw, marked, device, theirs)
@@ -516,7 +514,7 @@ def transformers(
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         launch = launch_of(b, theirs)
-        # On a GPU not of fresh weights: finding the microbatch takes steps too.
+        # On a GPU the weights are not fresh, because the search for the microbatch takes steps too.
         first_loss = float(launch(0))
         compile_s = time.perf_counter() - started
         _, times_s = time_steps(launch, steps)
@@ -541,7 +539,7 @@ def transformers(
             if b == 1:
                 raise
             found, too_large = None, b
-        # Outside the handler: what failed holds memory there.
+        # Outside the exception handler, which keeps the failed step's memory alive.
         adamw.zero_grad()
         if compiled:
             torch.compiler.reset()
@@ -555,7 +553,7 @@ def transformers(
                 best = found
             tell(**best)
             larger = next((size for size in sizes if b < size < too_large), None)
-            # By what a sequence takes of it, one size more may fit.
+            # By the memory per sequence, one size more may fit.
             if gpu and larger and fixed_bytes + larger * (found["in_use_bytes"] - fixed_bytes) / b <= torch_room(torch):
                 b = larger
                 continue
@@ -569,8 +567,8 @@ def torch_room(torch: Any) -> float:
 def probe(
     sizes: Sequence[int], network: Any, adamw: Any, launch_of: Callable[..., step.Launch], theirs: step.Theirs
 ) -> tuple[int, bool, int]:
-    """(microbatch to begin with, whether with gradient checkpointing, bytes that do not depend on it), from what the uncompiled
-    step takes for one sequence.
+    """(first microbatch, whether with gradient checkpointing, bytes independent of the microbatch), from the memory of the
+    uncompiled step with one sequence.
     """
     import torch
 
@@ -594,7 +592,7 @@ def probe(
     adamw.zero_grad()
     launch = None
     forget(torch)
-    # Weights and moments, and gradients of the weights' dtype.
+    # Weights, moments, and gradients in the weights' dtype.
     fixed = torch.cuda.memory_allocated() + sum(p.nbytes for p in network.parameters())
     fits = (torch_room(torch) - fixed) / max(PROBED_SHARE * (peak - fixed), 1)
     return max((size for size in sizes if size <= fits), default=1), checkpointing, fixed
@@ -620,9 +618,9 @@ def main() -> None:
         try:
             tell(**KINDS[case["kind"]](tell, **case["options"]), finished=True)
         except Exception:
-            told = traceback.format_exc()
-            print(told, file=sys.stderr, flush=True)
-            tell(error=apart.reason(told))
+            text = traceback.format_exc()
+            print(text, file=sys.stderr, flush=True)
+            tell(error=subprocess_runner.reason(text))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The rows of benchmarks/gpu.py as tables in Markdown, with the targets they are held against. Plain arithmetic.
+"""Formats the rows of benchmarks/gpu.py as Markdown tables, with their targets. Plain arithmetic.
 
-text(rows)          rows: name of a case -> what was found, and with it its `kind` and `about` (model, S, remat, ...)
-verdicts(rows)      each target: what it is of, the figure, whether it is met
+text(rows)          rows: name of a case -> its figures, with its `kind` and `about` (model, S, remat, ...)
+verdicts(rows)      each target: its subject, the figure, whether it is met
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
 
 MFU_TARGETS = {"1B": 0.50, "3B": 0.50, "8B": 0.55}
-"""Full-square, by model."""
+"""Full-square MFU by model."""
 CEILING_TARGET = 0.8
 RATIO_TARGET, RATIO_LENGTH = 1.2, 8192
-"""Over transformers compiled, at this length; over the best of PyTorch's sides 1.0."""
+"""Ratio to compiled transformers at this length. The target for the best of PyTorch's sides is 1.0."""
 RING_TARGET = 0.1
 COPY_TARGET = 0.8
 ALONE_TARGET = 0.9
 SAME_WORK = ("", "unrolled")
 CAST_BYTES = 6
-"""Of each parameter: read in float32 and written in bfloat16, once a step."""
+"""Bytes per parameter: read in float32 and written in bfloat16, once per step."""
 
 
 class Verdict(NamedTuple):
@@ -43,27 +43,27 @@ def verdicts(rows: Rows) -> list[Verdict]:
 
 
 def of_kind(rows: Rows, kind: str) -> dict[str, Row]:
-    """Those of a kind that have their figures."""
+    """Rows of one kind that have figures."""
     return {name: row for name, row in rows.items() if row["kind"] == kind and "error" not in row}
 
 
 def ceiling_share(row: Row, rows: Rows) -> float | None:
-    """Of a step's time, what the measured ceilings alone would take: its model FLOPs in matmuls at the best matmul's speed, in
-    attention (causal) at that of the kernel alone at this length, or a matmul's where that was not measured, and at the copy's
-    speed AdamW and the cast of the weights. None without ceilings.
+    """Ideal time of a step by the measured ceilings, as a fraction of its time: the model's matmul FLOPs at the speed of the
+    best matmul, causal attention at the speed of its kernel alone at this length (or of a matmul if not measured), and AdamW
+    and the cast of the weights at the speed of the copy. None without ceilings.
     """
     found = next(iter(of_kind(rows, "ceilings").values()), None)
     if found is None:
         return None
     tokens = row["tokens_per_step"]
     per_token = {name: row[f"tflops_{name}"] * 1e12 / row["tokens_per_s"] for name in ("causal", "full_square")}
-    # Full-square counts attention twice.
+    # Full-square FLOPs count attention twice.
     attention_flops = (per_token["full_square"] - per_token["causal"]) * tokens
     matmul_flops = per_token["causal"] * tokens - attention_flops
     attention_rate = found["matmul_flops"]
     for part in of_kind(rows, "parts").values():
         if all(part["about"][key] == row["about"][key] for key in ("model", "sequence_length")):
-            # Forward once and backward, which is twice the work.
+            # Forward plus backward, which is twice the work of forward.
             attention_rate = 3 * part["attention"]["forward_flops"] / part["attention"]["forward_backward_s"]
     from_optimizer = (32 + CAST_BYTES) * row["parameters"] / found["copy_bytes_per_s"]
     least_s = matmul_flops / found["matmul_flops"] + attention_flops / attention_rate + from_optimizer
@@ -71,7 +71,7 @@ def ceiling_share(row: Row, rows: Rows) -> float | None:
 
 
 def best_of_ours(rows: Rows, about: Mapping[str, Any]) -> Row | None:
-    """The fastest remat policy of a model and length that does PyTorch's work: bfloat16, one text a sequence."""
+    """The fastest remat policy for a model and length that does PyTorch's work: bfloat16, one text per sequence."""
     ours = [
         row
         for row in of_kind(rows, "train").values()
@@ -81,7 +81,7 @@ def best_of_ours(rows: Rows, about: Mapping[str, Any]) -> Row | None:
 
 
 def ratio(row: Row, rows: Rows) -> float | None:
-    """jaxllm's best over this PyTorch side, in tokens per second."""
+    """Tokens per second of jaxllm's best, divided by those of this PyTorch side."""
     ours = best_of_ours(rows, row["about"])
     return None if ours is None else ours["tokens_per_s"] / row["tokens_per_s"]
 
@@ -146,7 +146,7 @@ def _part_verdicts(rows: Rows) -> Iterator[Verdict]:
 
 
 def _in_step_verdicts(rows: Rows) -> Iterator[Verdict]:
-    """Attention and matmuls in a traced step beside the same shapes alone."""
+    """Compares attention and matmuls in a traced step with the same shapes alone."""
     parts = {(row["about"]["model"], row["about"]["sequence_length"]): row for row in of_kind(rows, "parts").values()}
     for row in of_kind(rows, "train").values():
         about = row["about"]
@@ -163,8 +163,8 @@ def _in_step_verdicts(rows: Rows) -> Iterator[Verdict]:
 
 
 def _alone(row: Row, part: Row) -> dict[str, float]:
-    """Seconds of a step's attention and matmuls, from the same shapes alone: per token, as the microbatch may be another.
-    `selective` computes attention's forward pass twice, `full` all of a block's but the last product.
+    """Seconds of a step's attention and matmuls, computed from the same shapes alone per token, because the microbatch may
+    differ. `selective` runs attention's forward pass twice; `full` runs all of a block twice but its last product.
     """
     remat = row["about"]["remat"]
     times = row["tokens_per_step"] / part["tokens"] * row["layers"]
@@ -173,7 +173,7 @@ def _alone(row: Row, part: Row) -> dict[str, float]:
     products = part["matmuls"]
     matmul_s = sum(one["count"] * (one["forward_s"] + one["input_s"] + one["weight_s"]) for one in products)
     if remat == "full":
-        # The way down, from F to D, is needed by nothing in the block. Where F = D is the width of heads too, so are others.
+        # Nothing in the block needs the down projection's output. If F is D or the width of all heads, other shapes match too.
         down = products[-1]
         matmul_s += sum(one["count"] * one["forward_s"] for one in products) - down["forward_s"]
     head = part["head_products"]

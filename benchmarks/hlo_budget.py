@@ -1,10 +1,10 @@
-"""What XLA makes of a few small steps for H100s, in numbers that should not grow: kernels, fusions, collectives, temporaries.
+"""Counts of XLA's programs for a few small steps on H100s that should not grow: kernels, fusions, collectives, temporaries.
 
 python benchmarks/hlo_budget.py [NAME ...] [--write REASON]      (needs the extra aot)
 
-Without --write it prints what grew or shrank against benchmarks/hlo_budget.json, and ends with code 1 if something grew. With
-it, the file is written anew, and the reason kept with the date: a growth that somebody explained is no regression. Counts
-belong to one version of jaxlib and of NVIDIA's packages; under others nothing can be compared.
+Without --write it prints the differences from benchmarks/hlo_budget.json, and exits with code 1 if something grew. With --write
+it writes the file again, and stores the reason with the date: an explained growth is not a regression. Counts belong to one
+version of jaxlib and of NVIDIA's packages; other versions cannot be compared.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jaxlib
 
-from jaxllm import aot
+from jaxllm.compile import aot
+from jaxllm.compile.hlo import COLLECTIVES, Module
 from jaxllm.config import Config, load_config
-from jaxllm.hlo import COLLECTIVES, Module
 from jaxllm.mesh import axis_sizes
 
 BUDGET = Path(__file__).with_name("hlo_budget.json")
@@ -45,7 +45,7 @@ STEPS: Mapping[str, tuple[int, Sequence[str]]] = {
     "pipe-context-tensor": (8, ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
     "tensor-fp8": (8, ("parallel.tensor=2", "model.matmul_dtype=fp8")),
 }
-"""Name -> (H100s, overrides)."""
+"""Name -> (number of H100s, overrides)."""
 
 
 def configured(name: str) -> Config:
@@ -54,7 +54,7 @@ def configured(name: str) -> Config:
 
 
 def counts(config: Config) -> dict[str, int]:
-    """Of one compiled step. Instructions are counted once each, launches as often as they run."""
+    """Counts of one compiled step. Instructions are counted once each, launches as often as they run."""
     compiled = aot.compile_step(config, aot.gpu_devices(1, config.devices))
     module = Module(compiled.as_text(), axis_sizes(config.parallel))
     launches = module.launches()
@@ -72,12 +72,12 @@ def counts(config: Config) -> dict[str, int]:
 
 
 def versions() -> list[str]:
-    """What the counts depend on besides jaxllm."""
+    """Versions that the counts depend on, besides jaxllm's."""
     return [f"jaxlib {jaxlib.__version__}", *aot.versions()]
 
 
 def grown(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """'fusions 40 -> 44', of what is more than it was."""
+    """Counts that grew, such as 'fusions 40 -> 44'."""
     return [f"{name} {before.get(name, 0):,} -> {now[name]:,}" for name in now if now[name] > before.get(name, 0)]
 
 
@@ -88,14 +88,14 @@ def read(file: Path = BUDGET) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(STEPS))
-    parser.add_argument("--write", metavar="REASON", help="why the counts are what they are now")
+    parser.add_argument("--write", metavar="REASON", help="write the counts, with the reason of the change")
     chosen = parser.parse_args(arguments)
     names = chosen.names or list(STEPS)
     if unknown := [name for name in names if name not in STEPS]:
-        parser.error(f"there is no step {unknown[0]}: choose of {', '.join(STEPS)}")
+        parser.error(f"there is no step {unknown[0]}: choose from {', '.join(STEPS)}")
     budget = read()
     if chosen.write and chosen.names and budget["versions"] != versions():
-        parser.error(f"the file is of {', '.join(budget['versions']) or 'nothing'}: write all steps")
+        parser.error(f"the file has counts of {', '.join(budget['versions']) or 'nothing'}: write all steps")
     worse = False
     for name in names:
         now, before = counts(configured(name)), budget["steps"].get(name, {})

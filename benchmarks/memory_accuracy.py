@@ -1,15 +1,15 @@
-"""The closed-form estimate of a step's memory against XLA's own figure, on configurations drawn from the planner's space.
+"""Compares the closed-form memory estimate of a step with XLA's own figure, on configurations from the planner's space.
 
-python benchmarks/memory_accuracy.py [--limit 50]           compiles what is not compiled yet, and says how well they agree
-python benchmarks/memory_accuracy.py --rescore              makes the estimates anew for what is compiled; compiles nothing
-python benchmarks/memory_accuracy.py --summary [--json]     says how well they agree, and no more
+python benchmarks/memory_accuracy.py [--limit 50]           compiles missing configurations, and prints the agreement
+python benchmarks/memory_accuracy.py --rescore              computes the estimates again; compiles nothing
+python benchmarks/memory_accuracy.py --summary [--json]     only prints the agreement
 python benchmarks/memory_accuracy.py --picture scatter.png
 
-Needs the extra aot, and no GPU. As many configurations as the published study of Megatron-LM's memory has runs (454), two in
-five of them within 15% of a GPU's capacity, where a verdict is hard. Number `index` is drawn from SEED and the index alone, so
-that a run can be cut short anywhere: every compiled configuration is a row of memory_accuracy.csv at once, and the next run
-goes on. A row keeps what was drawn for it; how many would be drawn otherwise today, because the estimate says otherwise what
-is within 15%, is told, and `--redo changed` compiles those anew.
+It needs the extra aot, and no GPU. There are as many configurations as the published study of Megatron-LM's memory has runs
+(454). Two in five are within 15% of a GPU's capacity, where a verdict is hard. Configuration `index` is drawn from SEED and the
+index only, so a run can stop at any time: each compiled configuration becomes a row of memory_accuracy.csv at once, and the
+next run resumes. A row keeps its configuration. The script reports how many would be drawn differently today, because the
+estimate decides what is within 15%; `--redo changed` compiles those again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
-from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.hardware import Gpu, find_gpu
-from jaxllm.plan.megatron import megatron_memory_by_stage
-from jaxllm.plan.memory import MemoryEstimate, estimate_memory
+from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.cost_model.megatron import megatron_memory_by_stage
+from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.plan.search import HOST_BYTES_PER_GPU
 from jaxllm.plan.space import REMATS, Choice, choice_in, groups, meshes, why_not
 
@@ -50,9 +50,9 @@ MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 GPU_NAMES = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
 GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
 SEQUENCE_LENGTHS = tuple(2**k for k in range(11, 18))
-"""2,048 to 131,072."""
+"""2,048 to 131,072 tokens."""
 BATCHES = tuple(2**k for k in range(13))
-"""Sequences of a step; three times that where three divides the GPUs."""
+"""Sequences per step; three times that if the number of GPUs is divisible by three."""
 MAPPINGS = (
     dict.fromkeys(("query", "key", "value", "attention_output", "attention_lse"), "keep"),
     dict.fromkeys(("mlp_gate", "mlp_up"), "keep"),
@@ -61,20 +61,20 @@ MAPPINGS = (
     {name: "offload" if name.startswith("mlp") else "keep" for name in BLOCK_TENSORS},
 )
 MOST_MICROBATCHES = 256
-"""Of a step: enough for any pipeline to be flat in memory."""
+"""Limit of microbatches per step: enough that any pipeline's memory no longer grows."""
 
 NEAR = 0.15
-"""Of capacity: as near as that, a verdict is hard."""
+"""Distance from the capacity, as a fraction of it, within which a verdict is hard."""
 NEAR_INDICES = (1, 3)
-"""Of every five."""
+"""Indices, of each five, that are drawn near capacity."""
 VERDICT_SHARE = 0.95
-"""Of capacity: what is estimated at more is not called safe."""
+"""Fraction of the capacity up to which an estimate is called safe."""
 SHARES = (0.02, 2.5)
-"""Of capacity, by the estimate: what is further away is nobody's question."""
+"""Range of the estimate as a fraction of capacity. Outside it the verdict is obvious."""
 PROPOSALS, MOVES = 400, 12
 COMPILE_LIMIT_S = 900
 FRESH_WORKER_AFTER = 40
-"""Compilations: what JAX keeps of each adds up."""
+"""Number of compilations per worker process. JAX keeps some memory of each."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- draws
@@ -82,7 +82,7 @@ FRESH_WORKER_AFTER = 40
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration on GPUs of a kind."""
+    """One configuration on GPUs of one kind."""
 
     index: int
     wanted: str
@@ -90,7 +90,7 @@ class Case:
     gpu: str
     gpus: int
     knobs: dict[str, Any]
-    """Columns of KNOBS."""
+    """Values of the columns KNOBS."""
 
     @cached_property
     def config(self) -> Config:
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def gpus_per_host(self) -> int:
-        return hosts_of(self.gpus, None, find_gpu(self.gpu).gpus_per_host)[0]
+        return choose_gpus_per_host(self.gpus, None, find_gpu(self.gpu).gpus_per_host)[0]
 
     @property
     def capacity_bytes(self) -> int:
@@ -116,8 +116,8 @@ class Case:
 
     @property
     def hash(self) -> str:
-        told = json.dumps([self.gpu, self.gpus, self.knobs], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+        result = json.dumps([self.gpu, self.gpus, self.knobs], sort_keys=True)
+        return hashlib.sha256(result.encode()).hexdigest()[:12]
 
 
 PARALLEL_KNOBS = (
@@ -130,20 +130,20 @@ ESTIMATES: dict[str, Estimate] = {
     "jaxllm": estimate_memory,
     "megatron": lambda config, gpu: megatron_memory_by_stage(config),
 }
-"""What can be asked for. Megatron's is of another program; it is here to draw by while jaxllm's own is being changed, as
-what is drawn by a formula that stands still stays the same."""
+"""Choices of --estimate. Megatron's describes another program. It keeps the draw fixed while jaxllm's estimate changes, because
+its formula does not change."""
 
 
 def draw(seed: int = SEED, count: int = COUNT, estimate: Estimate = estimate_memory) -> list[Case]:
-    """The first `count` configurations of a seed; each depends on its index and on what the estimate calls near, not on the
-    others.
+    """Draws the first `count` configurations of a seed. Each depends on its index and on which ones the estimate calls near,
+    not on the others.
     """
     return [draw_case(seed, index, estimate) for index in range(count)]
 
 
 def draw_case(seed: int, index: int, estimate: Estimate = estimate_memory) -> Case:
-    """Models in turn, the rest axis by axis, each value as likely as the others that are left; one that is to be near capacity
-    is then moved there, by its microbatch, sequence length, remat and kind of GPU.
+    """Takes the models in turn and draws the rest axis by axis, uniformly among the possible values. A configuration that
+    should be near capacity is then moved there by its microbatch, sequence length, remat and kind of GPU.
 
     Raises:
       RuntimeError: nothing was found; the space or the estimate must have changed a lot.
@@ -161,16 +161,16 @@ def draw_case(seed: int, index: int, estimate: Estimate = estimate_memory) -> Ca
 
 
 def share_of_capacity(case: Case, estimate: Estimate) -> float | None:
-    """None for what the search refuses: ZeRO finds no dim that divides, or the host has no room for what is offloaded."""
+    """Estimate / capacity. None if the search refuses the case: ZeRO finds no divisible dim, or host memory is too small."""
     try:
-        told = estimate(case.config, find_gpu(case.gpu))
+        result = estimate(case.config, find_gpu(case.gpu))
     except ConfigError:
         return None
-    return None if told.host_bytes > HOST_BYTES_PER_GPU else told.peak_bytes / case.capacity_bytes
+    return None if result.host_bytes > HOST_BYTES_PER_GPU else result.peak_bytes / case.capacity_bytes
 
 
 def propose(rng: random.Random, index: int, near: bool) -> Case | None:
-    """Any configuration of the planner's space; None if the batch does not divide over any mesh."""
+    """Draws any configuration of the planner's space. None if no mesh divides the batch."""
     gpus, S = rng.choice(GPU_COUNTS), rng.choice(SEQUENCE_LENGTHS)
     base = {
         "model": MODELS[index % len(MODELS)],
@@ -183,9 +183,9 @@ def propose(rng: random.Random, index: int, near: bool) -> Case | None:
         "gpu": rng.choice(GPU_NAMES),
     }
     template = _template(base)
-    per_host, _ = hosts_of(gpus, None)
+    per_host, _ = choose_gpus_per_host(gpus, None)
     left = [mesh for mesh in meshes(template, gpus) if why_not(template, mesh, per_host) is None]
-    # Pipelines take longest to compile.
+    # Pipelines compile most slowly.
     without = [mesh for mesh in left if mesh.pipe == 1]
     left = without if without and rng.random() < 0.6 else left
     for axis in ("pipe", "context", "tensor"):
@@ -206,7 +206,7 @@ def propose(rng: random.Random, index: int, near: bool) -> Case | None:
 
 
 def moved(rng: random.Random, case: Case, larger: bool) -> Case | None:
-    """The same with one thing changed so that it takes more of its GPU (less, if not `larger`); None: there is nothing."""
+    """The case with one change that needs more memory (less, if not `larger`). None if there is no such change."""
     k, by = case.knobs, 1 if larger else -1
     b = k["microbatch_sequences"]
     ladders = [
@@ -229,7 +229,7 @@ def moved(rng: random.Random, case: Case, larger: bool) -> Case | None:
 
 
 def belongs(case: Case) -> bool:
-    """Whether the planner's search would come across it."""
+    """Whether the planner's search would include it."""
     try:
         config = case.config
     except ConfigError:
@@ -246,13 +246,13 @@ def belongs(case: Case) -> bool:
 
 @lru_cache
 def _shape(name: str) -> dict[str, Any]:
-    """All of a published model but its name, so that its file is read once."""
+    """A published model's keys without its name, so that its file is read once."""
     train = {"steps": 1, "sequence_length": 2, "global_batch_sequences": 1}
     return load_config({"model": {"name": name}, "train": train}).model.model_dump(exclude={"name"})
 
 
 def _template(base: dict[str, Any]) -> Config:
-    """What the planner is given to search from."""
+    """The config that the planner searches from."""
     return load_config(
         {
             "model": _shape(base["model"]),
@@ -273,7 +273,7 @@ def _case(index: int, near: bool, gpus: int, base: dict[str, Any], choice: Choic
 # ----------------------------------------------------------------------------------------------------------------- table
 
 COMPILED = ("argument_bytes", "temp_bytes", "output_bytes", "alias_bytes", "total_bytes", "host_bytes")
-"""XLA's: the demand, of one device."""
+"""XLA's figures for one device, compiled with more memory than needed."""
 ESTIMATED = ("estimate_bytes", "estimate_stage", "estimate_moment", "estimate_terms_bytes", "estimate_host_bytes")
 COLUMNS = (
     *("index", "seed", "hash", "wanted", "gpu", "gpus", "gpus_per_host", *KNOBS, "microbatches", "capacity_bytes"),
@@ -288,7 +288,7 @@ INTEGER_COLUMNS = frozenset(COLUMNS) - {
 }
 
 Row = dict[str, Any]
-"""By COLUMNS; '' where there is nothing, as with what could not be compiled."""
+"""Values by COLUMNS; '' for missing ones, for example if compilation failed."""
 
 
 def case_of(row: Row) -> Case:
@@ -296,8 +296,8 @@ def case_of(row: Row) -> Case:
 
 
 def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Estimate = estimate_memory) -> Row:
-    """Args: compiled: what compile_case() gives."""
-    told = {
+    """Args: compiled: the result of compile_case()."""
+    result = {
         **{"index": case.index, "seed": seed, "hash": case.hash, "wanted": case.wanted},
         **{"gpu": case.gpu, "gpus": case.gpus, "gpus_per_host": case.gpus_per_host, **case.knobs},
         "microbatches": case.config.num_microbatches,
@@ -305,18 +305,18 @@ def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Est
         **estimated(case, estimate),
         **compiled,
     }
-    return {column: told.get(column, "") for column in COLUMNS}
+    return {column: result.get(column, "") for column in COLUMNS}
 
 
 def estimated(case: Case, estimate: Estimate = estimate_memory) -> dict[str, Any]:
-    told = estimate(case.config, find_gpu(case.gpu))
-    peak = told.peak_stage
-    values = (told.peak_bytes, peak.stage, told.moment, dict(peak.terms_bytes), told.host_bytes)
+    result = estimate(case.config, find_gpu(case.gpu))
+    peak = result.peak_stage
+    values = (result.peak_bytes, peak.stage, result.moment, dict(peak.terms_bytes), result.host_bytes)
     return dict(zip(ESTIMATED, values, strict=True))
 
 
 def read_table(path: Path) -> list[Row]:
-    """In the order of the file. A last line that was cut short is left out; so is all that has no index."""
+    """Reads the rows in the order of the file. Skips a truncated last line and lines without an index."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -327,12 +327,12 @@ def read_table(path: Path) -> list[Row]:
             rows.append({column: _read_value(column, line[column]) for column in COLUMNS})
         except (KeyError, ValueError):
             if number < len(raw) - 1:
-                sys.exit(f"{path} has a line that is no row of this table (index {line.get('index')}): mend or remove it.")
+                sys.exit(f"{path} has a line that is not a row of this table (index {line.get('index')}): fix or remove it.")
     return rows
 
 
 def write_table(path: Path, rows: Iterable[Row]) -> None:
-    """Whole or not at all, by index."""
+    """Writes the table atomically, sorted by index."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
@@ -372,8 +372,8 @@ def compile_case(case: Case) -> dict[str, Any]:
     """The columns that the compiler fills, or `error`. Imports JAX."""
     import jax
 
-    from jaxllm import aot
-    from jaxllm.compile_report import compile_report
+    from jaxllm.compile import aot
+    from jaxllm.compile.report import compile_report
 
     versions = f"jax {jax.__version__}, {', '.join(aot.versions())}"
     try:
@@ -382,14 +382,14 @@ def compile_case(case: Case) -> dict[str, Any]:
         return {"versions": versions, "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
     finally:
         jax.clear_caches()
-    told = {column: getattr(report, column) for column in COMPILED}
-    return {**told, "attention": report.attention, "compile_s": round(report.compile_s, 2), "versions": versions}
+    result = {column: getattr(report, column) for column in COMPILED}
+    return {**result, "attention": report.attention, "compile_s": round(report.compile_s, 2), "versions": versions}
 
 
 def serve() -> None:
-    """A worker: reads cases, one JSON a line, and writes what became of each, likewise."""
+    """Worker loop: reads cases, one JSON object per line, and writes their results in the same form."""
     answers = os.fdopen(os.dup(1), "w")
-    # What libraries print is no answer.
+    # Output of libraries must not mix with results.
     os.dup2(2, 1)
     for line in sys.stdin:
         answers.write(json.dumps(compile_case(Case(**json.loads(line)))) + "\n")
@@ -397,7 +397,7 @@ def serve() -> None:
 
 
 class Worker:
-    """A process that compiles, replaced when it dies, hangs or has grown: XLA may abort, and then only it is gone."""
+    """A compiling process. It is replaced if it dies, hangs or has grown: XLA may abort and take its process down."""
 
     command = (sys.executable, str(Path(__file__).resolve()), "--serve")
 
@@ -431,7 +431,7 @@ class Worker:
         return {"error": f"The compiler's process ended with {code} (limit {COMPILE_LIMIT_S} s): {last}"}
 
     def stop(self) -> None:
-        """From another thread: what it compiles is lost."""
+        """Called from another thread: the current compilation is lost."""
         self.stopped = True
         if (process := self.process) is not None:
             process.kill()
@@ -451,8 +451,8 @@ class Worker:
             self.process = None
 
     def _start(self) -> None:
-        # Not a caller's own XLA_FLAGS, such as a test room's. Two thirds of a compilation is machine code of kernels, most of
-        # which an earlier configuration had too; what memory a step takes is settled before.
+        # Not the caller's own XLA_FLAGS, such as those of tests. Two thirds of a compilation generate machine code of kernels,
+        # most of which an earlier configuration had too. The memory of a step is decided before that.
         self.kernels = self.kernels or tempfile.TemporaryDirectory()
         flags = f"--xla_gpu_kernel_cache_file={self.kernels.name}/kernels"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -462,7 +462,7 @@ class Worker:
 
 
 def compile_all(cases: Sequence[Case], workers: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """(case, what compile_case() gives), as they come. Whoever stops asking stops the workers."""
+    """Yields (case, result of compile_case()) as they complete. Closing the generator stops the workers."""
     waiting: queue.SimpleQueue[Case | None] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Case, dict[str, Any] | BaseException]] = queue.SimpleQueue()
     for case in cases:
@@ -484,10 +484,10 @@ def compile_all(cases: Sequence[Case], workers: int) -> Iterator[tuple[Case, dic
         thread.start()
     try:
         for _ in cases:
-            case, told = done.get()
-            if isinstance(told, BaseException):
-                raise told
-            yield case, told
+            case, result = done.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield case, result
     finally:
         for worker in crew:
             worker.stop()
@@ -503,7 +503,7 @@ def run(
     estimate: Estimate = estimate_memory,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Compiles the cases, each a new row of the table as soon as it is compiled."""
+    """Compiles the cases. Each becomes a row of the table as soon as it is compiled."""
     started = time.monotonic()
     if not path.exists():
         write_table(path, [])
@@ -529,7 +529,7 @@ def line_of(row: Row) -> str:
 
 
 def still_to_do(rows: Sequence[Row], seed: int, count: int, estimate: Estimate) -> tuple[list[Case], int]:
-    """What has no row of this seed yet; and how many rows hold something else than would be drawn today."""
+    """Cases without a row of this seed, and the number of rows that differ from today's draw."""
     stored = {row["index"]: row["hash"] for row in rows if row["seed"] == seed}
     cases = draw(seed, count, estimate)
     changed = sum(case.index in stored and stored[case.index] != case.hash for case in cases)
@@ -537,8 +537,8 @@ def still_to_do(rows: Sequence[Row], seed: int, count: int, estimate: Estimate) 
 
 
 def subset(rows: Sequence[Row], size: int) -> list[Row]:
-    """So many of the fifth of the rows that compiles fastest (a few more than so many, if that is less), evenly over models,
-    ZeRO levels, schedules, remat policies and nearness: a fixed choice, as the table is.
+    """About `size` of the fastest-compiling fifth of the rows, evenly over models, ZeRO levels, schedules, remat policies and
+    nearness. The choice is fixed for a given table.
     """
     compiled = [row for row in rows if not row["error"]]
     if not compiled:
@@ -571,12 +571,12 @@ def agrees(row: Row) -> bool:
 
 
 def is_false_promise(row: Row) -> bool:
-    """Called safe, and above capacity."""
+    """Whether the row was called safe but is above capacity."""
     return row["estimate_bytes"] <= VERDICT_SHARE * row["capacity_bytes"] and row["total_bytes"] > row["capacity_bytes"]
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of compiled rows; errors in percent of XLA's figure, shares from 0 to 1; None where there is nothing to say it of."""
+    """Statistics of compiled rows: errors in percent of XLA's figure, shares from 0 to 1; None without rows."""
     errors = np.array([100 * relative_error(row) for row in rows])
     near = [row for row in rows if is_near(row)]
     some = len(rows) > 0
@@ -610,7 +610,7 @@ def _value(row: Row, column: str) -> str:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """figures() of all compiled rows, and by each value of BREAKDOWNS; the five worst each way; what could not be compiled."""
+    """figures() of all compiled rows, and by each value of BREAKDOWNS; the five worst each way; failed compilations."""
     compiled = [row for row in rows if not row["error"]]
     by: dict[str, dict[str, Any]] = {}
     for column in BREAKDOWNS:
@@ -633,33 +633,34 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def lines(told: dict[str, Any]) -> Iterator[str]:
-    yield f"{told['configurations']} configurations compiled, {told['near_capacity']} near capacity; {told['failed']} failed"
-    if not told["configurations"]:
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    compiled = f"{result['configurations']} configurations compiled, {result['near_capacity']} near capacity"
+    yield f"{compiled}; {result['failed']} failed"
+    if not result["configurations"]:
         return
-    compile_s, near = told["compile_s"], told["verdict_agreement_near_capacity"]
+    compile_s, near = result["compile_s"], result["verdict_agreement_near_capacity"]
     yield (
         f"compiled in {compile_s['total'] / 60:.0f} min of workers' time, median {compile_s['median']:.1f} s, most "
         f"{compile_s['most']:.0f} s"
     )
     yield (
-        f"error: median {told['median_error_percent']:.2f}%, 95th percentile {told['p95_error_percent']:.2f}%, mean "
-        f"{told['mean_signed_error_percent']:+.2f}%"
+        f"error: median {result['median_error_percent']:.2f}%, 95th percentile {result['p95_error_percent']:.2f}%, mean "
+        f"{result['mean_signed_error_percent']:+.2f}%"
     )
     yield (
-        f"worst underestimate {told['worst_underestimate_percent']:.1f}%, overestimate "
-        f"{told['worst_overestimate_percent']:.1f}%; underestimated by more than 10%: "
-        f"{told['underestimated_by_more_than_10_percent']}"
+        f"worst underestimate {result['worst_underestimate_percent']:.1f}%, overestimate "
+        f"{result['worst_overestimate_percent']:.1f}%; underestimated by more than 10%: "
+        f"{result['underestimated_by_more_than_10_percent']}"
     )
     yield (
-        f"same verdict at 95% of capacity: {100 * told['verdict_agreement']:.1f}% of all, "
+        f"same verdict at 95% of capacity: {100 * result['verdict_agreement']:.1f}% of all, "
         f"{'none' if near is None else f'{100 * near:.1f}%'} of those near capacity"
     )
-    yield f"called safe (at most 95% of capacity) and above capacity: {told['called_safe_and_above_capacity']}"
+    yield f"called safe (at most 95% of capacity) and above capacity: {result['called_safe_and_above_capacity']}"
     yield ""
     yield "| | | configurations | median | 95th | signed mean | worst under | worst over | under by > 10% | same verdict |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for column, values in told["by"].items():
+    for column, values in result["by"].items():
         for value, f in values.items():
             keys = ("median", "p95", "mean_signed")
             cells = [f"{f[f'{key}_error_percent']:.2f}" for key in keys]
@@ -667,21 +668,21 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
             cells += [str(f["underestimated_by_more_than_10_percent"]), f"{100 * f['verdict_agreement']:.1f}%"]
             yield f"| {column} | {value} | {f['configurations']} | {' | '.join(cells)} |"
     for title in ("most_underestimated", "most_overestimated", "errors"):
-        if told[title]:
+        if result[title]:
             yield ""
             yield f"{title.replace('_', ' ')}:"
-            yield from (f"  {line}" for line in told[title])
+            yield from (f"  {line}" for line in result[title])
 
 
 # --------------------------------------------------------------------------------------------------------------- picture
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Estimate against XLA's figure, and the error by how full the GPU is. Raises ConfigError as jaxllm.plots.save()."""
-    from jaxllm import plots
+    """Plots estimate against XLA's figure, and the error by how full the GPU is. Raises ConfigError as plots.schedule.save."""
+    from jaxllm.plots import schedule
 
     compiled = [row for row in rows if not row["error"]]
-    figure = plots.new_figure(12, 5.4)
+    figure = schedule.new_figure(12, 5.4)
     both, errors = figure.subplots(1, 2)
     totals = [row[key] / 2**30 for row in compiled for key in ("total_bytes", "estimate_bytes")] or [1.0, 10.0]
     ends = [min(totals) / 1.2, max(totals) * 1.2]
@@ -702,21 +703,21 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     both.legend(loc="upper left", frameon=False)
     errors.set(xscale="log", xlabel="XLA's figure, share of capacity", ylabel="estimate's error, %")
     errors.set_title("Error; grey: within 10%, amber: within 15% of capacity")
-    plots.save(figure, path)
+    schedule.save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, default=TABLE, help="the CSV")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--count", type=int, default=COUNT, help="configurations in all")
-    parser.add_argument("--limit", type=int, help="compile at most so many now")
+    parser.add_argument("--count", type=int, default=COUNT, help="total number of configurations")
+    parser.add_argument("--limit", type=int, help="maximum number of configurations to compile now")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--estimate", choices=list(ESTIMATES), default="jaxllm", help="what to draw and score by")
+    parser.add_argument("--estimate", choices=list(ESTIMATES), default="jaxllm", help="estimate for drawing and scoring")
     parser.add_argument("--redo", choices=["errors", "changed"], help="drop these rows first")
-    parser.add_argument("--subset", type=int, help="compile so many of the table's quick rows again, into a table of their own")
-    parser.add_argument("--rescore", action="store_true", help="estimates anew, nothing compiled")
-    parser.add_argument("--summary", action="store_true", help="say how well they agree, and no more")
+    parser.add_argument("--subset", type=int, help="compile so many of the table's quick rows again, into a separate table")
+    parser.add_argument("--rescore", action="store_true", help="compute estimates again, compile nothing")
+    parser.add_argument("--summary", action="store_true", help="only print the agreement")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object, alone on standard output")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -734,8 +735,8 @@ def main() -> None:
         rows = compile_more(rows, options, say)
     if options.picture:
         picture(rows, options.picture)
-    told = summary(rows)
-    print(json.dumps(told) if options.json else "\n".join(lines(told)))
+    result = summary(rows)
+    print(json.dumps(result) if options.json else "\n".join(lines(result)))
     return None
 
 
@@ -750,22 +751,22 @@ def compile_subset(rows: Sequence[Row], options: argparse.Namespace, say: Callab
 
 
 def compile_more(rows: Sequence[Row], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
-    """What has no row yet, up to --limit."""
+    """Compiles cases without a row, up to --limit."""
     estimate = ESTIMATES[options.estimate]
     if options.redo == "errors":
         rows = [row for row in rows if not row["error"]]
     elif options.redo == "changed":
         drawn = {case.index: case.hash for case in draw(options.seed, options.count, estimate)}
         rows = [row for row in rows if row["seed"] == options.seed and drawn.get(row["index"]) == row["hash"]]
-    # Also takes away a last line that was cut short.
+    # Also removes a truncated last line.
     write_table(options.table, rows)
     cases, changed = still_to_do(rows, options.seed, options.count, estimate)
     if changed:
-        say(f"{changed} rows hold what today's draw has otherwise; they are kept (--redo changed compiles them anew).")
+        say(f"{changed} rows differ from today's draw; they are kept (--redo changed compiles them again).")
     try:
         run(cases[: options.limit], options.table, options.workers, options.seed, estimate, say)
     except KeyboardInterrupt:
-        say("Stopped; the same command goes on from here.")
+        say("Stopped; rerun the same command to resume.")
     rows = read_table(options.table)
     write_table(options.table, rows)
     return rows

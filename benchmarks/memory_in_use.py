@@ -1,11 +1,11 @@
-"""What a train step really takes of one GPU, beside XLA's figure for it and the estimate; and that what cannot fit fails.
+"""Compares the memory that a train step uses on one GPU with XLA's figure and the estimate. Steps that cannot fit must fail.
 
 python benchmarks/memory_in_use.py [--json]        on one GPU; about ten minutes
-python benchmarks/memory_in_use.py --dry-run       the same motions at tiny sizes, on what is here
+python benchmarks/memory_in_use.py --dry-run       a trial at tiny sizes on the local device
 
-Each step runs in a process of its own, through the Trainer, and the GPU's allocator says the most that was in use at once. On
-top of XLA's figure come the batches read ahead and what cuBLAS asks for: ALLOWANCE_BYTES. Then one recipe with microbatches of
-1, 2, 4 ... sequences: the first whose figure is above what the GPU has must fail, the one before must run.
+Each step runs in its own process through the Trainer, and the GPU's allocator gives the peak in use. It exceeds XLA's figure by
+the prefetched batches and cuBLAS's workspace: ALLOWANCE_BYTES. Then one recipe runs with microbatches of 1, 2, 4 ... sequences:
+the first whose figure is above the GPU's capacity must fail, and the one before must run.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-import apart
+import subprocess_runner
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 ALLOWANCE_BYTES = 96 * 2**20
-"""cuBLAS's workspace (32 MiB on Hopper, as XLA asks for it, on each of two streams) and batches read ahead. By the books, not
+"""cuBLAS's workspace (32 MiB on Hopper, as XLA requests it, on each of two streams) and prefetched batches. Computed, not
 measured."""
 TOLERANCE = 0.03
 STEPS = 3
 CHILD_LIMIT_S = 600
-OUT_OF_MEMORY = apart.OUT_OF_MEMORY
+OUT_OF_MEMORY = subprocess_runner.OUT_OF_MEMORY
 
 STEP = ("train.sequence_length=8192", "train.global_batch_sequences=2", "train.microbatch_sequences=1")
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -51,18 +51,18 @@ TINY = (
     *("model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=4", "model.num_kv_heads=2"),
     *("model.head_dim=16", "model.vocab_size=256", "train.sequence_length=64"),
 )
-"""What --dry-run adds to each recipe."""
+"""Overrides that --dry-run adds to each recipe."""
 
 
 def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
-    """Trains a few steps in this process; 0: compiles the step and no more. in_use_bytes, limit_bytes: None where the device
-    does not say."""
+    """Trains a few steps in this process; with 0 it only compiles the step. in_use_bytes and limit_bytes are None if the device
+    does not report them."""
     import jax
 
     from jaxllm import Trainer, load_config
-    from jaxllm.plan.hardware import gpu_from_device_kind
-    from jaxllm.plan.memory import estimate_memory
-    from jaxllm.train.fits import total_bytes
+    from jaxllm.cost_model.hardware import gpu_from_device_kind
+    from jaxllm.cost_model.memory import estimate_memory
+    from jaxllm.train.memory_check import total_bytes
 
     with tempfile.TemporaryDirectory() as folder:
         base = {"train": {"steps": max(steps, 1)}, "run": {"dir": folder}, "parallel": {"data": 1}, "model": {}}
@@ -86,14 +86,14 @@ def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     }
 
 
-def run_apart(overrides: Sequence[str], steps: int = STEPS) -> dict[str, Any]:
-    """The same in a process of its own; `error` says why it failed."""
-    said, error = apart.run([sys.executable, __file__, "--child", str(steps), *overrides], CHILD_LIMIT_S)
+def run_in_subprocess(overrides: Sequence[str], steps: int = STEPS) -> dict[str, Any]:
+    """Does the same in a new process. `error` is the reason of its failure."""
+    said, error = subprocess_runner.run([sys.executable, __file__, "--child", str(steps), *overrides], CHILD_LIMIT_S)
     return said[-1] if error is None else {"error": error}
 
 
 def excess(found: dict[str, Any]) -> float | None:
-    """(in use - XLA's figure - allowance) / XLA's figure; negative where less was in use than allowed. None: nobody says."""
+    """(in use - XLA's figure - allowance) / XLA's figure. Negative within the allowance; None if not reported."""
     if found["in_use_bytes"] is None:
         return None
     beyond = found["in_use_bytes"] - found["compiled_bytes"]
@@ -101,14 +101,14 @@ def excess(found: dict[str, Any]) -> float | None:
 
 
 def first_that_fails(extra: Sequence[str] = (), most: int = 64) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """(what ran, what failed): microbatches of 1, 2, 4 ... sequences of GROWING; the second, None if all up to `most` ran, has
-    the figures of the compiled step too."""
+    """(results that ran, result that failed) for microbatches of 1, 2, 4 ... sequences of GROWING. The second is None if all up
+    to `most` ran; otherwise it also has the figures of the compiled step."""
     ran, b = [], 1
     while b <= most:
         batch = (f"train.global_batch_sequences={b}", f"train.microbatch_sequences={b}")
-        found = {"sequences": b, **run_apart((*GROWING, *batch, *extra), steps=2)}
+        found = {"sequences": b, **run_in_subprocess((*GROWING, *batch, *extra), steps=2)}
         if "error" in found:
-            compiled = run_apart((*GROWING, *batch, *extra), steps=0)
+            compiled = run_in_subprocess((*GROWING, *batch, *extra), steps=0)
             return ran, {**compiled, **found}
         ran.append(found)
         b *= 2
@@ -127,7 +127,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on what is here")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the local device")
     parser.add_argument("--json", action="store_true", help="one JSON object, alone on standard output")
     parser.add_argument("--child", nargs="+", metavar="STEPS OVERRIDE", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -137,17 +137,17 @@ def main() -> None:
     recipes, extra, most = RECIPES, (), 64
     if options.dry_run:
         recipes, extra, most = dict(list(RECIPES.items())[:1]), TINY, 1
-    told: dict[str, Any] = {"steps": {}}
+    result: dict[str, Any] = {"steps": {}}
     for name, overrides in recipes.items():
-        told["steps"][name] = run_apart((*overrides, *extra))
-        print(line(name, told["steps"][name]), file=sys.stderr if options.json else sys.stdout, flush=True)
-    told["ran"], told["failed"] = first_that_fails(extra, most)
-    for found in [*told["ran"], *([told["failed"]] if told["failed"] else [])]:
+        result["steps"][name] = run_in_subprocess((*overrides, *extra))
+        print(line(name, result["steps"][name]), file=sys.stderr if options.json else sys.stdout, flush=True)
+    result["ran"], result["failed"] = first_that_fails(extra, most)
+    for found in [*result["ran"], *([result["failed"]] if result["failed"] else [])]:
         text = line(f"1B, selective, one microbatch of {found['sequences']}", found)
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:
-        print(json.dumps(told))
-    if any("error" in found for found in told["steps"].values()):
+        print(json.dumps(result))
+    if any("error" in found for found in result["steps"].values()):
         sys.exit(1)
 
 

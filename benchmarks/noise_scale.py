@@ -1,11 +1,11 @@
-"""What measuring the gradient noise scale costs: one run in which every second step measures, and the times of both kinds.
+"""Cost of measuring the gradient noise scale: one run that measures in every second step, and the times of both kinds.
 
 python benchmarks/noise_scale.py [section.key=value ...]      on one GPU; a few minutes
-python benchmarks/noise_scale.py --dry-run                    the same motions at tiny sizes
+python benchmarks/noise_scale.py --dry-run                    a trial at tiny sizes
 
-Llama 3.2 1B, 4 microbatches of 8,192 tokens, unless told otherwise.
-Prints one JSON object: seconds a step, median and quartiles, and the cost of a step that measures as a share of one that does
-not. With log.noise_scale_every=k a run pays the k-th part of that.
+The default is Llama 3.2 1B with 4 microbatches of 8,192 tokens. It prints one JSON object: seconds per step, median and
+quartiles, and the extra cost of a measuring step as a fraction of an ordinary one. With log.noise_scale_every=k a run pays
+1/k of that.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TINY = (
     *("model.head_dim=16", "model.vocab_size=256", "train.sequence_length=64", "run.cpu_devices=1"),
 )
 WARM_UP = 6
-"""Steps of both kinds that are not counted: two compilations among them."""
+"""Uncounted first steps of both kinds, including two compilations."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--steps", type=int, default=60, help="of both kinds together, after the warm-up")
+    parser.add_argument("--steps", type=int, default=60, help="number of steps of both kinds together, after the warm-up")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     config = load_config(RECIPE, [*(TINY if options.dry_run else ()), *options.overrides])
-    # After the config, which may be refused without JAX.
+    # Imported after the config is read, so that a wrong config is refused without JAX.
     from jaxllm.train.trainer import Trainer
 
     trainer = Trainer(config)

@@ -1,14 +1,14 @@
-"""What of a step's transfers no compute hides: the real step compiled for 8 and 64 H100s without one, and its schedule played
-against a clock (jaxllm/overlap.py). Nothing is run: the schedule is XLA's own, the times are a model's.
+"""Transfers of a step that no compute hides: the real step is compiled for 8 and 64 H100s without a GPU, and its schedule is
+simulated (jaxllm/compile/overlap.py). Nothing runs on a GPU: the schedule is XLA's own, the times are from a model.
 
 python benchmarks/overlap.py [NAME ...] [--write] [--options] [--json FILE]      (needs the extra aot; a few minutes)
 
-    NAME         steps to take, of those in STEPS; default: all
-    --write      puts the table into benchmarks/RESULTS.md, between its marks
-    --options    instead: what each of run.xla_options (jaxllm/xla_flags.py) changes in a step
+    NAME         steps to compile, of those in STEPS; default: all
+    --write      puts the table into benchmarks/RESULTS.md, between its markers
+    --options    instead: the effect of each of run.xla_options (jaxllm/runtime/xla_flags.py) on a step
 
-Columns: bytes that a GPU sends in a step; of these the share of collectives with no matmul and no attention between start and
-done (bare); the share of bytes whose time shows (shows); FLOPs of matmuls and attention between starts and dones.
+Columns: bytes that a GPU sends in a step; the fraction of collectives without a matmul or attention between start and done
+(bare); the fraction of bytes whose time shows (shows); FLOPs of matmuls and attention between starts and dones.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-from marks import write_between
+from markdown_sections import write_between
 
-from jaxllm.aot import compile_step, gpu_devices
+from jaxllm.compile.aot import compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.config import Config, load_config
-from jaxllm.hlo import Module
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.mesh import axis_sizes
-from jaxllm.overlap import Overlap, by_kind, play, total
-from jaxllm.plan.hardware import GPUS
-from jaxllm.xla_flags import OPTIONAL_GPU_OPTIONS
+from jaxllm.runtime.xla_flags import OPTIONAL_GPU_OPTIONS
 
 GPU = GPUS["h100-80gb"]
 GPUS_PER_HOST = 8
@@ -55,7 +55,7 @@ STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "70b-4d-interleaved": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED)),
     "70b-4d-interleaved-both": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED, BOTH)),
 }
-"""Name -> (GPUs, model, overrides); data takes what the other axes leave."""
+"""Name -> (GPUs, model, overrides). The data axis takes the remaining GPUs."""
 MICROBATCHES = 8
 
 
@@ -72,17 +72,17 @@ def configured(name: str, *more: str) -> Config:
 
 
 def compiled(config: Config) -> tuple[tuple[Overlap, ...], int, float, int]:
-    """(what shows, bytes of temporaries, seconds to compile, loops of which XLA does not say how often they turn)."""
+    """(transfers, bytes of temporaries, seconds to compile, loops with a number of iterations that XLA does not state)."""
     started = time.perf_counter()
     devices = gpu_devices(config.devices // GPUS_PER_HOST, GPUS_PER_HOST, GPU)
     step = compile_step(config, devices)
     module = Module(step.as_text(), axis_sizes(config.parallel))
-    lines, untold = by_kind(play(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
-    return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started, untold
+    lines, unknown_loops = by_kind(simulate_overlap(module, GPU, GPUS_PER_HOST)), module.loops_without_trip_count()
+    return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started, unknown_loops
 
 
 def rows_of(name: str, lines: Sequence[Overlap]) -> list[str]:
-    """Of Markdown: a line for each kind and axes, and one for all."""
+    """Markdown rows: one for each kind and axes, and one for all."""
     rows = []
     for line in (*lines, total(lines)):
         cells = [name, line.kind, " x ".join(line.axes) or "-", f"{line.count:,}", f"{line.sent_bytes / 2**30:.3g}"]
@@ -106,25 +106,25 @@ def compare_options(names: Sequence[str]) -> None:
     for name in names:
         for what in ("none", *OPTIONAL_GPU_OPTIONS):
             more = () if what == "none" else (f"run.xla_options=[{what}]",)
-            lines, temporary_bytes, _, untold = compiled(configured(name, *more))
+            lines, temporary_bytes, _, unknown_loops = compiled(configured(name, *more))
             every = total(lines)
             figures = [f"{every.sent_bytes / 2**30:.3g}", f"{every.bare_share:.0%}", f"{every.exposed_share:.0%}"]
             figures += [f"{every.exposed_s:.3f}"]
-            # What a loop sends that turns nobody knows how often is counted once.
-            figures = ["not told"] * len(figures) if untold else figures
+            # Transfers in a loop with an unknown number of iterations are counted once.
+            figures = ["unknown"] * len(figures) if unknown_loops else figures
             print(f"| {name} | {what} | {' | '.join([*figures, f'{temporary_bytes / 2**30:.2f}'])} |", flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(STEPS))
-    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/RESULTS.md")
     parser.add_argument("--options", action="store_true", help="compare XLA's options")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures, all of them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     chosen = parser.parse_args(arguments)
     names = chosen.names or list(STEPS)
     if unknown := [name for name in names if name not in STEPS]:
-        parser.error(f"there is no step {unknown[0]}: choose of {', '.join(STEPS)}")
+        parser.error(f"there is no step {unknown[0]}: choose from {', '.join(STEPS)}")
     if chosen.options:
         compare_options(names)
         return

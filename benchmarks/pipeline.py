@@ -1,8 +1,8 @@
-"""Memory of a pipelined step compiled for eight H100s, without one: schedules, microbatches and remat policies.
+"""Memory of a pipelined step, compiled for eight H100s without a GPU: schedules, microbatches and remat policies.
 
-python benchmarks/pipeline.py [full selective offload]        (needs the extra aot; a minute and a half a policy)
+python benchmarks/pipeline.py [full selective offload]        (needs the extra aot; a minute and a half per policy)
 
-Llama 3.1 8B, S 8192, one sequence a microbatch, pipe 4 x tensor 2, bfloat16, cuDNN attention. Prints a table in Markdown.
+Llama 3.1 8B, S 8192, one sequence per microbatch, pipe 4 x tensor 2, bfloat16, cuDNN attention. Prints a Markdown table.
 """
 
 import os
@@ -13,10 +13,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from jaxllm.aot import compile_step, gpu_devices
+from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.config import Config, load_config
-from jaxllm.plan.activations import bytes_per_token_and_layer, policy_of
-from jaxllm.plan.schedule import make_schedule
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, policy_of
+from jaxllm.pipeline_schedule import make_schedule
 
 GIB = 2**30
 P, TENSOR = 4, 2
@@ -33,7 +33,7 @@ def configured(schedule: str, microbatches: int, remat: str) -> Config:
 
 
 def residuals_gib(config: Config) -> float:
-    """Slots x layers of a chunk x tokens x bytes of the tensors the policy keeps or offloads."""
+    """Slots x layers per chunk x tokens x bytes of the tensors that the policy keeps or offloads."""
     V, S = config.parallel.virtual_stages, config.train.sequence_length
     slots = make_schedule(config.parallel.schedule, P, config.num_microbatches, V).slots
     held = bytes_per_token_and_layer(policy_of(config.parallel.remat), config.model, tensor=TENSOR, blockwise=False)

@@ -1,12 +1,12 @@
-"""The published 80% rule on its own measurements, and what jaxllm's rule admits where that one stops.
+"""Compares the published 80% rule with its own measurements, and with what jaxllm's rule admits.
 
 python benchmarks/published_rule.py [--remat full] [--json]        (needs no GPU and compiles nothing)
 
-The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, nothing computed twice, by
-Megatron-LM; a row without a speed did not run. The rule: what jaxllm.plan.megatron gives is at most 80% of the GPU's memory.
-jaxllm's: its own estimate for its own program is at most 95% of gpu.capacity_bytes. On each mesh of the rows, the largest
-microbatch that each admits, and at microbatch 1 the most layers. Last, of the configurations that memory_accuracy.py compiled,
-how many each line admits by the same estimate, and how many of those do not fit.
+The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, no recomputation, by
+Megatron-LM. A row without a speed did not run. The published rule: the figure of jaxllm.cost_model.megatron is at most 80% of
+the GPU's memory. jaxllm's rule: its own estimate for its own program is at most 95% of gpu.capacity_bytes. For each mesh of the
+rows, the script prints the largest microbatch that each rule admits, and the most layers at microbatch 1. Of the configurations
+that memory_accuracy.py compiled, it prints how many each limit admits by the same estimate, and how many of those do not fit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 from memory_accuracy import TABLE, read_table
 
 from jaxllm.config import Config, load_config
-from jaxllm.plan.hardware import find_gpu
-from jaxllm.plan.megatron import SAFE_SHARE, megatron_fits, megatron_memory, nominal_bytes
-from jaxllm.plan.memory import estimate_memory
+from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_fits, megatron_memory, nominal_bytes
+from jaxllm.cost_model.memory import estimate_memory
 
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
 MODEL, SEQUENCE_LENGTH, BATCH_SEQUENCES = "llama-3.1-8b", 8192, 1024
 OUR_SHARE = 0.95
-"""Of gpu.capacity_bytes."""
+"""Fraction of gpu.capacity_bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Row:
     mesh: Mesh
     microbatch_sequences: int
     tflops_per_gpu: float | None
-    """Megatron's count; None: it did not run."""
+    """Megatron's count. None if the run failed."""
     estimate_percent: int
-    """What the author's code gives, of 40 or 94 GiB."""
+    """Figure of the author's code, in percent of 40 or 94 GiB."""
 
     @property
     def percent(self) -> float:
-        """The same by jaxllm.plan.megatron."""
+        """The same figure by jaxllm.cost_model.megatron."""
         estimate = megatron_memory(config_of(self.mesh, self.microbatch_sequences))
         return 100 * estimate.peak_bytes / nominal_bytes(find_gpu(self.mesh.gpu))
 
@@ -76,7 +76,7 @@ def read_rows(path: Path = PUBLISHED) -> list[Row]:
 
 
 def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str = "selective") -> Config:
-    """What the rows ran, in jaxllm's words. Microbatches that do not divide 1024 sequences get the nearest batch they do."""
+    """A row's run as a jaxllm config. If the microbatch does not divide 1024 sequences, the batch is the nearest multiple."""
     per_microbatch = mesh.data * microbatch
     microbatches = max(mesh.pipe, round(BATCH_SEQUENCES / per_microbatch))
     train = {"steps": 1, "sequence_length": SEQUENCE_LENGTH, "global_batch_sequences": microbatches * per_microbatch}
@@ -92,19 +92,19 @@ def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str
 
 
 def rule_by_gpu(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
-    """Of each kind: how many the rule calls safe, and how many of those ran; the same for those it does not."""
-    told: dict[str, dict[str, int]] = {}
+    """For each kind of GPU, the number of runs that the rule calls safe and how many of those ran; the same for unsafe ones."""
+    result: dict[str, dict[str, int]] = {}
     for row in rows:
         config = config_of(row.mesh, row.microbatch_sequences)
         safe, ran = megatron_fits(config, find_gpu(row.mesh.gpu)), row.tflops_per_gpu is not None
-        counts = told.setdefault(row.mesh.gpu, {"safe": 0, "safe_and_ran": 0, "unsafe": 0, "unsafe_and_ran": 0})
+        counts = result.setdefault(row.mesh.gpu, {"safe": 0, "safe_and_ran": 0, "unsafe": 0, "unsafe_and_ran": 0})
         counts["safe" if safe else "unsafe"] += 1
         counts["safe_and_ran" if safe else "unsafe_and_ran"] += ran
-    return told
+    return result
 
 
 def largest(admits: Callable[[int], bool]) -> int:
-    """The largest n from 1 on for which all up to n are admitted, if what is too much for n is too much for n + 1; 0: none."""
+    """Largest n from 1 on such that all up to n are admitted, assuming that admission is monotonic. 0 if none is."""
     over = 1
     while admits(over):
         over *= 2
@@ -124,7 +124,7 @@ def ours_fits(config: Config, gpu: str) -> bool:
 
 @dataclass(frozen=True)
 class Admitted:
-    """By the published rule and by ours; 0: none."""
+    """Limits by the published rule and by jaxllm's; 0 if none is admitted."""
 
     mesh: Mesh
     published_microbatch: int
@@ -134,7 +134,7 @@ class Admitted:
 
 
 def admitted(mesh: Mesh, remat: str = "selective") -> Admitted:
-    """Layers are counted in whole layers of a stage."""
+    """Counts layers in multiples of a stage."""
     gpu, p = find_gpu(mesh.gpu), mesh.pipe
     return Admitted(
         mesh,
@@ -146,26 +146,26 @@ def admitted(mesh: Mesh, remat: str = "selective") -> Admitted:
 
 
 def safety(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Of compiled configurations (rows of memory_accuracy.csv): how many fit by XLA's figure, how many jaxllm's estimate admits
-    by its own line and by the published one, and how many of those are above capacity.
+    """Counts for compiled configurations (rows of memory_accuracy.csv): how many fit by XLA's figure, how many jaxllm's
+    estimate admits by its own limit and by the published one, and how many of those are above capacity.
     """
-    told = dict.fromkeys(("compiled", "fit", "ours", "ours_above_capacity", "published", "published_above_capacity"), 0)
+    result = dict.fromkeys(("compiled", "fit", "ours", "ours_above_capacity", "published", "published_above_capacity"), 0)
     for row in rows:
         if row["error"]:
             continue
         fits = row["total_bytes"] <= row["capacity_bytes"]
         lines = {"ours": OUR_SHARE * row["capacity_bytes"], "published": SAFE_SHARE * nominal_bytes(find_gpu(row["gpu"]))}
-        told["compiled"] += 1
-        told["fit"] += fits
+        result["compiled"] += 1
+        result["fit"] += fits
         for name, line in lines.items():
             if row["estimate_bytes"] <= line:
-                told[name] += 1
-                told[f"{name}_above_capacity"] += not fits
-    return told
+                result[name] += 1
+                result[f"{name}_above_capacity"] += not fits
+    return result
 
 
 def gain(meshes: Iterable[Admitted], of: str) -> dict[str, Any]:
-    """Ratios, where both rules admit something; else which one does. Args: of: microbatch or layers."""
+    """Ratios on meshes where both rules admit something; otherwise which one does. Args: of: microbatch or layers."""
     pairs = [(getattr(mesh, f"published_{of}"), getattr(mesh, f"our_{of}")) for mesh in meshes]
     ratios = [our / published for published, our in pairs if our and published]
     return {
@@ -201,32 +201,32 @@ def report(rows: list[Row], remat: str = "selective") -> dict[str, Any]:
     }
 
 
-def lines(told: dict[str, Any]) -> Iterable[str]:
-    yield f"Of {told['safe']} runs that the published rule calls safe, {told['safe_and_ran']} ran:"
-    for gpu, counts in told["rule"].items():
+def lines(result: dict[str, Any]) -> Iterable[str]:
+    yield f"Of {result['safe']} runs that the published rule calls safe, {result['safe_and_ran']} ran:"
+    for gpu, counts in result["rule"].items():
         yield (
             f"  {gpu}: {counts['safe_and_ran']} of {counts['safe']}; and {counts['unsafe_and_ran']} of {counts['unsafe']} "
             f"that it calls unsafe"
         )
     yield (
-        f"Its percentages, printed without decimals, are reproduced within {told['largest_difference_percent']:.2f} on "
-        f"{told['rows']} rows."
+        f"Its percentages, printed without decimals, are reproduced within {result['largest_difference_percent']:.2f} on "
+        f"{result['rows']} rows."
     )
     yield ""
-    shares = ", ".join(f"{100 * share:.0f}% of {gpu}" for gpu, share in told["our_share"].items())
-    yield f"The published rule admits {100 * told['published_share']:.0f}% of the GPU's memory, jaxllm's {shares}."
-    yield f"Largest microbatch, and most layers at microbatch 1: published rule, and jaxllm's with remat={told['remat']}"
+    shares = ", ".join(f"{100 * share:.0f}% of {gpu}" for gpu, share in result["our_share"].items())
+    yield f"The published rule admits {100 * result['published_share']:.0f}% of the GPU's memory, jaxllm's {shares}."
+    yield f"Largest microbatch, and most layers at microbatch 1: published rule, and jaxllm's with remat={result['remat']}"
     yield ""
     yield "| GPU | GPUs | tensor | context | pipe | data | microbatch | jaxllm's | layers | jaxllm's |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     figures = ("published_microbatch", "our_microbatch", "published_layers", "our_layers")
-    for mesh in told["meshes"]:
+    for mesh in result["meshes"]:
         sizes = [mesh[key] for key in ("gpu", "gpus", "tensor", "context", "pipe")]
         data = mesh["gpus"] // (mesh["tensor"] * mesh["context"] * mesh["pipe"])
         yield f"| {' | '.join(map(str, [*sizes, data, *(mesh[key] or 'none' for key in figures)]))} |"
     yield ""
     for of in ("microbatch", "layers"):
-        found = told[of]
+        found = result[of]
         if not found["both"]:
             yield f"{of}: no mesh on which both rules admit one"
             continue
@@ -235,25 +235,25 @@ def lines(told: dict[str, Any]) -> Iterable[str]:
             f"{found['ours_smaller']}; alone on {found['ours_alone']}, missing on {found['published_alone']}; times "
             f"{found['geometric_mean_ratio']:.2f} (geometric mean), {found['least_ratio']:.2f} to {found['most_ratio']:.2f}"
         )
-    told = told["safety"]
-    if told["compiled"]:
+    result = result["safety"]
+    if result["compiled"]:
         yield ""
         yield (
-            f"Of {told['compiled']} configurations compiled by memory_accuracy.py {told['fit']} fit. By the same estimate, "
-            f"jaxllm's line admits {told['ours']}, of which {told['ours_above_capacity']} do not fit; the published one "
-            f"{told['published']}, of which {told['published_above_capacity']} do not."
+            f"Of {result['compiled']} configurations compiled by memory_accuracy.py {result['fit']} fit. By the same estimate, "
+            f"jaxllm's line admits {result['ours']}, of which {result['ours_above_capacity']} do not fit; the published one "
+            f"{result['published']}, of which {result['published_above_capacity']} do not."
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--remat", default="selective", choices=["none", "selective", "full", "offload"], help="of jaxllm's side"
+        "--remat", default="selective", choices=["none", "selective", "full", "offload"], help="policy of jaxllm's side"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
-    told = report(read_rows(), arguments.remat)
-    print(json.dumps(told) if arguments.json else "\n".join(lines(told)))
+    result = report(read_rows(), arguments.remat)
+    print(json.dumps(result) if arguments.json else "\n".join(lines(result)))
 
 
 if __name__ == "__main__":

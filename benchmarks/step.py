@@ -1,14 +1,14 @@
-"""Speed of the train step, beside transformers' on the same model, batch, dtype and device.
+"""Speed of the train step, compared with transformers' on the same model, batch, dtype and device.
 
     python benchmarks/step.py [section.key=value ...] [--config FILE] [--steps N] [--no-reference] [--json] [--dry-run]
 
-The two sides take turns in three blocks, so that a machine that slows down slows both. Time runs from one reading of a loss
-to the next, and losses are read one step behind: step n+1 is under way when the loss of step n is read. Batches are made
-beforehand; loading data is not timed.
+The two sides alternate in three blocks, so that a slowdown of the machine affects both. Time runs from one reading of a loss to
+the next. Losses are read one step behind: step n+1 runs when the loss of step n is read. Batches are made beforehand; loading
+data is not timed.
 
-transformers' side is LlamaForCausalLM as its users train it: SDPA attention, fused AdamW, gradient clipping, not compiled.
-Its weights and moments are in the compute dtype, where jaxllm keeps float32 masters of bfloat16 weights. benchmarks/gpu.py
-runs it compiled and otherwise (`Theirs`).
+transformers' side is LlamaForCausalLM as its users train it: SDPA attention, fused AdamW, gradient clipping, not compiled. Its
+weights and moments have the compute dtype, while jaxllm keeps float32 masters of bfloat16 weights. benchmarks/gpu.py also runs
+it compiled and in other variants (`Theirs`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, ModelConfig, load_config
-from jaxllm.plan.flops import mfu, parameter_count
-from jaxllm.plan.hardware import available_cpus
+from jaxllm.cost_model.flops import mfu, parameter_count
+from jaxllm.runtime.cpus import available_cpus
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-# transformers' side sees one text in a row, so ours does.
+# transformers' side sees one text per row, so ours does too.
 SAME_WORK = ("data.mask_documents=false",)
 DRY_RUN_STEPS = 4
 DRY_RUN = (
@@ -42,7 +42,7 @@ DRY_RUN = (
 WARM_UPS, BLOCKS, BATCHES = 3, 3, 4
 
 Launch = Callable[[int], Any]
-"""Starts the step that takes batch i; returns its loss, perhaps before it is there. `float` waits for it."""
+"""Starts the step on batch i and returns its loss, perhaps before it is ready. `float` waits for it."""
 
 
 def main() -> None:
@@ -65,9 +65,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--config", default=QUICKSTART, metavar="FILE", help="default: configs/quickstart.yaml")
     parser.add_argument("--steps", type=positive, metavar="N", help="timed steps of each side; default: 10")
-    parser.add_argument("--no-reference", action="store_true", help="jaxllm alone")
+    parser.add_argument("--no-reference", action="store_true", help="run only jaxllm's side")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model and few steps, to see that it runs")
+    parser.add_argument("--dry-run", action="store_true", help="a trial with a tiny model and few steps")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -82,16 +82,16 @@ def positive(text: str) -> int:
 
 
 def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
-    """Builds both sides and times them. Returns what --json prints.
+    """Builds both sides and times them. Returns the content of --json.
 
     Raises:
       ConfigError: the config does not fit the devices or the data.
     """
     if reference:
-        # Left to itself JAX takes three quarters of a GPU's memory at once, and the other side needs room too.
+        # By default JAX reserves three quarters of a GPU's memory at once, and the other side needs room too.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        # PyTorch's threads would spin while they wait, and on a busy machine wait for a core that a spinning one holds: a step
-        # of 10 ms then takes 400 ms, and the comparison flatters us.
+        # PyTorch's threads would spin while they wait, and on a busy machine they would wait for a core that a spinning thread
+        # occupies: a step of 10 ms then takes 400 ms, and the comparison favours jaxllm.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import jax
 
@@ -143,11 +143,11 @@ def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
 
 
 def alternate(sides: dict[str, Launch], steps: int) -> dict[str, list[float]]:
-    """Seconds of `steps` steps of each side, taken in turns."""
+    """Seconds of `steps` steps of each side, in alternating blocks."""
     for launch in sides.values():
         time_block(launch, WARM_UPS)
     times_s: dict[str, list[float]] = {name: [] for name in sides}
-    # Cyclic garbage is collected between blocks, not in the middle of somebody's step.
+    # Collect cyclic garbage between blocks, not during a step.
     gc.disable()
     for block in np.array_split(np.arange(steps), min(BLOCKS, steps)):
         for name, launch in sides.items():
@@ -158,9 +158,9 @@ def alternate(sides: dict[str, Launch], steps: int) -> dict[str, list[float]]:
 
 
 def time_block(launch: Launch, steps: int) -> list[float]:
-    """Seconds of `steps` steps: from one reading of a loss to the next, with one launch in between, wherever a side waits.
+    """Seconds of `steps` steps, from one reading of a loss to the next, with one launch in between.
 
-    A step before and one after them are not timed; they fill and empty the pipeline.
+    One untimed step before and one after fill and drain the pipeline.
     """
     times_s, clock, pending = [], 0.0, launch(0)
     for step in range(1, steps + 2):
@@ -176,11 +176,11 @@ def time_block(launch: Launch, steps: int) -> list[float]:
 
 
 def our_side(trainer: Any, batches: list[Any]) -> tuple[Launch, float, int]:
-    """(launch, seconds to compile, temporary bytes per device by XLA's account)."""
+    """(launch, seconds to compile, temporary bytes per device by XLA's figure)."""
     import jax
 
     with jax.set_mesh(trainer.mesh):
-        # As a run compiles it: with the options of its kind of GPU.
+        # Compiled as a run does, with the options for its kind of GPU.
         trainer.compile_step(batches[0])
     compiled = trainer.compiled
 
@@ -193,7 +193,7 @@ def our_side(trainer: Any, batches: list[Any]) -> tuple[Launch, float, int]:
 
 
 def why_no_reference(devices: int) -> str | None:
-    """The reason transformers cannot run beside us, or None."""
+    """Reason why transformers cannot run here, or None."""
     if devices > 1:
         return f"transformers' side runs on one device, and jaxllm has {devices} here"
     try:
@@ -210,21 +210,21 @@ def why_no_reference(devices: int) -> str | None:
 
 @dataclass(frozen=True)
 class Theirs:
-    """How transformers' side runs."""
+    """Options of transformers' side."""
 
     compiled: bool = False
-    """torch.compile round forward pass and loss, all shapes fixed. On a CPU only traced: its compiler takes minutes there."""
+    """torch.compile of forward pass and loss with fixed shapes. On a CPU only traced, because compilation takes minutes."""
     kernel: str | None = None
-    """Of attention, and PyTorch may take no other: flash or cudnn. None: as transformers and PyTorch choose."""
+    """The only attention kernel that PyTorch may use: flash or cudnn. None: transformers and PyTorch choose."""
     float32_weights: bool = False
-    """Weights, gradients and moments in float32 and matmuls in the compute dtype (autocast), as jaxllm has them; else all in
+    """Weights, gradients and moments in float32 and matmuls in the compute dtype (autocast), as in jaxllm. Otherwise all have
     the compute dtype."""
     liger: bool = False
-    """Liger's kernels for norms, rotary angles and SwiGLU, and its loss without logits."""
+    """Use Liger's kernels for norms, rotary angles and SwiGLU, and its loss without logits."""
 
 
 def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str, theirs: Theirs = Theirs()) -> Launch:
-    """transformers' network and torch's AdamW, on batches [microbatch, sequence, position]."""
+    """Makes transformers' network with torch's AdamW, for batches [microbatch, sequence, position]."""
     return their_launch(config, *their_network(config, device, theirs), rows, device, theirs)
 
 
@@ -234,14 +234,14 @@ def their_network(config: Config, device: str, theirs: Theirs = Theirs()) -> tup
 
     if device == "cpu":
         torch.set_num_threads(available_cpus())
-    # XLA multiplies float32 in TF32 on a GPU unless told otherwise.
+    # XLA multiplies float32 in TF32 on a GPU by default.
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(config.train.seed)
     if theirs.liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    # Born where it will be: billions of random numbers take a CPU minutes.
+    # Created on the device, because a CPU needs minutes for billions of random numbers.
     with torch.device(device):
         network = llama(config.model, "sdpa" if theirs.kernel is None else forced_attention())
     network.to(torch.float32 if theirs.float32_weights else getattr(torch, config.model.compute_dtype))
@@ -260,7 +260,7 @@ def their_network(config: Config, device: str, theirs: Theirs = Theirs()) -> tup
 def their_launch(
     config: Config, network: Any, adamw: Any, rows: list[dict[str, np.ndarray]], device: str, theirs: Theirs = Theirs()
 ) -> Launch:
-    """Steps on batches of [microbatch, sequence, position]: of the same network in other microbatches, if that is asked for."""
+    """Makes steps for batches [microbatch, sequence, position]. The same network can be used with several microbatch sizes."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -282,7 +282,7 @@ def their_launch(
     if theirs.compiled:
         loss_sum = torch.compile(loss_sum, dynamic=False, backend="aot_eager" if device == "cpu" else "inductor")
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    # PyTorch's CPU has one kernel of its own.
+    # PyTorch has a single kernel on CPU.
     forced = theirs.kernel is not None and device != "cpu"
     dtype, clip_norm = getattr(torch, config.model.compute_dtype), config.optimizer.clip_norm
 
@@ -305,8 +305,8 @@ def their_launch(
 
 
 def forced_attention() -> str:
-    """The name of an attention without a mask, registered with transformers. Its own makes one as soon as it is compiled
-    (before PyTorch 2.14), and with a mask neither flash nor cuDNN would do.
+    """Registers an attention without a mask with transformers and returns its name. transformers' own creates a mask when it is
+    compiled (before PyTorch 2.14), and neither flash nor cuDNN support a mask.
     """
     import torch
     from transformers import AttentionInterface
@@ -322,7 +322,7 @@ def forced_attention() -> str:
 
 
 def llama(model: ModelConfig, attention: str = "sdpa") -> Any:
-    """transformers' network of this shape, with float32 weights of its own."""
+    """transformers' network of this shape, with new float32 weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     rope: dict[str, Any] = {"rope_type": "default"}

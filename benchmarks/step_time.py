@@ -1,12 +1,13 @@
-"""The step-time model beside published measurements: Megatron-LM, Llama 3.1 8B, S 8192, 1024 sequences a step, A100s and H100s.
+"""Compares the step-time model with published measurements: Megatron-LM, Llama 3.1 8B, S 8192, 1024 sequences, A100s and H100s.
 
-    python benchmarks/step_time.py            measured and predicted TFLOP/s a GPU, row by row, and how well they agree
-    python benchmarks/step_time.py --fit      fits the four constants (plan/step_time.py), to all rows and to parts of them
+    python benchmarks/step_time.py            measured and predicted TFLOP/s per GPU for each row, and their agreement
+    python benchmarks/step_time.py --fit      fits the four constants (cost_model/step_time.py), to all rows and to parts of
+    them
 
-Rows: benchmarks/published/llama-3.1-8b.csv, those with a number (lab table of 22 Oct 2024 by arXiv:2411.06465's first author;
+Rows: those of benchmarks/published/llama-3.1-8b.csv with a number (lab table of 22 Oct 2024 by arXiv:2411.06465's first author;
 plain 1F1B, distributed optimizer, no recomputation). Agreement for each kind of GPU: Spearman's rank correlation, median error,
-and what the model's first choice at each number of GPUs was measured to lose against the best. Beside it a rule of one line:
--log2(tensor context pipe) + log2(microbatch) / 2.
+and the measured loss of the model's first choice against the best layout for each number of GPUs. For comparison, a one-line
+rule: -log2(tensor context pipe) + log2(microbatch) / 2.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.config import Config, load_config
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.step_time import FITTED, Fitted, estimate_step_time
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.step_parts import FITTED, Fitted
+from jaxllm.cost_model.step_time import estimate_step_time
 
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
 ROUNDING = 0.01
-"""Errors below this weigh little in a fit: repeated runs differ by as much."""
+"""Errors below this have little weight in a fit, because repeated runs differ by as much."""
 Predict = Callable[["Row"], float]
 
 
@@ -38,14 +40,14 @@ class Row:
     gpus_per_host: int
     gpus: int
     layout: tuple[int, int, int]
-    """Ranks of tensor, context, pipe."""
+    """Number of tensor, context and pipe ranks."""
     microbatch_sequences: int
     tflops_per_gpu: float
     config: Config
 
 
 def published_rows() -> list[Row]:
-    """Those with a number."""
+    """Rows with a number."""
     with PUBLISHED.open(encoding="utf-8", newline="") as file:
         return [_row(line) for line in csv.DictReader(file) if line["tflops_per_gpu"]]
 
@@ -62,12 +64,12 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def predict(row: Row, fitted: Fitted = FITTED) -> float:
-    """TFLOP/s a GPU, as Megatron-LM counts."""
+    """Predicted TFLOP/s per GPU, as Megatron-LM counts FLOPs."""
     return estimate_step_time(row.config, GPUS[row.gpu], row.gpus_per_host, "megatron", fitted).tflops_per_gpu
 
 
 def one_line_rule(row: Row) -> float:
-    """A score, of no unit."""
+    """Score without a unit."""
     return -math.log2(math.prod(row.layout)) + math.log2(row.microbatch_sequences) / 2
 
 
@@ -75,12 +77,12 @@ def one_line_rule(row: Row) -> float:
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Rank correlation; what is equal shares a rank."""
+    """Rank correlation. Equal values share a rank."""
     return statistics.correlation(ranks(xs), ranks(ys))
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """1 for the least; equal ones have the mean of theirs."""
+    """Ranks from 1 for the smallest value. Equal values get their mean rank."""
     order = sorted(values)
     first = {value: number for number, value in reversed(list(enumerate(order, 1)))}
     return [first[value] + (order.count(value) - 1) / 2 for value in values]
@@ -91,7 +93,7 @@ def median_error(rows: Iterable[Row], predicted: Predict) -> float:
 
 
 def first_choice_losses(rows: Sequence[Row], predicted: Predict) -> dict[int, float]:
-    """Number of GPUs -> how far below the best measured the layout is that `predicted` puts first; of equals the worst."""
+    """Number of GPUs -> relative loss of the layout that `predicted` prefers against the best measured; of ties, the worst."""
     losses = {}
     for gpus in sorted({row.gpus for row in rows}):
         there = [row for row in rows if row.gpus == gpus]
@@ -125,13 +127,13 @@ def loss(rows: Sequence[Row], fitted: Fitted) -> float:
 
 
 START = Fitted(matmul_share=0.8, hopper_matmul_share=0.6, sync_s=50e-6, loader_tokens_per_s=40_000)
-"""Round guesses; the last from the 0.2 s a sequence of 8192 of the slowest runs. Begun with a loader that no run waits for, a
-fit ends beside the best."""
+"""Round initial guesses; the last is from the 0.2 s per sequence of 8192 tokens of the slowest runs. From a loader that no run
+waits for, a fit does not reach the best."""
 
 
 def fit(rows: Sequence[Row], start: Fitted = START, names: Sequence[str] = CONSTANTS) -> Fitted:
-    """The constants of least loss(), by pattern search (Hooke and Jeeves 1961): each is tried a step up and down, then the
-    whole move once more; where none helps, steps are halved, from a factor of 2 to 0.1%."""
+    """Constants with the least loss(), by pattern search (Hooke and Jeeves 1961): each is tried a step up and down, then the
+    combined move is repeated. If nothing helps, the step is halved, from a factor of 2 to 0.1%."""
     best, least, step = start, loss(rows, start), 1.0
     while step > 0.001:
         found, lower = best, least
@@ -155,7 +157,7 @@ def _scaled(fitted: Fitted, factors: dict[str, float]) -> Fitted:
 
 
 def parts_fitted(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row], Predict]]:
-    """(how it was fitted, rows that had no part in it, their prediction)."""
+    """Yields (description of the fit, rows left out of it, their prediction)."""
     few, more = [row for row in rows if row.gpus <= 16], [row for row in rows if row.gpus > 16]
     fitted = fit(few)
     yield "fitted to at most 16 GPUs, more predicted", more, lambda row: predict(row, fitted)
@@ -169,7 +171,7 @@ def parts_fitted(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row], Predict]
         share = "hopper_matmul_share" if new.startswith("h100") else "matmul_share"
         kinds = by_kind(rows)
         one_host = [row for row in kinds[new] if row.gpus == row.gpus_per_host]
-        # A loader that never waits, unless the rows fitted to show one that does.
+        # A loader that never waits, unless the fitted rows include one that does.
         start = START if known.startswith("a100") else dataclasses.replace(START, loader_tokens_per_s=math.inf)
         names = [name for name in CONSTANTS if name != share and math.isfinite(getattr(start, name))]
         other = fit(one_host, fit(kinds[known], start, names), [share])
@@ -194,7 +196,7 @@ def table(rows: Sequence[Row]) -> Iterable[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants, to all rows and to parts (a minute)")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to all rows and to parts of them (a minute)")
     options = parser.parse_args()
     rows = published_rows()
     if options.fit:

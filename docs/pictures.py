@@ -1,8 +1,8 @@
-"""Draws every picture of the README, of docs/ and of benchmarks/RESULTS.md anew; of the package matplotlib, and no GPU.
+"""Draws all pictures of the README, of docs/ and of benchmarks/RESULTS.md. Needs matplotlib and no GPU.
 
-    python docs/pictures.py [NAME ...] [--into FOLDER]      such as zero or schedule-1f1b; all without names; into docs/
+    python docs/pictures.py [NAME ...] [--into FOLDER]      such as zero or schedule-1f1b; default: all, into docs/
 
-Each is drawn from what the program itself computes: tables that are executed, the estimate, measurements that are stored.
+Pictures use the program's own results: executed schedule tables, the estimate, stored measurements.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.config import Config, load_config
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.data.packing import PACKINGS
-from jaxllm.memory_plots import candidates_picture, estimate_picture, over_picture
-from jaxllm.parallel.zigzag import picture as zigzag_picture
-from jaxllm.plan.data_ranks import Needed
+from jaxllm.plan.data_ranks import StepsToLoss
 from jaxllm.plan.estimate import estimate
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.memory import estimate_memory
 from jaxllm.plan.pipeline_report import pipeline_report
 from jaxllm.plan.search import search
-from jaxllm.plots import new_figure, save, schedule_picture
+from jaxllm.plan.space import Choice
+from jaxllm.plots.memory import estimate_picture, over_picture
+from jaxllm.plots.schedule import new_figure, save, schedule_picture
+from jaxllm.plots.zigzag import picture as zigzag_picture
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU = GPUS["h100-80gb"]
@@ -37,7 +39,7 @@ _PIPELINE = ("parallel.pipe=4", "train.microbatch_sequences=1")
 
 
 def llama_8b(**parallel: Any) -> Config:
-    """Llama 3.1 8B in the setting of the README's estimate: S 8192, 1,024 sequences a step, one to a microbatch."""
+    """Llama 3.1 8B in the setting of the README's estimate: S 8192, 1,024 sequences per step, one per microbatch."""
     train = {"steps": 100, "sequence_length": 8192, "global_batch_sequences": 1024, "microbatch_sequences": 1}
     return load_config({"model": {"name": "llama-3.1-8b"}, "parallel": parallel, "train": train})
 
@@ -50,7 +52,7 @@ def mesh_demo(*overrides: str) -> Config:
 
 
 def mesh(path: Path) -> None:
-    """Two hosts of eight GPUs as a mesh of 2 x 2 x 2 x 2, a panel for each axis: GPUs of one colour are one group of it."""
+    """Two hosts of eight GPUs as a mesh of 2 x 2 x 2 x 2, a panel per axis. GPUs of one colour form a group of that axis."""
     ranks = np.arange(16).reshape(2, 2, 2, 2)
     figure = new_figure(9.6, 2.9, dpi=150)
     figure.suptitle(
@@ -72,14 +74,14 @@ def mesh(path: Path) -> None:
 
 
 def zero(path: Path) -> None:
-    """Bytes of one of 8 H100s for Llama 3.1 8B at each ZeRO level, by the estimate."""
+    """Bytes per device on 8 H100s for Llama 3.1 8B at each ZeRO level, by the estimate."""
     points = [(level, _terms(llama_8b(zero=level).resolve(8))) for level in (0, 1, 2, 3)]
     title = "llama-3.1-8b on 8 x h100-80gb, data 8, S 8192, remat selective"
     over_picture(points, path, x_label="parallel.zero", capacity_bytes=GPU.capacity_bytes, title=title)
 
 
 def remat(path: Path) -> None:
-    """The same with ZeRO 3, for each remat policy."""
+    """Bytes per device with ZeRO 3 for each remat policy."""
     policies = ("none", "selective", "offload", "full")
     points = [(policy, _terms(llama_8b(zero=3, remat=policy).resolve(8))) for policy in policies]
     title = "llama-3.1-8b on 8 x h100-80gb, data 8, ZeRO 3, S 8192"
@@ -87,21 +89,57 @@ def remat(path: Path) -> None:
 
 
 def memory(path: Path) -> None:
-    """The README's estimate over the length of the sequences."""
+    """The README's estimate as a function of the sequence length."""
     estimate_picture(estimate(llama_8b(tensor=2, zero=1), gpu="h100-80gb", gpus=64), path, "sequence")
 
 
 def plan(path: Path) -> None:
-    """Every configuration of Llama 3.1 8B that fits on 64 H100s, by the estimates."""
+    """All configurations of Llama 3.1 8B that fit on 64 H100s, by the estimates."""
     found = search(llama_8b(), GPU, 64)
     title = f"llama-3.1-8b on 64 x h100-80gb: {len(found.candidates):,} of {found.configurations:,} configurations fit"
-    candidates = [candidate.to_json() for candidate in found.candidates]
-    candidates_picture(candidates, path, capacity_bytes=found.capacity_bytes, title=title)
+    figure = new_figure(9.4, 5, dpi=150)
+    axes = figure.add_subplot()
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    points = [(candidate.estimate_bytes / 2**30, candidate.tokens_per_s_per_gpu) for candidate in found.candidates]
+    memory, speed = np.array(points).T
+    axes.scatter(memory, speed, 12, color=(0.6, 0.65, 0.72), linewidth=0, label="candidate, estimated")
+    best, orange, gib = frontier(points), (0.83, 0.42, 0.05), found.capacity_bytes / 2**30
+    axes.step(memory[best], speed[best], where="post", color=orange, linewidth=1.4, label="frontier")
+    axes.scatter(memory[best], speed[best], 16, color=orange, zorder=4)
+    line = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
+    axes.axvline(gib, label=f"capacity {gib:.1f} GiB", **line)
+    axes.set(xlim=(0, 1.06 * max(memory.max(), gib)), ylim=(0, 1.14 * speed.max()))
+    fastest = int(np.argmax(speed))
+    right = memory[fastest] > 0.5 * axes.get_xlim()[1]
+    note = {"xytext": (-6 if right else 6, 8), "textcoords": "offset points", "ha": "right" if right else "left", "fontsize": 8}
+    axes.annotate(f"fastest: {_name(found.candidates[fastest].choice)}", points[fastest], **note)
+    axes.set_xlabel("GiB on one device", fontsize=9)
+    axes.set_ylabel("tokens/s/GPU, predicted", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    save(figure, path)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (less is better, more is better) that no other point beats, the smallest first."""
+    order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
+    best, found = float("-inf"), []
+    for i in order:
+        if points[i][1] > best:
+            best = points[i][1]
+            found.append(i)
+    return found
+
+
+def _name(choice: Choice) -> str:
+    mesh = ", ".join(f"{axis} {size}" for axis, size in asdict(choice.mesh).items() if size > 1)
+    return f"{mesh}; ZeRO {choice.zero}, microbatch {choice.microbatch_sequences}, remat {choice.remat}"
 
 
 def batch(path: Path) -> None:
-    """Steps and tokens to a loss over the batch, by the law that the noise scale is read with."""
-    needed, over_noise = Needed(1.0, 1.0), np.logspace(-1.5, 1.5, 200)
+    """Steps and tokens to a loss as a function of the batch, by the law of the noise scale."""
+    needed, over_noise = StepsToLoss(1.0, 1.0), np.logspace(-1.5, 1.5, 200)
     figure = new_figure(8.4, 3.4, dpi=150)
     axes = figure.add_subplot()
     axes.loglog(over_noise, needed.steps(over_noise), color=HUES[0], label="steps, over the least")
@@ -117,7 +155,7 @@ def batch(path: Path) -> None:
 
 
 def packing(path: Path) -> None:
-    """The same twelve documents in sequences of 16 tokens, by both packings."""
+    """Twelve documents in sequences of 16 tokens, by both packings."""
     lengths = np.array([9, 5, 14, 3, 7, 11, 4, 12, 6, 2, 8, 13])
     order = np.arange(len(lengths))
     figure = new_figure(9.6, 2.9, dpi=150)
@@ -127,15 +165,15 @@ def packing(path: Path) -> None:
             left = 0
             for document, start, stop in zip(*(part.tolist() for part in packed.pieces(sample)), strict=True):
                 color = HUES[document % len(HUES)]
-                # Pale: a part of a document that is cut.
+                # Pale for a part of a cut document.
                 paleness = 0.45 if stop - start < lengths[document] else 1.0
                 panel.add_patch(_rectangle(left, sample - 0.4, stop - start, 0.8, color, paleness))
                 text = {"color": "white" if paleness == 1.0 else "black", "fontsize": 7}
                 panel.text(left + (stop - start) / 2, sample, document, ha="center", va="center", **text)
                 left += stop - start
         panel.set(xlim=(0, 16), ylim=(packed.num_samples - 0.3, -0.7), yticks=range(packed.num_samples))
-        told = {"concat": "cut where a sequence is full (pale)", "best_fit": "none cut that fits, some room left"}[name]
-        panel.set_title(f"{name}: {told}", fontsize=9, loc="left")
+        meaning = {"concat": "cut where a sequence is full (pale)", "best_fit": "none cut that fits, some room left"}[name]
+        panel.set_title(f"{name}: {meaning}", fontsize=9, loc="left")
         panel.set_xlabel("tokens", fontsize=8)
         panel.set_ylabel("sequence", fontsize=8)
         panel.tick_params(labelsize=8)
@@ -202,16 +240,16 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "schedule-interleaved": schedule_interleaved,
     "zigzag": zigzag,
 }
-"""Name of the .png -> what draws it."""
+"""Name of the .png -> function that draws it."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PICTURES)}; default: all")
     parser.add_argument("--into", type=Path, default=CHECKOUT / "docs", metavar="FOLDER")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in PICTURES]:
-        parser.error(f"there is no picture {unknown[0]}: choose of {', '.join(PICTURES)}")
+        parser.error(f"there is no picture {unknown[0]}: choose from {', '.join(PICTURES)}")
     for name in options.names or PICTURES:
         PICTURES[name](options.into / f"{name}.png")
         print(options.into / f"{name}.png")

@@ -1,10 +1,10 @@
-"""The recipe cards of docs/recipes.md: each planned, confirmed by compiling, and written down by this script. No GPU is needed.
+"""Writes the recipe cards of docs/recipes.md. Each recipe is planned and confirmed by compiling. Needs no GPU.
 
-    python docs/recipes.py [NAME ...]     plans and compiles (extra aot; minutes for each card), then writes docs/recipes.md
-    python docs/recipes.py --render       writes docs/recipes.md from what is kept
+    python docs/recipes.py [NAME ...]     plans and compiles (extra aot; minutes per card), then writes docs/recipes.md
+    python docs/recipes.py --render       writes docs/recipes.md from the stored figures
 
-docs/recipes/NAME.yaml is the question: model, text and batch. NAME-best.yaml is the planner's answer, a recipe to train with,
-and NAME.json the figures, with the commands they come from. tests/test_pages.py holds all of it to this script.
+docs/recipes/NAME.yaml is the question: model, text and batch. NAME-best.yaml is the planner's answer, a recipe to train with.
+NAME.json has the figures and the commands that produced them. tests/test_pages.py checks that they match this script.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm.plan.hardware import GPUS
+from jaxllm.cost_model.hardware import GPUS
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "recipes.md"
 GPU = "h100-80gb"
 CONFIRMED = 4
-"""Of each plan's best."""
+"""Number of each plan's best candidates to compile."""
 GIB = 2**30
 PLANNED = ("configurations", "candidates_that_fit", "confirmed", "unconfirmed_because", "cost")
 COMPILED = (
     *("total_bytes", "host_bytes", "capacity_bytes", "share_of_capacity", "fits", "attention", "hlo_instructions"),
     *("warnings", "jax_version"),
 )
-"""What is kept of the two commands' JSON."""
+"""Stored keys of the two commands' JSON."""
 
 HEAD = f"""# Recipe cards
 
-What the planner makes of usual jobs on {GPU}, confirmed by compiling the real step without a GPU. The first file of a card
-is the question (model, text, batch), the second the planner's answer. Put your own text, batch or GPUs into the first and run
-the same two commands. How the planner works: [plan](plan.md); what the compiler says: [compile](compile.md).
+These are the planner's answers for common jobs on {GPU}. Each was confirmed by compiling the real step without a GPU. The first
+file of a card is the question (model, text, batch). The second is the planner's answer. Put your own text, batch or GPUs into
+the first file and run the same two commands. [plan](plan.md) explains the planner, [compile](compile.md) the compiler's
+report.
 
-Memory is XLA's. **Speeds are predictions** of the step-time model ([estimate](estimate.md)); none of these was run on GPUs. The
-page is written by `python docs/recipes.py`.
+Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs.
+`python docs/recipes.py` writes this page.
 """
 
 
@@ -53,10 +54,10 @@ class Card:
     title: str
     gpus: int
     tokens: str
-    """What the days and GPU-hours are for."""
+    """Number of tokens for the days and GPU-hours."""
     about: str
     options: str = ""
-    """More, for the plan."""
+    """Extra options of the plan."""
 
     @property
     def question(self) -> str:
@@ -105,24 +106,24 @@ CARDS = (
         "Llama 3.1 405B on 1,024 GPUs",
         1024,
         "1T",
-        "128 hosts. Sixteen million tokens a step, as Llama 3 had them from 2.87T tokens on; a run that begins with smaller "
-        "batches says so with `train.batch_schedule` ([the batch](batch.md)).",
+        "128 hosts. Sixteen million tokens a step, as in Llama 3 after 2.87T tokens. `train.batch_schedule` begins a run with "
+        "smaller batches ([the batch](batch.md)).",
     ),
     Card(
         "128k-on-8",
         "A context of 128k: Llama 3.1 8B on 8 GPUs",
         8,
         "1B",
-        "Continued training on whole documents of up to 131,072 tokens, from weights that `jaxllm convert from-hf` brought in.",
+        "Continued training on complete documents of up to 131,072 tokens, from weights converted by `jaxllm convert from-hf`.",
     ),
     Card(
         "1m-on-64",
         "A context of 1M: Llama 3.1 8B on 64 GPUs",
         64,
         "1B",
-        "1,048,576 tokens a sequence. Llama 3.1 knows positions up to 131,072: beyond, raise `model.rope_theta` and train on. "
-        "Each layer's ring goes over several hosts: a pipeline, which would keep context inside a host, has four microbatches "
-        "here and stands still most of the time.",
+        "1,048,576 tokens a sequence. Llama 3.1 was trained on positions up to 131,072; for more, raise `model.rope_theta` and "
+        "continue training. The ring of each layer spans several hosts. A pipeline would keep context inside a host, but has "
+        "only four microbatches here and is idle most of the time.",
         "--across-hosts",
     ),
 )
@@ -132,15 +133,15 @@ CARDS = (
 
 
 def run(card: Card) -> None:
-    """Plans, compiles, and keeps the answer and the figures. The old ones stay if either fails."""
+    """Plans, compiles, and stores the answer and the figures. The old ones stay if either fails."""
     answer = CHECKOUT / card.answer
     before = answer.with_suffix(".before")
     if answer.exists():
-        # A plan overwrites nothing.
+        # A plan never overwrites a file.
         answer.replace(before)
     try:
         plan, plan_s = _json_of(card.plan)
-        # What a reader would type.
+        # The command that a reader would type.
         answer.write_text(answer.read_text().replace(" --json\n", "\n", 1))
         compiled, _ = _json_of(card.compile)
     except BaseException:
@@ -158,15 +159,15 @@ def run(card: Card) -> None:
 
 
 def hidden_share(collectives: list[Mapping[str, Any]]) -> float | None:
-    """Of the bytes that one GPU sends in a step, those of collectives with a matmul between start and done; None: it sends
-    none."""
+    """Fraction of the bytes that one GPU sends in a step in collectives with a matmul between start and done. None if it sends
+    nothing."""
     sent = sum(line["sent_bytes"] for line in collectives)
     hidden = sum(line["sent_bytes"] for line in collectives if line["asynchronous"] and line["behind_matmuls"])
     return hidden / sent if sent else None
 
 
 def _json_of(command: str) -> tuple[dict[str, Any], float]:
-    """(what a command of jaxllm's prints with --json, the seconds it took)"""
+    """(JSON that a jaxllm command prints with --json, seconds that it took)"""
     began = time.perf_counter()
     words = [sys.executable, "-m", "jaxllm.cli", *command.split()[1:], "--json"]
     done = subprocess.run(words, cwd=CHECKOUT, stdout=subprocess.PIPE, check=True)
@@ -174,7 +175,7 @@ def _json_of(command: str) -> tuple[dict[str, Any], float]:
 
 
 def _origin(card: Card) -> dict[str, str]:
-    """What figures are of: those of another command or question are no figures of this card."""
+    """Origin of the figures. Figures from another command or question do not belong to this card."""
     question = (CHECKOUT / card.question).read_bytes()
     return {"command": card.plan, "question_sha256": hashlib.sha256(question).hexdigest()}
 
@@ -183,18 +184,18 @@ def _origin(card: Card) -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/recipes.md, from the questions and the figures that are kept."""
+    """Text of docs/recipes.md, from the questions and the stored figures."""
     contents = [f"- [{card.title}](#{slug(card.title)})" for card in CARDS]
     return "\n".join([HEAD, *contents, *(line for card in CARDS for line in _card_lines(card))]) + "\n"
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading of letters, digits, spaces and punctuation."""
+    """GitHub's anchor for a heading of letters, digits, spaces and punctuation."""
     return "".join(c for c in heading.lower() if c.isalnum() or c in " -_").replace(" ", "-")
 
 
 def is_current(card: Card) -> bool:
-    """Whether the figures that are kept are of today's commands and question."""
+    """Whether the stored figures belong to today's commands and question."""
     return card.kept.exists() and _origin(card).items() <= json.loads(card.kept.read_text()).items()
 
 
@@ -236,7 +237,7 @@ def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     cost = plan["cost"]
     yield f"{card.tokens} tokens, predicted", f"{cost['days']:,.1f} days, {cost['gpu_hours']:,.0f} GPU-hours"
-    yield "looked at", f"{plan['configurations']:,} configurations, {plan['candidates_that_fit']:,} fit, {_confirmed(plan)}"
+    yield "searched", f"{plan['configurations']:,} configurations, {plan['candidates_that_fit']:,} fit, {_confirmed(plan)}"
     for number, other in enumerate(others, start=2):
         yield f"number {number}", f"{_layout(other)}: {other['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
 
@@ -268,16 +269,16 @@ def _layout(candidate: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [card.name for card in CARDS]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}; default: all")
     parser.add_argument("--render", action="store_true", help="run nothing")
     options = parser.parse_args()
     if unknown := set(options.names) - set(names):
-        parser.error(f"there is no card {min(unknown)}: choose of {', '.join(names)}")
+        parser.error(f"there is no card {min(unknown)}: choose from {', '.join(names)}")
     for card in () if options.render else CARDS:
         if not options.names or card.name in options.names:
             print(card.plan, card.compile, sep="\n", flush=True)
             run(card)
-            # After each: what is done is kept.
+            # After each card, so that finished ones are kept.
             PAGE.write_text(page())
     PAGE.write_text(page())
 

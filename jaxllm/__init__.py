@@ -18,8 +18,8 @@ _HOMES = {
     "load_model": "api",
     "open_model": "api",
     "estimate": "plan.estimate",
-    "evaluate": "predict",
-    "generate": "predict",
+    "evaluate": "commands.predict",
+    "generate": "commands.predict",
 }
 __all__ = [*_HOMES, "plan"]
 
@@ -35,8 +35,8 @@ class _Plan(types.ModuleType):
     """The package of that name, which is also the function: an import of anything in it binds its name here."""
 
     def __call__(self, *args, **options):
-        """jaxllm.planner.plan(config, gpu="h100-80gb", gpus=64, ...) -> Plan."""
-        return importlib.import_module("jaxllm.planner").plan(*args, **options)
+        """jaxllm.commands.plan.plan(config, gpu="h100-80gb", gpus=64, ...) -> Plan."""
+        return importlib.import_module("jaxllm.commands.plan").plan(*args, **options)
 
 
 plan.__class__ = _Plan  # type: ignore[assignment]

@@ -1,16 +1,16 @@
-"""What notebooks import; `import jaxllm` re-exports it."""
+"""The public Python API. `import jaxllm` re-exports it."""
 
 from jaxllm import notebook
+from jaxllm.checkpoint.load_model import LoadedModel, load_model, open_model
+from jaxllm.commands.plan import plan
+from jaxllm.commands.predict import evaluate, generate
+from jaxllm.compile.inspect import inspect_config
 from jaxllm.plan.estimate import estimate
-from jaxllm.planner import plan
-from jaxllm.predict import evaluate, generate
-from jaxllm.report import inspect_config
 from jaxllm.train.loop import fit
-from jaxllm.train.opened import Loaded, load_model, open_model
 from jaxllm.train.trainer import Trainer
 
 __all__ = [
-    "Loaded",
+    "LoadedModel",
     "Trainer",
     "estimate",
     "evaluate",

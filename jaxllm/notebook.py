@@ -1,7 +1,8 @@
-"""How a notebook shows what cannot bring its own `_repr_html_`: JAX's mesh, and a compile report, whose text lies above it.
+"""Notebook views of objects that cannot define `_repr_html_`: JAX's mesh, a plan and the reports of `inspect` and `compile`,
+whose texts are made in a higher layer.
 
-Config, model, plan, estimate and the report of `inspect_config` bring theirs. `import jaxllm` in a notebook registers the
-compile report, and jaxllm.api, which brings JAX in, the mesh.
+Config, model and estimate define their own. `import jaxllm` in a notebook registers the plan and the reports; jaxllm.api, which
+imports JAX, registers the mesh.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.html_tables import preformatted, table
+from jaxllm.display import preformatted, table
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -19,14 +20,16 @@ MOST_ROWS = 16
 
 
 def register() -> None:
-    """For this process's notebook or IPython; nothing elsewhere."""
-    # Brought in already where there is one.
+    """Registers the views in this process's notebook or IPython. Does nothing elsewhere."""
+    # In a notebook IPython is already imported.
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if shell is not None:
         formatter = shell.display_formatter.formatters["text/html"]
-        # By name: few notebooks use the compiler's part of jaxllm.
-        formatter.for_type_by_name("jaxllm.compile_report", "CompileReport", compile_html)
+        # By name, because few notebooks import the planner or the compiler's part of jaxllm.
+        formatter.for_type_by_name("jaxllm.plan.plan_result", "Plan", plan_html)
+        formatter.for_type_by_name("jaxllm.compile.inspect", "Report", inspect_html)
+        formatter.for_type_by_name("jaxllm.compile.report", "CompileReport", compile_html)
         if "jax" in sys.modules:
             from jax.sharding import Mesh
 
@@ -34,8 +37,8 @@ def register() -> None:
 
 
 def mesh_html(mesh: Mesh) -> str:
-    """Device ids: columns along the fastest axis that is longer than 1, a row for each place on the slower ones. With several
-    processes each id has its process behind it.
+    """Table of device ids: columns along the fastest axis longer than 1, a row for each position on the slower axes. With
+    several processes each id is followed by its process.
     """
     used = {axis: size for axis, size in mesh.shape.items() if size > 1} or {mesh.axis_names[-1]: 1}
     *slow, fast = used
@@ -53,9 +56,23 @@ def mesh_html(mesh: Mesh) -> str:
     return table(shown, ["", *(f"{fast} {i}" for i in range(width))], caption=caption)
 
 
+def plan_html(plan: Any) -> str:
+    """The heading, the best candidates and what was left out."""
+    from jaxllm.plan.search_text import as_html
+
+    return as_html(plan)
+
+
+def inspect_html(report: Any) -> str:
+    """The output of `jaxllm inspect`."""
+    from jaxllm.compile.inspect_text import in_columns, render
+
+    return preformatted(in_columns(render(report)))
+
+
 def compile_html(report: Any) -> str:
-    """What `jaxllm compile` prints."""
-    from jaxllm.compile_text import render
-    from jaxllm.report import in_columns
+    """The output of `jaxllm compile`."""
+    from jaxllm.compile.inspect_text import in_columns
+    from jaxllm.compile.text import render
 
     return preformatted(in_columns(render(report)))

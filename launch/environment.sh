@@ -1,14 +1,15 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it. Makes errors fatal, goes to the checkout and offers
+# Sourced by the scripts beside it. Makes errors fatal, changes to the checkout and provides
 #
 #   prepare_environment [EXTRA...]  sets $python to an interpreter that has jaxllm with these extras, and CUDA if there
-#                                   is a GPU; installs only what pyproject.toml or the extras made necessary since
-#   run_check NAME COMMAND...       runs a command and remembers how it ended
-#   closing_summary                 prints what was remembered; returns the exit code of the first that failed
-#   supervisor_option WORD          whether it is an option of jaxllm/supervise.py that launch scripts take
-#   goes_on COMMAND...              whether this goes on where it left off when it is started again
+#                                   is a GPU; installs only what pyproject.toml or the extras made necessary since,
+#                                   in the versions of the file that $constraints names, if it is set
+#   run_check NAME COMMAND...       runs a command and records its result
+#   closing_summary                 prints the recorded results; returns the exit code of the first failure
+#   supervisor_option WORD          whether it is an option of jaxllm/runtime/supervisor.py that launch scripts accept
+#   can_resume COMMAND...           whether this command resumes its work when it is restarted
 #   launch_id                       prints a name for this launch of a job, the given one if there is one
-#   forwarded_variables             prints the names of those set here that processes on other hosts need too
+#   forwarded_variables             prints the names of variables set here that processes on other hosts need too
 #
 # PYTHON       the interpreter to build the environment from; default: the first of python3, python3.12 and python3.11
 #              that is new enough
@@ -21,7 +22,7 @@ caller_folder="$PWD"
 checkout="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$checkout"
 
-# Where a path given by the caller leads, now that we are elsewhere.
+# The caller's path, as an absolute one, since the scripts run in the checkout.
 absolute() {
   case "$1" in
     /*) echo "$1" ;;
@@ -32,6 +33,7 @@ absolute() {
 venv="${JAXLLM_VENV:-$checkout/.venv}"
 [[ "$venv" == none ]] || venv="$(absolute "$venv")"
 python=""
+constraints=""
 
 say() { echo "jaxllm: $*"; }
 
@@ -108,7 +110,7 @@ make_venv() {
   "$base" -m venv "$venv" || refuse "cannot make a virtual environment in $venv: set JAXLLM_VENV to another folder."
 }
 
-# cuda12 or cuda13 by what the driver can run; nothing without a GPU.
+# cuda12 or cuda13, whichever the driver can run; nothing without a GPU.
 cuda_extra() {
   local table
   table="$(nvidia-smi 2>/dev/null)" || return 0
@@ -120,11 +122,11 @@ cuda_extra() {
   fi
 }
 
-# install_jaxllm EXTRA...: jaxllm itself, editable, and the extras that this pyproject.toml has not brought in before.
+# install_jaxllm EXTRA...: jaxllm itself, editable, and the extras that this pyproject.toml has not installed before.
 install_jaxllm() {
   [[ "$venv" != none ]] || return 0
   local stamp="$venv/jaxllm-installed" version extra line extras="" lines="" start=$SECONDS
-  version="$(cksum <pyproject.toml) $checkout"
+  version="$(cat pyproject.toml ${constraints:+"$constraints"} | cksum) $checkout"
   for extra in "" "$@"; do
     line="$version [$extra]"
     if ! grep -qxF "$line" "$stamp" 2>/dev/null; then
@@ -139,7 +141,9 @@ install_jaxllm() {
   say "installed in $((SECONDS - start)) s"
 }
 
-pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-input "$@" </dev/null; }
+pip_install() {
+  "$python" -m pip install -qq --disable-pip-version-check --no-input ${constraints:+--constraint "$constraints"} "$@" </dev/null
+}
 
 # ------------------------------------------------------------------------------------------------------------ launching
 
@@ -150,18 +154,18 @@ supervisor_option() {
   esac
 }
 
-# Of jaxllm's commands only these. Other programs are taken to do so too.
-goes_on() {
+# Only these of jaxllm's commands resume. Other programs are assumed to resume too.
+can_resume() {
   case "$*" in
     "jaxllm train "* | "jaxllm data prepare "*) ;;
     jaxllm | "jaxllm "*) return 1 ;;
   esac
 }
 
-# Over a restart of the launch script too, where it has a supervisor itself.
+# The name stays the same if a supervisor restarts the launch script itself.
 launch_id() { echo "${JAXLLM_LAUNCH_ID:-$HOSTNAME-$$-$(date +%s)}"; }
 
-# What is one process's own stays here, and so does what only this machine's environment needs.
+# Variables of a single process stay here, and so do those for this machine's environment only.
 forwarded_variables() {
   compgen -e | grep -E '^(JAXLLM|JAX|XLA|TF|NCCL|HF|WANDB|OMP)_|^(PYTHONPATH|PYTHONUNBUFFERED|LD_LIBRARY_PATH)$' |
     grep -vxE 'JAXLLM_(VENV|BEAT_FD|PROCESS_ID)' || true

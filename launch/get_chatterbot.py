@@ -1,9 +1,9 @@
-"""Writes conversations to fine-tune on: python launch/get_chatterbot.py DST.jsonl
+"""Writes conversations for fine-tuning: python launch/get_chatterbot.py DST.jsonl
 
-The English ones of the package chatterbot-corpus (BSD, 0.3 MB), one JSON object with `messages` on each line. A conversation
-there is a list of what two people say in turn. Needs pip and a network once.
+They are the English ones of the package chatterbot-corpus (BSD, 0.3 MB), one JSON object with `messages` per line. A
+conversation is a list of turns of two speakers. Needs pip and a network once.
 
-Exit codes: 0 written; 2 something to correct; 3 the package cannot be had.
+Exit codes: 0 written; 2 something to correct; 3 the package cannot be downloaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     except CannotFetch as error:
         return refuse(str(error), code=3)
     except OSError as error:
-        # Nothing half-written stays; where not even the folder could be made, there is none.
+        # Removes a half-written file; if even the folder could not be created, there is none.
         with contextlib.suppress(OSError):
             aside.unlink()
         return refuse(f"{destination} cannot be written ({error.strerror or error}): make room or choose another file.")
@@ -57,12 +57,12 @@ def refuse(sentence: str, code: int = 2) -> int:
 
 
 def conversations(wheel: ZipFile) -> Iterator[list[dict[str, str]]]:
-    """Messages of each conversation, in the order of the files' names: the first to speak is the user."""
+    """Messages of each conversation, in the order of the files' names: the first speaker is the user."""
     for name in sorted(wheel.namelist()):
         if name.startswith(FOLDER) and name.endswith(".yml"):
             for turns in yaml.safe_load(wheel.read(name))["conversations"]:
                 said = [spoken(turn) for turn in turns]
-                # One that ends with the user would have nothing to learn in its last turn.
+                # A conversation that ends with the user would have nothing to learn in its last turn.
                 said = said[: len(said) // 2 * 2]
                 if said and all(said):
                     roles = ["user", "assistant"] * (len(said) // 2)
@@ -70,7 +70,7 @@ def conversations(wheel: ZipFile) -> Iterator[list[dict[str, str]]]:
 
 
 def spoken(turn: Any) -> str:
-    """The text of a turn: some look like other things than text to YAML, such as `text: more` or a number."""
+    """The text of a turn: YAML reads some as other types, such as `text: more` or a number."""
     if isinstance(turn, dict):
         return " ".join(f"{key}: {value}" for key, value in turn.items())
     return "" if turn is None else str(turn).strip()

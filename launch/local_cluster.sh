@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Plays N hosts on this machine: launch/local_cluster.sh [OPTION...] N COMMAND...
+# Simulates N hosts on this machine: launch/local_cluster.sh [OPTION...] N COMMAND...
 # Runs COMMAND as N processes that find each other, in the folder of the caller, and marks each line of output with its
-# process. The first that fails ends the others; the exit code is its own. Ctrl-C and SIGTERM are passed on. For example
+# process. The first failure ends the others and gives the exit code. Ctrl-C and SIGTERM are forwarded. For example
 #
 #   bash launch/local_cluster.sh 2 jaxllm train configs/quickstart.yaml run.cpu_devices=4
 #
-# OPTION: of the supervisor (jaxllm/supervise.py), such as --restarts 3. With one or more, each process has a supervisor that
-# starts it again when it fails and kills it when it is frozen; a process has then failed when its supervisor gives it up.
+# OPTION: an option of the supervisor (jaxllm/runtime/supervisor.py), such as --restarts 3. With any of them, each process has a
+# supervisor that restarts it when it fails and kills it when it is frozen; a process has then failed when its supervisor gives
+# up.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
@@ -28,7 +29,7 @@ shift
 # shellcheck disable=SC2119  # "$@" is the command, not extras
 prepare_environment
 [[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"
-((${#supervisor[@]} == 0)) || set -- "$python" -m jaxllm.supervise "${supervisor[@]}" --follow parent -- "$@"
+((${#supervisor[@]} == 0)) || set -- "$python" -m jaxllm.runtime.supervisor "${supervisor[@]}" --follow parent -- "$@"
 PATH="$(dirname "$python"):$PATH"
 cd "$caller_folder"
 
@@ -37,19 +38,19 @@ export JAXLLM_COORDINATOR="127.0.0.1:${meeting_point##*:}" JAXLLM_NUM_PROCESSES=
 JAXLLM_LAUNCH_ID="$(launch_id)"
 export JAXLLM_LAUNCH_ID
 
-# Lives until its process has said everything, whatever signal comes.
+# Runs until its process has written everything, whatever signal comes.
 mark() {
   trap '' INT TERM HUP
   local line
   while IFS= read -r line || [[ -n "$line" ]]; do printf '[%s] %s\n' "$1" "$line"; done
 }
 
-# A signal that comes before all are started reaches them afterwards.
-told=""
-trap 'told=INT' INT
-trap 'told=TERM' TERM HUP
+# A signal that comes before all have started is sent to them afterwards.
+pending_signal=""
+trap 'pending_signal=INT' INT
+trap 'pending_signal=TERM' TERM HUP
 
-# A process group each: a signal reaches what the processes start, and Ctrl-C comes through here alone.
+# Each process has its own group: a signal reaches its children too, and Ctrl-C reaches them only through this script.
 set -m
 pids=()
 for ((rank = 0; rank < count; rank++)); do
@@ -64,9 +65,9 @@ send() {
 }
 trap 'send INT' INT
 trap 'send TERM' TERM HUP
-[[ -z "$told" ]] || send "$told"
+[[ -z "$pending_signal" ]] || send "$pending_signal"
 
-# Looks rather than waits: "wait -n" is not in every bash, and cannot say which process it was.
+# Polls rather than waits: "wait -n" is not in every bash, and does not tell which process ended.
 first_code=0
 kill_at=""
 running=("${!pids[@]}")
@@ -90,7 +91,7 @@ while ((${#running[@]})); do
   done
   running=(${left[@]+"${left[@]}"})
   if [[ -n "$kill_at" ]] && ((SECONDS >= kill_at)); then send KILL; fi
-  # A signal to the whole group ends the sleep, which is no failure.
+  # A signal to the whole group ends the sleep, which is not a failure.
   ((${#running[@]} == 0)) || sleep 0.1 || true
 done
 exit "$first_code"

@@ -1,7 +1,7 @@
-"""Prints where the processes of a launch can meet: host:port of this machine, with a port that is free now.
+"""Prints the rendezvous address of a launch: host:port of this machine, with a port that is free now.
 
-mpirun starts it as it will start the training: there rank 0 alone speaks, and a launch on one host meets at loopback. Standard
-library only.
+mpirun starts it in the same way as the training: only rank 0 prints, and a launch on one host uses loopback. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import random
 import socket
 
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address for documentation (RFC 5737): nothing is sent, but the system says by which of its own it would go there."""
+"""An address for documentation (RFC 5737): nothing is sent, but the system tells which of its own addresses would reach it."""
 
 PORTS = range(61440, 65536)
-"""Linux takes 32768 to 60999 for outgoing connections."""
+"""Above the ports 32768 to 60999, which Linux uses for outgoing connections."""
 
 
 def host() -> str:
@@ -29,7 +29,7 @@ def host() -> str:
         found = []
     if any(not address[0].startswith("127.") and address[0] != "::1" for *_, address in found):
         return name
-    # Debian writes a machine's own name beside 127.0.1.1, which leads every other machine to itself.
+    # Debian maps a machine's own name to 127.0.1.1, which leads every other machine to itself.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(ELSEWHERE)
@@ -39,7 +39,7 @@ def host() -> str:
 
 
 def free_port() -> int:
-    """One that is unlikely to be taken when the run is started again: above those of outgoing connections."""
+    """A free port that is unlikely to be taken when the run restarts: above those of outgoing connections."""
     for port in [*random.sample(PORTS, 100), 0]:
         with socket.socket() as probe:
             try:

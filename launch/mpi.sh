@@ -4,13 +4,13 @@
 #
 #   bash launch/mpi.sh --hostfile hosts --map-by ppr:1:node -- jaxllm train configs/quickstart.yaml train.steps=20
 #
-# OPTION: of mpirun, which knows the hosts and how many processes each gets (one drives all GPUs of its host, or one for each
-# GPU: --map-by ppr:8:node); or of the supervisor (jaxllm/supervise.py) that each process has, such as --restarts 3 (default:
-# 10, or 0 for commands that do not go on where they left off, such as jaxllm doctor). The checkout, its environment and the
-# folder of the caller must be at the same place on all hosts.
+# OPTION: an option of mpirun, which knows the hosts and how many processes each gets (one drives all GPUs of its host, or one
+# for each GPU: --map-by ppr:8:node); or of each process's supervisor (jaxllm/runtime/supervisor.py), such as --restarts 3 (default: 10,
+# or 0 for commands that do not resume, such as jaxllm doctor). The checkout, its environment and the folder of the caller must
+# be at the same place on all hosts.
 #
-# SIGTERM and Ctrl-C let the run save and stop; the exit code is then 75, and the same command goes on. A host that is lost
-# ends mpirun: `python -m jaxllm.supervise -- bash launch/mpi.sh ...` starts all of it again.
+# On SIGTERM and Ctrl-C the run saves and stops; the exit code is then 75, and the same command resumes the run. The loss of a
+# host ends mpirun: `python -m jaxllm.runtime.supervisor -- bash launch/mpi.sh ...` restarts all of it.
 #
 # JAXLLM_COORDINATOR      host:port of rank 0, the same for all; default: its host's name and a free port, found by a first,
 #                         short mpirun
@@ -40,10 +40,10 @@ shift
 version="$("$mpirun" --version 2>/dev/null | head -n 1)" || refuse "$mpirun cannot be run: install Open MPI (Debian: openmpi-bin), or set MPIRUN."
 [[ "$version" =~ "(Open MPI) "([0-9]+) ]] || refuse "$mpirun is not Open MPI's, but '$version': set MPIRUN to the path of Open MPI's."
 if ((BASH_REMATCH[1] < 5)); then tag=(--tag-output); else tag=(--output tag); fi
-# mpirun gives each process a core or two: JAX wants all of the host's.
+# mpirun gives each process a core or two, but JAX needs all of the host's.
 [[ " ${options[*]-} " == *" --bind-to "* ]] || options+=(--bind-to none)
 
-goes_on "$@" || supervisor=(--restarts 0 ${supervisor[@]+"${supervisor[@]}"})
+can_resume "$@" || supervisor=(--restarts 0 ${supervisor[@]+"${supervisor[@]}"})
 # shellcheck disable=SC2119  # "$@" is the command, not extras
 prepare_environment
 [[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"
@@ -54,14 +54,14 @@ JAXLLM_LAUNCH_ID="$(launch_id)"
 export JAXLLM_LAUNCH_ID PYTHONUNBUFFERED=1
 if [[ -z "${JAXLLM_COORDINATOR:-}" ]]; then
   JAXLLM_COORDINATOR="$("$mpirun" "${options[@]}" "$python" "$checkout/launch/meeting_point.py" </dev/null)" ||
-    refuse "$mpirun cannot start Python on all hosts: correct what it says above."
+    refuse "$mpirun cannot start Python on all hosts: fix the error that it prints above."
 fi
 export JAXLLM_COORDINATOR
 
 options+=("${tag[@]}" -x PATH)
 for name in $(forwarded_variables); do options+=(-x "$name"); done
 
-# mpirun's "[1,0]<stdout>: line" as "[0] line". Lives until mpirun has said everything, whatever signal comes.
+# Turns mpirun's "[1,0]<stdout>: line" into "[0] line". Runs until mpirun has written everything, whatever signal comes.
 mark() {
   trap '' INT TERM HUP
   local line
@@ -73,16 +73,16 @@ mark() {
   done
 }
 
-# A process group of its own: Ctrl-C comes through here alone.
+# Its own process group: Ctrl-C reaches it only through this script.
 set -m
-"$mpirun" "${options[@]}" "$python" -m jaxllm.supervise ${supervisor[@]+"${supervisor[@]}"} --follow parent -- "$@" \
+"$mpirun" "${options[@]}" "$python" -m jaxllm.runtime.supervisor ${supervisor[@]+"${supervisor[@]}"} --follow parent -- "$@" \
   </dev/null > >(mark) 2> >(mark >&2) &
 pid=$!
 set +m
 
-# On a SIGTERM mpirun would kill everybody a second later; this one it passes on, and supervisors make a SIGTERM of it.
+# On SIGTERM mpirun would kill all processes a second later; it forwards SIGUSR1, which supervisors turn into a SIGTERM.
 trap 'kill -s USR1 "$pid" 2>/dev/null || true' INT TERM HUP
-# A signal to the whole group ends the sleep, which is no failure.
+# A signal to the whole group ends the sleep, which is not a failure.
 while kill -0 "$pid" 2>/dev/null; do sleep 0.2 || true; done
 code=0
 wait "$pid" || code=$?

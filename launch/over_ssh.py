@@ -1,9 +1,9 @@
-"""What launch/ssh.sh does: python over_ssh.py HOSTS "VARIABLE ..." [SUPERVISOR OPTION...] -- COMMAND...
+"""The work of launch/ssh.sh: python over_ssh.py HOSTS "VARIABLE ..." [SUPERVISOR OPTION...] -- COMMAND...
 
-An ssh for each line of HOSTS carries a script to a bash there, on standard input so that nobody sees values of variables in a
-list of processes. The script becomes the supervisor (jaxllm/supervise.py), for which the rest of standard input is orders:
-TERM, INT or KILL, a line each. ssh passes no signals on, and leaves the other end running when this one is killed; a closed
-standard input the supervisor understands.
+For each line of HOSTS one ssh sends a script to a bash there, on standard input so that values of variables do not show in a
+list of processes. The script becomes the supervisor (jaxllm/runtime/supervisor.py), which reads the rest of standard input as
+orders: TERM, INT or KILL, one per line. ssh forwards no signals, and when it is killed it leaves the other end running; but the
+supervisor reacts to a closed standard input.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 GRACE_S = 60
-"""For the others, once one has failed: a checkpoint may be under way."""
+"""Time for the others to end after a failure: they may be saving a checkpoint."""
 CUT_S = 5
-"""Between the order to kill and the end of ssh itself, which a host without power never ends."""
+"""Time between the order to kill and the end of ssh itself: without it a host that lost power would keep ssh waiting."""
 CONTACT_S = 60
 LOOK_S = 0.1
 ORDERS = {signal.SIGTERM: b"TERM\n", signal.SIGHUP: b"TERM\n", signal.SIGINT: b"INT\n"}
@@ -43,7 +43,9 @@ def refuse(sentence: str) -> NoReturn:
 
 
 def ssh(*arguments: str) -> list[str]:
-    """No terminal, so no questions; a connection that is dead ends within a minute. What SSH says comes first, and wins."""
+    """An ssh command without a terminal, so without questions; a dead connection ends within a minute. Options in SSH come
+    first and take precedence.
+    """
     options = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
     return [*shlex.split(os.environ.get("SSH") or "ssh"), *options, *arguments]
 
@@ -63,7 +65,7 @@ def read_hosts(path: Path) -> list[str]:
 
 
 def script(variables: dict[str, str], command: list[str]) -> str:
-    """For bash on a host: `command` in this folder, with these variables."""
+    """Script for bash on a host: `command` in this folder, with these variables."""
     lines = [
         f"here={shlex.quote(os.getcwd())} python={shlex.quote(sys.executable)}",
         'refuse() { echo "jaxllm: $HOSTNAME has no $1: $2" >&2; exit 2; }',
@@ -77,7 +79,7 @@ def script(variables: dict[str, str], command: list[str]) -> str:
 
 
 def coordinator(hosts: list[str]) -> str:
-    """host:port where process 0 will be met."""
+    """host:port of process 0."""
     first = hosts[0]
     command = ssh("-T", first, "exec bash -s")
     try:
@@ -100,13 +102,14 @@ def coordinator(hosts: list[str]) -> str:
     name = address_of(first)
     if is_loopback(name) and not all(is_loopback(address_of(host)) for host in hosts):
         refuse(
-            f"The first host, {first}, is {name}, which means another machine on each host: write it as the others reach it."
+            f"The first host, {first}, is {name}, which means a different machine on each host: write a name that the others "
+            f"reach."
         )
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def address_of(host: str) -> str:
-    """Where ssh would go for it: hosts may be nicknames."""
+    """The address that ssh connects to: hosts may be aliases."""
     settings = subprocess.run(ssh("-G", host), capture_output=True, text=True, check=True, timeout=CONTACT_S).stdout
     return next(line.split()[1] for line in settings.splitlines() if line.startswith("hostname "))
 
@@ -116,7 +119,7 @@ def is_loopback(name: str) -> bool:
 
 
 class Process:
-    """One of the run, on its host."""
+    """One process of the run, on its host."""
 
     def __init__(self, rank: int, host: str, text: str):
         self.rank, self.host = rank, host
@@ -126,7 +129,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C comes through here alone.
+            # Ctrl-C reaches it only through this script.
             process_group=0,
         )
         outputs = ((self.ssh.stdout, sys.stdout.buffer), (self.ssh.stderr, sys.stderr.buffer))
@@ -139,7 +142,7 @@ class Process:
         try:
             self.ssh.stdin.write(text)
         except OSError:
-            # It is ending, and its exit code says more.
+            # The process is ending, and its exit code says more.
             pass
 
     def ended(self) -> int | None:
@@ -157,12 +160,12 @@ class Process:
                     sink.write(b"[%d] %s\n" % (self.rank, line.rstrip(b"\r\n")))
                     sink.flush()
                 except OSError:
-                    # Whoever read this is gone; reading on keeps the run from waiting.
+                    # The reader is gone; reading on keeps the run from blocking.
                     pass
 
 
 def conduct(processes: list[Process], signals: list[int]) -> int:
-    """Until all have ended; returns the exit code of the first that failed, or 0. `signals` grows as they arrive."""
+    """Runs until all have ended; returns the exit code of the first failure, or 0. `signals` grows as they arrive."""
     running, first_code, kill_at_s = list(processes), 0, None
     while running:
         while signals:
@@ -206,7 +209,7 @@ def main(arguments: list[str]) -> int:
     if not variables.get("JAXLLM_COORDINATOR"):
         variables["JAXLLM_COORDINATOR"] = coordinator(hosts)
     variables["JAXLLM_NUM_PROCESSES"] = str(len(hosts))
-    supervised = [sys.executable, "-m", "jaxllm.supervise", *options, "--follow", "stdin", "--", *command]
+    supervised = [sys.executable, "-m", "jaxllm.runtime.supervisor", *options, "--follow", "stdin", "--", *command]
     processes = [
         Process(rank, host, script(variables | {"JAXLLM_PROCESS_ID": str(rank)}, supervised)) for rank, host in enumerate(hosts)
     ]

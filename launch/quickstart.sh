@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small model on this machine, CPU or GPU, from a fresh clone: launch/quickstart.sh [section.key=value ...]
-# What it does, how long it takes and the loss to expect stand at the top of configs/quickstart.yaml.
+# The top of configs/quickstart.yaml describes the run, its time and its expected loss.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh

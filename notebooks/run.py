@@ -1,10 +1,10 @@
-"""Runs the notebooks from a clean kernel and keeps their outputs, small and without what differs from machine to machine.
+"""Runs the notebooks from a clean kernel and stores their outputs, small and without traces of one machine.
 
     python notebooks/run.py                          all, in place
     python notebooks/run.py 01_train_on_one_host     this one
-    python notebooks/run.py --check                  run, write nothing, and fail where the outputs kept are of another kind
+    python notebooks/run.py --check                  runs, writes nothing, and fails if a stored output has another kind
 
-They run on the CPU, with the jaxllm of this checkout. Needs the extra notebook; for 02 also aot.
+They run on the CPU with the jaxllm of this checkout. Needs the extra notebook, and for 02 also aot.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 LIMIT_S = 600
-"""Of one cell, on a machine that others keep busy."""
+"""Time limit of one cell, on a busy machine."""
 MOST_TEXT = 20_000
-"""Characters of a text or HTML output that are kept."""
+"""Characters of a text or HTML output that are stored."""
 MOST_BYTES = 400_000
-"""Of a whole notebook."""
-# Temporary folders have a new name each time, and a home folder is nobody's business.
+"""Limit of a complete notebook."""
+# Names of temporary folders differ each time, and the home folder is private.
 HIDDEN = ((re.compile(r"/(?:tmp|var/folders)/[\w./-]*?tmp\w+"), "TEMPORARY"), (re.compile(re.escape(str(ROOT))), "jaxllm"))
 
 
 def execute(name: str) -> Any:
-    """The notebook with the outputs of a clean kernel.
+    """Runs a notebook in a clean kernel and returns it with its outputs.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
@@ -40,7 +40,7 @@ def execute(name: str) -> Any:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    # What XLA's C++ writes to file descriptors is of one machine; a kernel would show it as the cell's.
+    # XLA's C++ writes machine-specific text to file descriptors, which a kernel would show as the cell's output.
     quiet, here = ["--IPKernelApp.capture_fd_output=False"], {"metadata": {"path": str(FOLDER)}}
     client = NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=here, extra_arguments=quiet)
     client.execute(env=environment())
@@ -50,15 +50,15 @@ def execute(name: str) -> Any:
 
 
 def environment() -> dict[str, str]:
-    """Of the kernel: this checkout's jaxllm on CPU devices, without colours."""
+    """Environment of the kernel: this checkout's jaxllm on CPU devices, without colours."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
 
 
 def tidy(notebook: Any) -> None:
-    """Drops times and what a machine alone has; joins pieces of a stream; refuses what is too large to be kept."""
+    """Drops times and machine-specific text, joins the pieces of a stream, and refuses outputs that are too large."""
     notebook.metadata.pop("widgets", None)
-    # The version of this Python.
+    # Drops the version of this Python.
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -91,7 +91,7 @@ def hidden(text: str) -> str:
 
 
 def kinds(notebook: Any) -> list[list[str]]:
-    """What each code cell puts out, without what it says: 'stdout', or the sorted types of a result."""
+    """Kind of each code cell's outputs, without their content: 'stdout', or the sorted types of a result."""
 
     def kind(output: Any) -> str:
         name = output["output_type"]
@@ -103,7 +103,7 @@ def kinds(notebook: Any) -> list[list[str]]:
 
 
 def differences(kept: Any, fresh: Any) -> list[str]:
-    """A sentence for each code cell whose kept outputs are of another kind than those of a fresh run."""
+    """One sentence for each code cell whose stored outputs have another kind than those of a fresh run."""
     pairs = enumerate(zip(kinds(kept), kinds(fresh), strict=True), 1)
     return [
         f"code cell {number} keeps {old or 'nothing'}, and puts out {new or 'nothing'}"
@@ -114,8 +114,8 @@ def differences(kept: Any, fresh: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where outputs are of another kind")
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"one of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if outputs have another kind")
     given = parser.parse_args()
     import nbformat
 

@@ -1,47 +1,51 @@
-"""The test room is stricter than production: eight CPU devices, warnings are errors, no silent promotion of ranks."""
+"""Tests are stricter than production: eight CPU devices, warnings are errors, no implicit rank promotion."""
 
 import gc
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import program_cache
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    program_cache.switch_on(os.environ)
+
+import durations
 import jax
 import pytest
 import real_material
 from tiny import TINY
 
-from jaxllm import xla_flags
 from jaxllm.config import Config, RunConfig, load_config
+from jaxllm.runtime import xla_flags
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Tiny programs that run a few times: LLVM's optimiser would take most of the suite's time.
+    # Programs are tiny and run a few times: LLVM's optimiser would take most of the suite's time.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     xla_flags.apply(RunConfig(cpu_devices=NUM_DEVICES))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-LONGEST = [
-    *("test_diloco", "test_pipeline_parity", "test_smollm2_inference", "test_multiprocess", "test_memory_accuracy"),
-    *("test_mesh_parity", "test_faults", "test_pipeline_memory", "test_noise_scale", "test_quickstart", "test_context_parity"),
-    *("test_compile", "test_offload", "test_notebooks", "test_context_compiled", "test_instability", "test_kill"),
-    *("test_pipeline_compiled", "test_checkpoint", "test_conversion_memory", "test_slurm", "test_hybrid", "test_collectives"),
-    *("test_overlap", "test_fp8_meshes", "test_remat", "test_interrupt", "test_trainer", "test_mpi"),
-]
-"""Files that take minutes, longest first."""
+def pytest_addoption(parser):
+    parser.addoption("--record-durations", action="store_true", help="Write seconds by file into tests/durations.json.")
 
 
-def pytest_collection_modifyitems(items):
-    """Two processes take a file at a time (launch/test.sh): a long one begun last would leave the other idle."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+def pytest_configure(config):
+    config.pluginmanager.register(durations.Durations(config))
+
+
+def pytest_sessionstart(session):
+    """A cache folder chosen by the caller stays. With xdist the main process sets it for its workers."""
+    if not hasattr(session.config, "workerinput"):
+        program_cache.prune(program_cache.default_folder())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_file():
-    """What was traced and compiled for one file is of no use to the next: kept, it grew to 5 GB, and Python's garbage collector
-    looks through all of it again and again."""
+    """Traces and programs of one file are useless for the next. Kept, they grew to 5 GB, and Python's garbage collector scanned
+    all of them repeatedly."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -49,7 +53,7 @@ def programs_of_one_file():
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
-    """60 kB of made-up words, the same every time."""
+    """60 kB of made-up words, always the same."""
     import numpy as np
 
     words = np.array(["law", "mesh", "ring", "axis", "shard", "gather", "tick", "stage", "\n"])
@@ -71,13 +75,13 @@ def tiny_config(text_file):
 
 @pytest.fixture(scope="session")
 def smollm2_folder():
-    """A Hugging Face folder of the real SmolLM2-135M-Instruct in float32. Not to be written to. Skips without a network."""
+    """A Hugging Face folder of the real SmolLM2-135M-Instruct in float32. Read-only. Skips without a network."""
     return real_material.smollm2()
 
 
 @pytest.fixture(scope="session")
 def smollm2_first_layers():
-    """The same model cut off behind its first two layers, for tests that want real weights and little time."""
+    """The same model with only its first two layers, for quick tests with real weights."""
     return real_material.smollm2_first_layers()
 
 

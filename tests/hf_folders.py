@@ -1,5 +1,5 @@
-"""Small Hugging Face folders of random weights, written and read by hand: the format is simple, and what is under test stays
-out of its own test.
+"""Small Hugging Face folders of random weights. They are written and read by hand, so that the code under test is not used to
+test itself.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ HUB: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""A config.json as the hub's folders have it."""
+"""A config.json as in the hub's folders."""
 
 
 def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as transformers 5 says it."""
+    """The same in the dialect of transformers 5."""
     config = dict(config)
     rope = config.pop("rope_scaling", None) or {"rope_type": "default"}
     config["rope_parameters"] = {**rope, "rope_theta": config.pop("rope_theta", 10000.0)}
@@ -59,7 +59,7 @@ def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """The sizes alone, for the shapes of weights."""
+    """The sizes that determine the shapes of weights."""
     return ModelConfig(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -73,7 +73,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def random_weights(config: Mapping[str, Any], code: str = "F32", seed: int = 0) -> dict[str, np.ndarray]:
-    """Large enough that a wrong layout shows in the logits."""
+    """Weights large enough that a wrong layout shows in the logits."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in shapes_of_theirs(model_of(config)).items():
@@ -121,7 +121,7 @@ def write_folder(path: Path, config: Mapping[str, Any], weights: Mapping[str, np
 
 
 def read_folder(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, those of an index where it says they are."""
+    """All tensors of a folder. With an index, each is read from the file it names."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return read_file(path / "model.safetensors")

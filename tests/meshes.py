@@ -1,19 +1,18 @@
-"""One configuration on a mesh, to be held against one device."""
+"""Runs one configuration on a mesh, for comparison with one device."""
 
-import itertools
 import math
 
 import jax
 import numpy as np
 
 from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
-from jaxllm.parallel.stacking import over_layers, stacking_of
+from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
 
 
 class Run:
-    """value_and_grad and the train step of a config. `batch(seed)` makes arrays [microbatch, sequence, position], numpy."""
+    """value_and_grad and the train step of a config. `batch(seed)` makes numpy arrays [microbatch, sequence, position]."""
 
     def __init__(self, config, batch):
         devices = jax.devices()[: math.prod(axis_sizes(config.parallel).values())]
@@ -33,8 +32,8 @@ class Run:
             return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(self.batch(seed)))
 
     def plain(self, tree):
-        """Parameters or gradients as one device has them: layers in one stack, without identity layers or padded rows, both of
-        which must be 0."""
+        """Parameters or gradients in the layout of one device: one stack of layers, without identity layers and padding rows,
+        both of which must be 0."""
         return in_one_stack(self.config, trimmed(tree, self.config.model.vocab_size))
 
     def losses(self, steps):
@@ -48,8 +47,8 @@ class Run:
 
 
 def unequal_batch(seed, shape, least=0.0, ends=0):
-    """Random tokens [microbatch, sequence, position]. The mask has about `least` of the first row's targets and all of the last
-    one's, so that ranks and microbatches hold different numbers of them; each row is of `ends` + 1 documents that end anywhere.
+    """Random tokens [microbatch, sequence, position]. The mask has about a share `least` of the first row's targets and all
+    of the last row's, so ranks and microbatches hold different numbers of targets. Each row has `ends` + 1 documents.
     """
     rng = np.random.default_rng(seed)
     microbatches, rows, length = shape
@@ -80,7 +79,7 @@ def in_one_stack(config, tree):
 
 
 def trimmed(gradients, vocab_size):
-    """Without the rows that pad the vocabulary, whose gradient must be 0."""
+    """The array without the rows that pad the vocabulary. Their gradient must be 0."""
 
     def trim(path, g):
         if path[0].key not in ("embedding", "head"):
@@ -92,27 +91,10 @@ def trimmed(gradients, vocab_size):
 
 
 def assert_close(found, expected, tolerance):
-    """Each array within a relative error in the Euclidean norm."""
+    """Compares each array by relative error in the Euclidean norm."""
 
     def close(path, a, b):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
     jax.tree_util.tree_map_with_path(close, found, expected)
-
-
-def pairwise(combinations):
-    """A small subset of tuples in which every two values that occur together do so again: greedily the combination with most
-    pairs not seen yet.
-    """
-
-    def pairs(combination):
-        flat = [v for value in combination for v in (value if isinstance(value, tuple) else (value,))]
-        return set(itertools.combinations(enumerate(flat), 2))
-
-    pairs_of = {combination: pairs(combination) for combination in combinations}
-    chosen, missing = [], set().union(*pairs_of.values())
-    while missing:
-        chosen.append(max(combinations, key=lambda c: len(pairs_of[c] & missing)))
-        missing -= pairs_of[chosen[-1]]
-    return chosen

@@ -1,4 +1,4 @@
-"""Processes that a test starts outside the test room (conftest.py): their environment, and waiting for what they do."""
+"""Processes that a test starts outside pytest's own: their environment, and waiting for conditions in them."""
 
 import os
 import random
@@ -8,12 +8,14 @@ from contextlib import suppress
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Without what makes the room's programs quick to compile and slow to run, and is meant for its number of devices."""
+    """This environment without conftest.py's XLA_FLAGS: these make programs quick to compile and slow to run, and force its
+    number of devices.
+    """
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | variables
 
 
 def wait_until(condition, process, limit_s) -> None:
-    """Returns as soon as `condition()` holds; fails if `process` (a Popen) ends before, or the time does."""
+    """Returns as soon as `condition()` is true; fails if `process` (a Popen) ends first, or at the time limit."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None, process.stderr.read()
@@ -22,7 +24,7 @@ def wait_until(condition, process, limit_s) -> None:
 
 
 def free_port() -> int:
-    """Above those that Linux gives to outgoing connections, which come and go."""
+    """A free port above those that Linux gives to outgoing connections, which come and go."""
     for port in random.sample(range(61440, 65536), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))

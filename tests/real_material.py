@@ -1,4 +1,4 @@
-"""Real weights and conversations for tests: fetched once for each machine, by the scripts in launch/, into the user's cache."""
+"""Real weights and conversations for tests. The scripts in launch/ fetch them once per machine into the user's cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FIRST_LAYERS = 2
 CANNOT_FETCH = 3
 """The scripts' exit code."""
 _missing: dict[str, str] = {}
-"""Why a script could not fetch; without a network it is asked once, not by every test."""
+"""Error of a script that could not fetch. Without a network it runs once, not once per test."""
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """CACHE/name, which `make` writes if it is not there yet. Of several processes one makes it, the others wait."""
+    """Path CACHE/name. `make` writes it if it does not exist. Only one process makes it; others wait."""
     target = CACHE / name
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / f"{name}.lock", "w") as lock:
@@ -34,7 +34,7 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def fetched(script: str, name: str, *options: str) -> Path:
-    """What launch/`script` writes. Skips the test where the package cannot be had, and fails where anything else goes wrong."""
+    """Output of launch/`script`. Skips the test if the package is not available, and fails on any other error."""
 
     def make(target: Path) -> None:
         if script not in _missing:
@@ -55,7 +55,7 @@ def smollm2() -> Path:
 
 
 def smollm2_first_layers() -> Path:
-    """The same with its first two layers alone: 35 million parameters, 28 of them the embedding."""
+    """The same model with only its first two layers: 35 million parameters, 28 million of them the embedding."""
     whole = smollm2()
 
     def make(target: Path) -> None:
@@ -77,5 +77,5 @@ def smollm2_first_layers() -> Path:
 
 
 def layer_of(name: str) -> int:
-    """Of one of Hugging Face's tensors; -1 outside the layers."""
+    """Layer number of a Hugging Face tensor; -1 outside the layers."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else -1

@@ -1,4 +1,4 @@
-"""What a run directory holds, read without jaxllm: what is under test stays out of its own test."""
+"""Reads a run directory without jaxllm, so that the code under test is not used to test itself."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def saved_state(folder: Path, step: int) -> Any:
-    """Every array of a checkpoint, in numpy."""
+    """All arrays of a checkpoint as numpy arrays."""
     import jax
     import numpy as np
     import orbax.checkpoint as ocp

@@ -1,4 +1,4 @@
-"""Scripts that are in no package (benchmarks/, docs/, launch/, notebooks/) as modules."""
+"""Imports scripts that are not in a package (benchmarks/, docs/, launch/, notebooks/) as modules."""
 
 import importlib
 import sys
@@ -9,10 +9,10 @@ CHECKOUT = Path(__file__).parents[1]
 
 
 def load(path: str) -> ModuleType:
-    """The script at a path from the checkout's root, such as benchmarks/gpu.py; once in a process.
+    """Imports the script at a path from the checkout's root, such as benchmarks/gpu.py. Each is imported once per process.
 
-    It has the name by which its neighbours import it, and its folder is on sys.path meanwhile: it finds them, and its
-    dataclasses find themselves in sys.modules.
+    The module has the name that its neighbours import, and its folder is on sys.path during the import. Its neighbours and
+    its dataclasses, which look in sys.modules, are then found.
     """
     script = CHECKOUT / path
     sys.path.insert(0, str(script.parent))

@@ -1,34 +1,34 @@
-"""What the matmuls of a whole step execute, in closed form: what traced programs and compile reports are held against."""
+"""Closed form of the matmul FLOPs of a complete step, for comparison with traced programs and compile reports."""
 
 from jaxllm.config import ATTENTION_RESULTS, Config
-from jaxllm.plan.activations import policy_of
-from jaxllm.plan.flops import layer_matmul_parameters
+from jaxllm.cost_model.activations import policy_of
+from jaxllm.cost_model.flops import layer_matmul_parameters
 
 
 def step_matmul_flops(config: Config, attention: str = "xla") -> int:
-    """What the matmuls of one train step execute on all devices together, counted from nothing but the config: model FLOPs, and
-    what is computed twice, or for nothing.
+    """Matmul FLOPs of one train step on all devices together, from the config alone: model FLOPs, plus recomputation and
+    wasted work.
 
-    A layer's token takes 2 D H (2 N + 2 K) + 6 D F forward and twice that backward, a token of the head three times 2 V D: its
-    gradients are made in the forward pass, where the logits are. Over that
+    A token costs 2 D H (2 N + 2 K) + 6 D F per layer forward and twice that backward. In the head it costs three times 2 V D:
+    its gradients are computed in the forward pass, where the logits are. In addition
 
-    - the backward computes again what the remat policy keeps nowhere, but never the block's last matmul: nothing in a block
-      reads its output. Attention runs once more unless its results are kept, which it must be in blocks to have;
-    - attention multiplies whole squares and masks half of them, forward 4 S N H per token and layer, backward 8 S N H, or
-      10 where it is in blocks, whose backward makes the scores again;
-    - a pipeline's stages all work in all ticks: M V + P - 1 chunks forward and as many backward instead of M V, with
-      identity layers where L is not a multiple of P V. The head alone is never worked on for nothing.
+    - the backward recomputes what the remat policy does not keep, except the block's last matmul, whose output nothing in the
+      block reads. Attention runs again unless its results are kept, which blockwise attention requires;
+    - attention multiplies complete squares and masks half of them: forward 4 S N H per token and layer, backward 8 S N H, or
+      10 S N H for blockwise attention, whose backward recomputes the scores;
+    - the stages of a pipeline work in all ticks: M V + P - 1 chunks forward and as many backward instead of M V, including
+      identity layers if L is not a multiple of P V. Only the head does no wasted work.
 
     Args:
       config: resolved.
-      attention: as Parallelized.attention says: xla, xla ring or xla all_gather.
+      attention: the value of Parallelized.attention: xla, xla ring or xla all_gather.
 
     Raises:
-      ValueError: attention by a kernel whose matmuls are its own business.
+      ValueError: the attention kernel does its own matmuls.
     """
     kernel, _, method = attention.partition(" ")
     if kernel != "xla":
-        raise ValueError(f"What {attention} multiplies is not known in closed form: count with attention=xla.")
+        raise ValueError(f"The FLOPs of {attention} have no closed form: count with attention=xla.")
     model, parallel = config.model, config.parallel
     P, V, S, M = parallel.pipe, parallel.virtual_stages, config.train.sequence_length, config.num_microbatches
     tokens = config.train.global_batch_sequences // M * S
@@ -46,9 +46,9 @@ def step_matmul_flops(config: Config, attention: str = "xla") -> int:
 
 
 def _share_of_square(method: str, c: int) -> tuple[float, float]:
-    """How much of S x S attention multiplies, forward and backward: all on one rank. A rank of c has two of 2 c chunks, so that
-    (2 c)^2 products of two chunks are the square. A ring's rank does 4 at home and 2 for each of c - 1 visitors, backward 3 at
-    home. Having gathered, it does 2 at home and 2 c - 1 more.
+    """Share of S x S that attention multiplies, forward and backward: all of it on one rank. Each of c ranks has two of 2 c
+    chunks, so (2 c)^2 chunk products are the square. A rank of a ring computes 4 of its own and 2 for each of c - 1 visiting
+    blocks, and 3 of its own in the backward. With all_gather it computes 2 of its own and 2 c - 1 more.
     """
     if not method:
         return 1, 1

@@ -1,4 +1,4 @@
-"""What a notebook shows of a config, a mesh, a model, a plan and a run under way; and tables on 80 columns, without colours."""
+"""Notebook views of a config, a mesh, a model, a plan and a running run; and tables on 80 columns without colours."""
 
 import builtins
 import io
@@ -18,15 +18,17 @@ from rich.text import Text
 from tiny import TINY
 
 import jaxllm
-from jaxllm import notebook
-from jaxllm.compile_report import CompileReport
+from jaxllm import api, config, notebook
+from jaxllm.commands.plan import plan
+from jaxllm.compile.inspect import Report, inspect_config
+from jaxllm.compile.inspect_text import in_columns
+from jaxllm.compile.report import CompileReport
 from jaxllm.config import load_config
-from jaxllm.html_tables import table
+from jaxllm.display import table
 from jaxllm.model.llama import Llama
 from jaxllm.plan.estimate import estimate
+from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.search_text import WIDTH, render
-from jaxllm.planner import plan
-from jaxllm.report import in_columns, inspect_config
 from jaxllm.train.console import Console
 
 LARGE = {
@@ -37,7 +39,7 @@ LARGE = {
 
 @pytest.fixture(scope="module")
 def found():
-    """A plan by estimates alone; pipelines among its candidates."""
+    """A plan from estimates only, with pipelines among its candidates."""
     return plan(load_config(LARGE, ["parallel.pipe=4"]), gpu="h100-80gb", gpus=32, keep=["pipe", "zero", "remat"])
 
 
@@ -79,9 +81,12 @@ def test_a_kernel_learns_how_to_show_a_mesh(monkeypatch):
     shell = SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": Formatter}))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     notebook.register()
-    named = ("jaxllm.compile_report", "CompileReport")
-    assert known == {Mesh: notebook.mesh_html, named: notebook.compile_html}
-    assert (CompileReport.__module__, CompileReport.__qualname__) == named
+    assert known == {
+        Mesh: notebook.mesh_html,
+        (Plan.__module__, Plan.__qualname__): notebook.plan_html,
+        (Report.__module__, Report.__qualname__): notebook.inspect_html,
+        (CompileReport.__module__, CompileReport.__qualname__): notebook.compile_html,
+    }
 
 
 def test_a_model_shows_every_parameter_by_its_dims():
@@ -97,7 +102,7 @@ def test_a_plan_shows_a_line_alone_and_a_table_in_a_notebook(found):
         f"<Plan for 32 x h100-80gb: {len(found.candidates):,} configurations fit; the best <pipe 4 x "
     )
     assert "\n" not in repr(found)
-    shown = found._repr_html_()
+    shown = notebook.plan_html(found)
     assert shown.count("tokens/s") >= 1
     assert f"{found.candidates[0].tokens_per_s_per_gpu:,.0f}" in shown
 
@@ -108,11 +113,11 @@ def test_an_estimate_and_a_report_show_what_the_commands_print(found):
     assert "Bytes on one device" in small._repr_html_()
     report = inspect_config(load_config(TINY, ["data.source=python_stdlib"]), gpus=8)
     assert repr(report) == "<Report of 34,976 parameters on pipe 1 x data 8 x context 1 x tensor 1>"
-    assert "On each device with ZeRO 1" in report._repr_html_()
+    assert "On each device with ZeRO 1" in notebook.inspect_html(report)
 
 
 def test_what_a_notebook_shows_of_a_report_is_one_output(monkeypatch):
-    """Rich knows the kernel's shell by the name of its class, and displays there what it prints anywhere."""
+    """Rich detects the kernel's shell by its class name, and displays there what it would print."""
     shell, displayed = type("ZMQInteractiveShell", (), {})(), []
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=displayed.append))
@@ -126,7 +131,7 @@ def test_the_tables_of_a_plan_take_no_more_columns_than_there_are(found, width):
     RichConsole(file=file, width=width, highlight=False, markup=False).print(render(found, rows=30, width=width))
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    # Nothing was cut: the figures of the best stand there whole.
+    # Nothing is cut off: the figures of the best candidate are complete.
     (best, *_) = found.candidates
     figures = (f"{best.tokens_per_s_per_gpu:,.0f}", f"{best.estimate_bytes / 2**30:.1f}", str(best.choice.remat))
     assert any(all(figure in line for figure in figures) for line in lines), lines
@@ -141,7 +146,7 @@ def test_colours_are_off_when_asked(found):
 
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"NO_COLOR": "1", "TERM": "xterm-256color"}], ids=str)
 def test_a_run_on_a_terminal_has_no_more_than_it_can_show(monkeypatch, capsys, variables):
-    """A terminal that moves no cursor gets whole lines; one without colours the bar, on 80 columns too."""
+    """A terminal that cannot move its cursor gets complete lines; one without colours gets the bar, on 80 columns too."""
     file = io.StringIO()
     screen = RichConsole(file=file, width=80, force_terminal=True, highlight=False, soft_wrap=True, _environ=variables)
     monkeypatch.setattr("jaxllm.train.console.RichConsole", lambda **_: screen)
@@ -183,6 +188,11 @@ def test_a_run_in_a_notebook_shows_one_line_that_changes(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_front_door_has_what_notebooks_import():
-    assert {"fit", "inspect_config", "Trainer", "estimate", "plan", "load_model"} <= set(dir(jaxllm))
-    assert jaxllm.fit is not None
+def test_the_front_door_gives_what_the_modules_hold():
+    for name in set(jaxllm.__all__) - {"plan"}:
+        assert name in dir(jaxllm)
+        assert getattr(jaxllm, name) is getattr(config if hasattr(config, name) else api, name)
+    # The function has the name of a package, too.
+    assert callable(jaxllm.plan)
+    with pytest.raises(AttributeError, match="has no attribute 'fitt'"):
+        jaxllm.fitt  # noqa: B018

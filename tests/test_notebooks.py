@@ -1,4 +1,4 @@
-"""The notebooks: whole as files, free of what belongs to one machine, and each run from a clean kernel."""
+"""The notebooks: complete files without traces of one machine, and each runs from a clean kernel."""
 
 import importlib.util
 import json
@@ -8,11 +8,13 @@ import pytest
 import scripts
 from tiny import TINY
 
-from jaxllm.aot import can_compile_for_gpus
+from jaxllm.compile.aot import can_compile_for_gpus
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works")
 COMPILES = "02_plan_a_cluster"
+NIGHTLY = (COMPILES, "03_bring_a_model")
+"""Notebooks whose content the tests of plans and of conversion cover."""
 LARGEST_BYTES = 400_000
 
 
@@ -30,7 +32,7 @@ def kept(name):
 
 
 def require(*modules):
-    """Skips without the extra notebook. Imports nothing: IPython is the business of the kernel, another process."""
+    """Skips without the extra notebook. Imports nothing, because the kernel, another process, imports IPython."""
     if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
         pytest.skip(f"needs the extra notebook: {', '.join(missing)}")
 
@@ -71,12 +73,14 @@ def test_stale_outputs_are_seen_by_their_kind(runner):
 
 @libraries_warn
 @pytest.mark.notebook
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in NOTEBOOKS]
+)
 def test_it_runs_from_a_clean_kernel_and_puts_out_what_it_keeps(name, runner, monkeypatch):
     require("nbclient", "ipykernel", "matplotlib")
     if name == COMPILES and not can_compile_for_gpus():
         pytest.skip("compiling for GPUs needs the extra aot")
-    # The test room's flags make programs slow to run, and mean its own number of devices.
+    # The compiler flags of conftest.py make programs slow, and set another number of devices.
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert runner.differences(kept(name), runner.execute(name)) == []
 
@@ -84,7 +88,7 @@ def test_it_runs_from_a_clean_kernel_and_puts_out_what_it_keeps(name, runner, mo
 @libraries_warn
 @pytest.mark.notebook
 def test_the_stop_button_saves_the_run_and_keeps_the_session(runner, text_file, tmp_path, monkeypatch):
-    """In a real kernel: the cell ends as if the run were over, and the trainer it leaves is of use."""
+    """In a real kernel the cell ends as if the run were over, and leaves a usable trainer."""
     require("jupyter_client", "ipykernel")
     from jupyter_client import manager
 
@@ -109,7 +113,7 @@ def test_the_stop_button_saves_the_run_and_keeps_the_session(runner, text_file, 
         return "".join(said)
 
     try:
-        assert "by SIGINT; saved; the same command goes on from there" in run(
+        assert "by SIGINT; saved; rerun the same command to resume" in run(
             f"import jaxllm\ntrainer = jaxllm.fit(jaxllm.load_config({recipe!r}))"
         )
         assert "SIGINT True" in run("print(trainer.stopped_by, trainer.step == int(trainer.state.step) > 0)")

@@ -15,8 +15,8 @@ import typer
 import yaml
 
 import jaxllm
-from jaxllm import planner
 from jaxllm.cli import app
+from jaxllm.commands import plan
 from jaxllm.config import Config, ConfigError, load_config, published_models
 
 CHECKOUT = Path(__file__).parents[1]
@@ -26,6 +26,11 @@ FILE = re.compile(r"^(?:jaxllm|tests|launch|configs|benchmarks|docs|notebooks)/[
 KEY = re.compile(rf"^({'|'.join(Config.model_fields)})\.([a-z][a-z_0-9]*)(?!\w*\.(?:json|yaml|py))")
 WRITTEN = ("--out", "--picture")
 """Options whose file a command makes."""
+DIALECT = re.compile(
+    r"\b(?:lies?|lay|foretold|foretells?|struck|anew|whoever|everybody|mend(?:s|ed|ing)?|goes? on|went on|at hand|islands?)\b",
+    re.I,
+)
+"""Words that readers whose third language is English have to look up, or that mean another thing in this field."""
 RECIPE_COMMANDS = ("train", "inspect", "estimate", "compile", "plan", "schedule")
 ANY_RECIPE = {"model": {"name": "llama-3.2-1b"}, "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1024}}
 
@@ -154,6 +159,12 @@ def test_reading_markdown(tmp_path):
 
 
 @pages
+def test_pages_keep_out_the_dialect(page):
+    prose = re.sub(r"<!--.*?-->|`[^`]*`|\]\([^)]*\)", " ", parts(page)[0], flags=re.DOTALL)
+    assert DIALECT.findall(prose) == []
+
+
+@pages
 def test_links_lead_somewhere(page):
     slug = scripts.load("docs/recipes.py").slug
     wrong = []
@@ -181,6 +192,17 @@ def test_files_and_tests_that_are_named_exist(page):
         elif re.fullmatch(r"test_\w+", word):
             wrong += [word] * (word not in all_tests())
     assert sorted(wrong) == []
+
+
+@pages
+def test_names_are_in_the_file_beside_them(page):
+    """As in: `name` and `other` in `jaxllm/room/module.py`."""
+    wrong = []
+    named = re.findall(r"(?:`([\w.]+)` and )?`([\w.]+)` in `(jaxllm/[\w/]+\.py)`", " ".join(parts(page)[0].split()))
+    for *names, path in named:
+        source = (CHECKOUT / path).read_text(encoding="utf-8")
+        wrong += [f"{name} in {path}" for name in names if not re.search(rf"\b{name.rpartition('.')[2]}\b", source)]
+    assert wrong == []
 
 
 @pages
@@ -234,7 +256,7 @@ def test_python_calls_what_is_there(page):
                 assert node.attr in jaxllm.__all__
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("jaxllm."):
                 name = ast.unparse(node.func).removeprefix("jaxllm.")
-                function = planner.plan if name == "plan" else getattr(jaxllm, name)
+                function = plan.plan if name == "plan" else getattr(jaxllm, name)
                 keywords = {keyword.arg: None for keyword in node.keywords}
                 inspect.signature(function).bind(*[None] * len(node.args), **keywords)
 
@@ -273,15 +295,24 @@ def test_every_page_is_in_the_contents():
     folder = CHECKOUT / "docs"
     listed = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (folder / "README.md").read_text(encoding="utf-8")))
     assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
-    for name in listed - {"recipes.md", "troubleshooting.md"}:
+    for name in listed - {"comparison.md", "recipes.md", "troubleshooting.md"}:
         text = (folder / name).read_text(encoding="utf-8")
         assert "\n## Where it lives\n" in text, name
         assert "\n## How it is tested\n" in text, name
 
 
+def test_the_readme_is_a_front_door():
+    """At most 150 lines. It says at its top that no step has run on a GPU, and links the pages that hold the rest."""
+    lines = (CHECKOUT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert any("No train step has run on a GPU yet" in line for line in lines[:12])
+    linked = set(re.findall(r"\]\(docs/(\w[\w-]*\.md)", "\n".join(lines)))
+    assert {"README.md", "composition.md", "figures.md", "comparison.md", "troubleshooting.md"} <= linked
+
+
 def test_every_cell_of_what_composes_names_its_test():
-    """The README's table of letters, and the list of what they are."""
-    section = parts(CHECKOUT / "README.md")[0].split("\n## What composes with what\n")[1].split("\n## ")[0]
+    """The table of letters, and the list of their tests."""
+    section = parts(CHECKOUT / "docs" / "composition.md")[0].split("\n## The table\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
     legend = {row[0]: row[1] for row in rows if re.fullmatch(r"[A-Z]", row[0])}
     assert all(re.fullmatch(r"`tests/\S+::test_\w+`", test) for test in legend.values())

@@ -49,7 +49,7 @@ def test_a_place_that_cannot_be_written_is_named(script, tmp_path):
 
 
 def test_the_weights_are_those_that_transformers_reads_from_the_same_file(smollm2_folder):
-    """By the hash of a folder whose tensors were bit-equal to what transformers 5.23 made of the GGUF."""
+    """Compares with the hash of a folder whose tensors were bit-equal to transformers 5.23's conversion of the GGUF."""
     with open(smollm2_folder / "model.safetensors", "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     assert found == "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"

@@ -1,4 +1,4 @@
-"""The config most tests start from: a model small enough to compile in a second or two."""
+"""The config that most tests start from. Its model compiles in a second or two."""
 
 TINY = {
     "model": {
@@ -23,4 +23,4 @@ SMALL_MODEL = {
     "vocab_size": 2048,
     "attention": "xla",
 }
-"""For compiling for GPUs: large enough that matmuls are theirs."""
+"""A config for compiling for GPUs, large enough that its matmuls run there."""

@@ -1,1 +1,1 @@
-"""Text in, windows of token ids out. Knows numpy and the config; no model, no devices."""
+"""Data pipeline: reads text and yields windows of token ids. It uses numpy and the config, but no model and no devices."""

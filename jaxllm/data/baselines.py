@@ -1,10 +1,10 @@
-"""What counting alone achieves: the loss a byte-level model has to beat before it has learnt anything interesting."""
+"""N-gram baseline: the loss that byte counts alone achieve. A useful byte-level model must do better."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Counts are dense, 256**order numbers of 8 bytes: 128 MiB for trigrams, 32 GiB for the next.
+# Counts are dense arrays of 256**order 8-byte integers: 128 MiB for trigrams, 32 GiB for order 4.
 _MAX_ORDER = 3
 
 
@@ -15,16 +15,16 @@ def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float
 
         p(b | h) = (count(h b) + distinct(h) p(b | h')) / (count(h) + distinct(h))
 
-    with distinct(h) the number of different bytes seen after h, h' the context one byte shorter, and 1/256 below the
-    single byte. Chosen because it is a proper distribution with nothing to tune: no held-out text is spent on it.
+    with distinct(h) the number of different bytes seen after h, and h' the context shortened by one byte. The single-byte
+    model backs off to 1/256. This is a proper distribution without parameters, so no held-out text is needed to tune it.
 
     Args:
-      train: uint8 [bytes], counted.
-      held_out: uint8 [bytes], at least one; all are scored, the first order - 1 of them with the context there is.
-      order: bytes in an n-gram: 1, 2 (bigram) or 3 (trigram).
+      train: uint8 [bytes], the text that is counted.
+      held_out: uint8 [bytes], at least one byte. All bytes are scored; the first order - 1 of them have a shorter context.
+      order: length of an n-gram in bytes: 1, 2 (bigram) or 3 (trigram).
 
     Raises:
-      ValueError: another order, or nothing to score.
+      ValueError: `order` is not 1, 2 or 3, or `held_out` is empty.
     """
     if not 1 <= order <= _MAX_ORDER:
         raise ValueError(f"The order of an n-gram baseline is 1 to {_MAX_ORDER}, not {order}.")
@@ -37,7 +37,7 @@ def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float
         ngram = _ngrams(held_out, n)
         context = ngram // 256
         lower = probability[n - 1 :]
-        # A context never seen says nothing: the shorter one's probability stands.
+        # For a context that was never seen, keep the probability of the shorter context.
         np.divide(
             counts.reshape(-1)[ngram] + distinct[context] * lower,
             total[context] + distinct[context],
@@ -48,7 +48,7 @@ def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float
 
 
 def _ngrams(text: np.ndarray, n: int) -> np.ndarray:
-    """Each run of n bytes as one number, base 256: int64 [bytes - n + 1]."""
+    """Encodes each run of n bytes as one base-256 number: int64 [bytes - n + 1]."""
     length = max(len(text) - n + 1, 0)
     codes = np.zeros(length, np.int64)
     for i in range(n):

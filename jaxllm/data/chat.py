@@ -1,11 +1,11 @@
-"""Chat templates: how a model was taught to read a conversation, and which part of it is the model's own.
+"""Chat templates: how a conversation becomes text, and which part of that text is the model's answer.
 
-A template is a Jinja program that comes with a model and turns messages, [{"role": "user", "content": "..."}, ...], into the
-text the model saw. Other people wrote it, so it runs in Jinja's sandbox.
+A template is a Jinja program that comes with a model. It turns messages, [{"role": "user", "content": "..."}, ...], into the
+text that the model was trained on. It is foreign code, so it runs in Jinja's sandbox.
 
-What an answer is, is found by rendering twice: the conversation up to before an assistant's message with the generation
-prompt, which is all that a model gets when it is asked, and the conversation with that message. The second goes on where the
-first ends, and what it adds is what the model has to write itself, up to the token that ends its turn.
+An answer is found by rendering twice: first the conversation before an assistant's message with the generation prompt, which
+is what the model gets as input; then the conversation with that message. The second text continues the first. The added text,
+up to the token that ends the turn, is what the model has to write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError, line_of
+from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.data.tokenizer import read_json
 
 ASSISTANT = "assistant"
@@ -28,12 +28,12 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
-# Two code points that Unicode keeps for a program's own use: no text may hold them.
+# Two code points that Unicode reserves for internal use of a program; no text may contain them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 
 class ChatTemplateError(ConfigError):
-    """A template that does not suit these messages. The message is one sentence that says what to change."""
+    """The template does not suit these messages. The error message is one sentence that says what to change."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class ChatTemplate:
     source: str
     """The Jinja program."""
     origin: str
-    """Where it came from, for errors."""
+    """Path of the template, for error messages."""
     special_tokens: Mapping[str, str]
-    """bos_token, eos_token and so on, by which templates call them."""
+    """Special tokens by the names that templates use: bos_token, eos_token and so on."""
     knows_date: bool = True
-    """Whether it may ask for today's date. Not where text must be the same tomorrow, to train on it: templates have a fixed
-    date then, or refuse."""
+    """Whether the template may ask for today's date. False for training, where the text must be the same tomorrow: templates
+    then use a fixed date, or refuse."""
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The text of a conversation, special tokens as they are spelled.
+        """Renders a conversation to text, with special tokens spelled out.
 
         Args:
-          messages: objects with `role` and `content`, and whatever else the template reads.
-          add_generation_prompt: end with what an assistant's answer follows.
+          messages: objects with `role` and `content`, and any other keys that the template reads.
+          add_generation_prompt: end with the text that comes before an assistant's answer.
 
         Raises:
           ChatTemplateError: the template refuses these messages.
@@ -63,19 +63,19 @@ class ChatTemplate:
     def render_answers(
         self, messages: Sequence[Message], wanted: Collection[int], special_tokens: Sequence[str]
     ) -> tuple[str, list[Span]]:
-        """The text of a whole conversation and where in it the wanted assistant's messages are, in their order: without what
-        the generation prompt writes before them, with the token that ends them. It renders twice for each.
+        """Renders a complete conversation and finds the wanted assistant messages in it, in order. Each span excludes the
+        generation prompt and includes the token that ends the turn. Each wanted message costs two renderings.
 
-        Where a template has no generation prompt and writes the head of a turn with the answer, the answer begins with its
-        content. Where it writes earlier turns otherwise once an answer follows (some leave out earlier reasoning), its
-        {% generation %} marks say what the answers are.
+        If a template has no generation prompt and writes the head of a turn together with the answer, the answer begins with
+        its content. If a template changes earlier turns once an answer follows (some drop earlier reasoning), its
+        {% generation %} marks give the answers.
 
         Args:
-          wanted: numbers of messages, from 0, each an assistant's.
-          special_tokens: how the tokenizer spells them; the last one in an answer that only white space follows ends the turn.
+          wanted: numbers of assistant messages, from 0.
+          special_tokens: their text forms. The last one in an answer ends the turn if only white space follows it.
 
         Raises:
-          ChatTemplateError: the template refuses these messages, or it cannot be said where an answer is.
+          ChatTemplateError: the template refuses these messages, or the position of an answer is unclear.
         """
         text, finder = self.render(messages), _Finder(special_tokens)
         try:
@@ -91,27 +91,27 @@ class ChatTemplate:
         whole = text if len(so_far) == len(messages) else self.render(so_far)
         if not whole.startswith(prompt):
             raise self._refusal(
-                f"writes what comes before message {number + 1} otherwise once that answer follows, and has no "
-                f"{{% generation %}} marks to say what the answer is"
+                f"writes the text before message {number + 1} differently once that answer follows, and has no "
+                f"{{% generation %}} marks to show the answer"
             )
         start, stop = len(prompt), finder.end_of_turn(whole, len(prompt))
         if not text.startswith(whole[:stop]):
             raise self._refusal(
-                f"writes message {number + 1} otherwise once other messages follow, and has no {{% generation %}} marks to "
-                f"say what the answer is"
+                f"writes message {number + 1} differently once other messages follow, and has no {{% generation %}} marks to "
+                f"show the answer"
             )
         content = str(messages[number].get("content") or "").strip()
         if not whole[start:].lstrip().startswith(content) and self.render(before) == prompt:
-            # No generation prompt: the head of the turn came with the answer.
+            # Without a generation prompt the head of the turn came with the answer.
             start = whole.find(content, start, stop)
             if start < 0:
-                raise self._refusal(f"has no generation prompt and does not write message {number + 1} as it is")
+                raise self._refusal(f"has no generation prompt and does not write message {number + 1} unchanged")
         return start, stop
 
     def _marked(self, messages: Sequence[Message], wanted: Collection[int], text: str, finder: _Finder) -> list[Span]:
-        """The wanted answers by the template's {% generation %} marks."""
+        """Finds the wanted answers by the template's {% generation %} marks."""
         if _BEGIN in text or _END in text:
-            raise self._refusal("finds a character in the conversation that no text may hold")
+            raise self._refusal("finds a character in the conversation that no text may contain")
         marked = self._render(messages, False, marks=(_BEGIN, _END))
         spans, parts, at = [], re.split(f"([{_BEGIN}{_END}])", marked), 0
         for part in parts:
@@ -134,7 +134,7 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 generation_marks=marks,
-                # Templates that ask whether these are none expect them to be there.
+                # Templates that test whether these are none expect them to exist.
                 tools=None,
                 documents=None,
                 **self.special_tokens,
@@ -142,7 +142,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise self._refusal(f"refuses the conversation ({line_of(error)})") from None
         except Exception as error:
-            # A program of somebody else's: whatever it stumbles over is a fault of these messages or of its own.
+            # The template is foreign code: any exception is a fault of these messages or of the template.
             raise self._refusal(f"fails on the conversation ({type(error).__name__}: {line_of(error)})") from None
 
     def _refusal(self, what: str) -> ChatTemplateError:
@@ -154,7 +154,7 @@ class ChatTemplate:
 
     @cached_property
     def compiled(self) -> Any:
-        """Jinja's template. Raises ConfigError if it is none."""
+        """The compiled Jinja template. Raises ConfigError if the source is not Jinja."""
         from jinja2 import TemplateSyntaxError
 
         environment = _environment()
@@ -164,7 +164,7 @@ class ChatTemplate:
             return environment.from_string(self.source)
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"The chat template of {self.origin} is not Jinja (line {error.lineno}: {line_of(error)}): mend it, or name "
+                f"The chat template of {self.origin} is not Jinja (line {error.lineno}: {line_of(error)}): fix it, or name "
                 f"another template."
             ) from None
 
@@ -172,16 +172,16 @@ class ChatTemplate:
 def load_chat_template(
     folder: str | Path | None, file: str | Path | None = None, *, knows_date: bool = True
 ) -> ChatTemplate | None:
-    """The chat template of a model or tokenizer folder: chat_template.jinja, or what tokenizer_config.json calls chat_template
-    (of several the one named default). None if it has none.
+    """Loads the chat template of a model or tokenizer folder: chat_template.jinja, or chat_template in tokenizer_config.json
+    (the one named default if there are several). Returns None if the folder has none.
 
     Args:
-      folder: None for a tokenizer without one, which has no special tokens either.
-      file: a Jinja file to take instead.
+      folder: None for a tokenizer without a folder, which has no special tokens either.
+      file: a Jinja file that replaces the folder's template.
       knows_date: whether the template may ask for today's date.
 
     Raises:
-      ConfigError: the file is missing or cannot be read, or is no template.
+      ConfigError: the file is missing, cannot be read, or is not a template.
     """
     if file is not None:
         found = _read_template(Path(file))
@@ -190,13 +190,13 @@ def load_chat_template(
     if found is None:
         return None
     source, origin = found
-    template = ChatTemplate(source, str(origin), {} if folder is None else _spelled(Path(folder)), knows_date)
-    template.compiled  # noqa: B018  # A broken one is refused here, not at the first conversation.
+    template = ChatTemplate(source, str(origin), {} if folder is None else _special_tokens(Path(folder)), knows_date)
+    template.compiled  # noqa: B018  # Refuses a broken template here, not at the first conversation.
     return template
 
 
 def _template_in(folder: Path) -> tuple[str, Path] | None:
-    """The template of a folder and the file that holds it."""
+    """The template of a folder, and the file that holds it."""
     if (folder / TEMPLATE_FILE).is_file():
         return _read_template(folder / TEMPLATE_FILE)
     origin = folder / "tokenizer_config.json"
@@ -212,7 +212,7 @@ def _template_in(folder: Path) -> tuple[str, Path] | None:
     if found is None:
         return None
     if not isinstance(found, str):
-        raise ConfigError(f"The chat_template in {origin} is no text: mend it, or save one as {TEMPLATE_FILE} beside it.")
+        raise ConfigError(f"The chat_template in {origin} is not text: fix it, or save one as {TEMPLATE_FILE} beside it.")
     return found, origin
 
 
@@ -223,8 +223,8 @@ def _read_template(file: Path) -> tuple[str, Path]:
         raise ConfigError(f"The chat template {file} cannot be read ({line_of(error)}): name another file.") from None
 
 
-def _spelled(folder: Path) -> dict[str, str]:
-    """Every NAME_token of the folder, as text."""
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Text of each NAME_token of the folder."""
     tokens = {}
     for values in (read_json(folder / "special_tokens_map.json"), read_json(folder / "tokenizer_config.json")):
         for name, token in values.items():
@@ -235,23 +235,23 @@ def _spelled(folder: Path) -> dict[str, str]:
 
 
 class _Finder:
-    """Finds where answers end in a rendered conversation."""
+    """Finds the ends of answers in a rendered conversation."""
 
     def __init__(self, special_tokens: Sequence[str]):
-        # The longest first: one may begin with another.
+        # The longest come first because one token may be a prefix of another.
         spelled = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
 
     def end_of_turn(self, text: str, start: int) -> int:
-        """Where an answer that begins at `start` and reaches to the end of `text` really ends: behind its last special token,
-        if nothing but white space follows that; a model that has written it is not asked for more.
+        """True end of an answer that begins at `start` and reaches the end of `text`: after its last special token, if only
+        white space follows. Generation stops once the model has written that token.
         """
         stop = max((found.end() for found in self._special.finditer(text, start)), default=start)
         return stop if stop > start and not text[stop:].strip() else len(text)
 
     def closing_token(self, text: str, start: int, stop: int) -> int:
-        """The end of a marked answer [start, stop), with the special token that ends the turn, within the marks or just behind
-        them.
+        """End of a marked answer [start, stop), including the special token that ends the turn. That token is within the marks
+        or directly after them.
         """
         ended = self.end_of_turn(text[:stop], start)
         if any(found.end() == ended for found in self._special.finditer(text[:ended], start)):
@@ -261,13 +261,13 @@ class _Finder:
 
 
 def _environment() -> Any:
-    """What chat templates expect to run in: transformers' documentation calls it the contract of a template."""
+    """The Jinja environment that chat templates expect, as documented by transformers."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationMarks(Extension):
-        """{% generation %} ... {% endgeneration %}: puts what the caller of render() gave as marks around what it holds."""
+        """The block {% generation %} ... {% endgeneration %}: puts the marks given to render() around its content."""
 
         tags = {"generation"}
 
@@ -285,7 +285,7 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
-        # Jinja's own escapes what HTML would take for markup.
+        # Jinja's own filter escapes HTML markup.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
 
     environment = ImmutableSandboxedEnvironment(

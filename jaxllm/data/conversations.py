@@ -1,15 +1,15 @@
 """Conversations as documents: JSON lines, a chat template, and which tokens are answers.
 
-A line holds one conversation, in one of these forms:
+Each line holds one conversation in one of these forms:
 
     {"messages": [{"role": "system", "content": ...}, {"role": "user", ...}, {"role": "assistant", ...}, ...]}
-    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}           as ShareGPT has it
-    {"prompt": ..., "completion": ...}     two texts, or two lists of messages, of which only the completion is learnt
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}           (ShareGPT)
+    {"prompt": ..., "completion": ...}     two texts, or two lists of messages; only the completion is learnt
 
-Two texts become a user's and an assistant's message where there is a chat template, and else one text with the end mark.
-Every assistant's message is scored, with the token that ends its turn, and nothing else. The conversation is tokenised as one
-text; a token is scored if it begins inside an answer, so one that straddles the beginning is not: whoever asks the model has
-written it already.
+With a chat template, two texts become a user's and an assistant's message. Without one they become one text with an EOS token.
+Each assistant's message is scored, including the token that ends its turn, and nothing else. The conversation is tokenised as
+one text. A token is scored if it begins inside an answer. A token across the beginning of an answer is not scored, because
+the prompt already contains its first characters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.records import is_lines, read_objects
@@ -36,40 +36,40 @@ from jaxllm.data.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 BROKEN_SHOWN = 5
-"""Lines that could not be used and are named in a warning."""
+"""Number of unusable lines that a warning names."""
 _ROLES = {"human": "user", "gpt": ASSISTANT}
-"""What ShareGPT calls them; other names stay."""
-# Conversations that are tokenised together: the tokenizer uses all cores, and its results are bulky.
+"""ShareGPT's names of the roles. Other names stay."""
+# Conversations tokenised in one batch. The tokenizer uses all cores, and its results take much memory.
 _TOGETHER = 1000
 
 
-class _Broken(Exception):
-    """Why a line cannot be used."""
+class _BrokenLine(Exception):
+    """The reason why a line cannot be used."""
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A conversation as the model reads it."""
+    """The text of a conversation, with the spans of its answers."""
 
     key: int
     text: str
     answers: Sequence[Span]
     rendered: bool
-    """By a template, which spells special tokens; else text is text, and the tokenizer's marks come around it."""
+    """True if a template wrote the text: it spells special tokens. Otherwise BOS and EOS are added around the tokens."""
 
 
 def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None) -> DocumentsInMemory:
-    """The conversations of files of JSON lines (.jsonl, .ndjson, .json; .gz and .zst too), in the order of their sorted paths.
-    Lines that cannot be used are skipped: counted in the description, and the first of them named in a warning.
+    """Reads the conversations of JSON lines files (.jsonl, .ndjson, .json, also .gz and .zst), in order of their sorted paths.
+    Unusable lines are skipped. The description counts them, and a warning names the first ones.
 
-    Keys are hashes of the messages, so whether one is held out depends on neither files nor tokenizer.
+    Keys are hashes of the messages, so the held-out split does not depend on files or tokenizer.
 
     Args:
-      template: None if the tokenizer has none; then only prompts and completions that are texts can be read.
+      template: None if the tokenizer has none. Then only prompts and completions that are texts can be read.
 
     Raises:
-      ConfigError: no file matches, a file is no JSON lines or cannot be read, there are messages but no template, or no line
-        can be used.
+      ConfigError: no file matches, a file cannot be read or is not JSON lines, messages have no template, or no line is
+        usable.
     """
     files = _files(patterns)
     broken: list[str] = []
@@ -102,29 +102,29 @@ def _files(patterns: Sequence[str]) -> list[str]:
         raise ConfigError(f"No file matches {', '.join(patterns)}: check the path (it is relative to {Path.cwd()}).")
     for path in found:
         if not is_lines(path):
-            raise ConfigError(f"{path} is not .jsonl: conversations are read from JSON lines, one on each line.")
+            raise ConfigError(f"{path} is not .jsonl: conversations must be JSON lines, one on each line.")
     return found
 
 
 def _conversations(
     files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: list[str]
 ) -> Iterator[_Text]:
-    """What can be used of the files, in order; `broken` gets FILE:LINE: reason of the rest."""
+    """Reads the usable conversations of the files, in order. Appends FILE:LINE: reason to `broken` for the others."""
     for path in files:
         for line, record, reason in read_objects(path):
             try:
                 if record is None:
-                    raise _Broken(reason)
+                    raise _BrokenLine(reason)
                 yield _read(record, tokenizer, template)
-            except (_Broken, ChatTemplateError) as error:
+            except (_BrokenLine, ChatTemplateError) as error:
                 broken.append(f"{path}:{line}: {str(error).rstrip('.')}")
 
 
 def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:
-    """Raises _Broken or ChatTemplateError where the record cannot be used, ConfigError where no other could be either."""
+    """Raises _BrokenLine or ChatTemplateError if this record is unusable, and ConfigError if no record can be used."""
     given, messages = 0, []
     if record.get("tools"):
-        raise _Broken("it offers tools, which would not be written")
+        raise _BrokenLine("it offers tools, which are not supported")
     if list_of := next((name for name in ("messages", "conversations") if name in record), None):
         messages = _messages(record[list_of], list_of)
     elif "prompt" in record and "completion" in record:
@@ -137,19 +137,19 @@ def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplat
             before = _messages(prompt, "prompt")
             given, messages = len(before), before + _messages(completion, "completion")
     else:
-        raise _Broken("it has neither messages nor conversations nor prompt and completion")
+        raise _BrokenLine("it has neither messages nor conversations nor prompt and completion")
     if template is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name} has no chat template, which messages need: set data.chat_template to a Jinja file."
         )
     wanted = [number for number in range(given, len(messages)) if messages[number]["role"] == ASSISTANT]
     if not wanted:
-        raise _Broken("no message of an assistant, so nothing to learn from")
+        raise _BrokenLine("no message of an assistant, so there is nothing to learn")
     for number, message in enumerate(messages, start=1):
-        # Its other fields too: a template may write any of them.
+        # Check the other fields too: a template may write any of them.
         _check_text(json.dumps(message, ensure_ascii=False), f"message {number}", tokenizer.special_tokens)
         if number - 1 in wanted and not message["content"].strip():
-            raise _Broken(f"message {number} is an empty answer")
+            raise _BrokenLine(f"message {number} is an empty answer")
     text, answers = template.render_answers(messages, wanted, tokenizer.special_tokens)
     return _Text(_key(messages), text, answers, rendered=True)
 
@@ -158,38 +158,38 @@ def _plain(prompt: str, completion: str) -> _Text:
     for name, text in (("prompt", prompt), ("completion", completion)):
         _check_text(text, name, ())
     if not completion.strip():
-        raise _Broken("the completion is empty")
+        raise _BrokenLine("the completion is empty")
     text = prompt + completion
     return _Text(_key([prompt, completion]), text, [(len(prompt), len(text))], rendered=False)
 
 
 def _messages(value: Any, where: str) -> list[Message]:
-    """Messages with role and content, whichever names they came with."""
+    """Converts messages to role and content, from either naming scheme."""
     if not isinstance(value, list) or not value:
-        raise _Broken(f"{where} is no list of messages")
+        raise _BrokenLine(f"{where} is not a list of messages")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
-            raise _Broken(f"message {number} of {where} is no object")
+            raise _BrokenLine(f"message {number} of {where} is not an object")
         if "from" in message and "value" in message:
             rest = {name: content for name, content in message.items() if name not in ("from", "value")}
             message = {"role": _ROLES.get(str(message["from"]), message["from"]), "content": message["value"], **rest}
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
-                raise _Broken(f"message {number} of {where} has no text as its {name}")
+                raise _BrokenLine(f"message {number} of {where} has no text as its {name}")
         messages.append(message)
     return messages
 
 
 def _check_text(text: str, where: str, special_tokens: Sequence[str]) -> None:
     try:
-        # JSON can escape half of a surrogate pair, which no encoding of text can hold.
+        # JSON can escape half of a surrogate pair, which no text encoding can represent.
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _Broken(f"{where} holds half a surrogate pair") from None
-    # It would become that token: the end of a turn in the middle of one, say.
+        raise _BrokenLine(f"{where} holds half a surrogate pair") from None
+    # The tokenizer would turn it into that token, for example an end of turn in the middle of a turn.
     if spelled := next((token for token in special_tokens if token in text), None):
-        raise _Broken(f"{where} spells the special token {spelled}")
+        raise _BrokenLine(f"{where} spells the special token {spelled}")
 
 
 def _key(messages: Sequence[Any]) -> int:
@@ -198,8 +198,8 @@ def _key(messages: Sequence[Any]) -> int:
 
 
 def _tokenize(texts: Sequence[_Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, which are scored) of each."""
-    # A file may mix both forms; each goes to the tokenizer in one batch.
+    """Tokenises each text: (ids, which of them are scored)."""
+    # A file may mix both forms. Each form goes to the tokenizer in one batch.
     encoded: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for rendered in (True, False):
         here = [number for number, text in enumerate(texts) if text.rendered == rendered]
@@ -213,7 +213,7 @@ def _tokenize(texts: Sequence[_Text], tokenizer: Tokenizer) -> Iterator[tuple[np
 
 
 def _with_marks(text: str, ids: np.ndarray, scored: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The same as a document, with the marks of beginning and end that its tokenizer gives: the end is scored."""
+    """Adds the BOS and EOS tokens that the tokenizer gives a document. EOS is scored."""
     (document,) = tokenizer.encode_documents([text])
     before = next(n for n in range(len(document) - len(ids) + 1) if np.array_equal(document[n : n + len(ids)], ids))
     marked = np.ones(len(document), bool)

@@ -1,4 +1,4 @@
-"""What every source of text gives: documents of token ids that can be read at random."""
+"""The interface that every text source implements: documents of token ids with random access."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from jaxllm.data.tokenizer import Tokenizer
 
 
 class Documents(Protocol):
-    """Documents 0 .. n-1 of one source. Safe to read from several threads."""
+    """Documents 0 .. n-1 of one source. Reading is thread-safe."""
 
     lengths: np.ndarray
-    """Integers [documents]: tokens of each, marks of its beginning and end included."""
+    """Integers [documents]: tokens of each document, including its BOS and EOS tokens."""
     keys: np.ndarray
-    """uint64 [documents]: a hash of each document that no machine and no order changes; decides which are held out."""
+    """uint64 [documents]: a hash of each document, independent of machine and order. It decides which are held out."""
     tokenizer: Tokenizer | None
-    """None where nobody knows which it was."""
+    """None if the source does not record its tokenizer."""
     description: str
-    """One line for people."""
+    """One line of text for logs."""
     fingerprint: str
-    """Hexadecimal digits: another text, tokenizer, choice of scored tokens or order of documents has others."""
+    """Hexadecimal digits. They change with the text, the tokenizer, the scored tokens or the order of documents."""
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        """Token ids [start, stop) of each of these documents, integers of any type."""
+        """Reads the token ids [start, stop) of each given document, as integers of any type."""
         ...
 
     def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
-        """Which of the tokens that `read` gives count in the loss when they are to be predicted, bool; None: all of them."""
+        """Tells for each token that `read` returns whether it counts in the loss as a target (bool). None means all of them."""
         return None
 
 
 class DocumentsInMemory(Documents):
-    """Documents that are tokenised already, one after another in two arrays."""
+    """Documents that are already tokenised, concatenated in memory."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class DocumentsInMemory(Documents):
     ):
         """
         Args:
-          ids: of each document, integers of one type; at least one document.
-          scored: bool, as long as `ids`; default: all.
+          ids: token ids of each document, integers of one type. At least one document.
+          scored: for each document, a bool array as long as its ids. Default: every token is scored.
         """
         self.keys, self.tokenizer, self.description = keys, tokenizer, description
         self.lengths = np.array([len(these) for these in ids], np.int64)

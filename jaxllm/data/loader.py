@@ -1,17 +1,17 @@
-"""The training stream: sample k of a run, for any k, in any order, on any host.
+"""Training stream: returns sample k of a run, for any k, in any order, on any host.
 
-Sample k is a pure function of (seed, k, sources and weights): there is no state to save, a global batch is samples
-[start, start + size), and how many hosts, microbatches or devices share it changes nothing. A batch is a dict of
+Sample k is a pure function of (seed, k, sources and weights). There is no state to save. A global batch is samples
+[start, start + size), independent of the number of hosts, microbatches and devices. A batch is a dict of
 
-    tokens     int32 [B, S]   what the model reads; 0 where a sequence has room left
-    targets    int32 [B, S]   the token after each of them
-    mask       bool  [B, S]   targets that count in the loss: not at the end of a document, nor where there is room left, nor
-                              tokens that their source does not score, such as questions in conversations
-    positions  int32 [B, S]   from 0 in each piece of a document
-    segments   int32 [B, S]   1, 2, ... by piece of a document, 0 where there is room left
+    tokens     int32 [B, S]   input of the model; 0 in free space at the end of a sequence
+    targets    int32 [B, S]   the token after each input token
+    mask       bool  [B, S]   True where the target counts in the loss. False at the end of a document, in free space, and
+                              for tokens that the source does not score, such as questions in conversations
+    positions  int32 [B, S]   counted from 0 in each piece of a document
+    segments   int32 [B, S]   1, 2, ... for each piece of a document, 0 in free space
 
-With data.mask_documents=false a sequence is one text: no segments, positions 0..S-1, and a document's last token predicts the
-first of the next; only where a document ends with its row is that target missing, as the next one is not read for it.
+With data.mask_documents=false a sequence is one text: no segments, positions 0..S-1, and the last token of a document predicts
+the first token of the next. At the end of a row that target is masked, because the next document is not read.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Batch = dict[str, np.ndarray]
 Result = TypeVar("Result")
 
 PERIOD = 4096
-"""Samples over which a mixture keeps its weights exactly: a weight is a whole number of 4096ths, at least one."""
-# Of the cipher behind index_shuffle, which permutes without making a table; Grain's own shuffle uses as many.
+"""Samples over which a mixture has its exact weights: each weight is a whole number of 4096ths, at least one."""
+# Rounds of the cipher behind index_shuffle, which permutes without a table. Grain's own shuffle uses the same number.
 _ROUNDS = 4
-# It works on 16 bits at least and retries what falls outside: 3 ms an index for 10 samples, 4 us from here on.
+# The cipher works on at least 16 bits and retries results out of range: 3 ms per index for 10 samples, 4 us from here on.
 _SMALL = 2**16
 
 
 class PackedDocuments:
-    """Some documents of a source, packed: rows of a batch by sample and rotation."""
+    """Packed documents of one source. They return rows of a batch by sample and rotation."""
 
     def __init__(
         self,
@@ -55,30 +55,30 @@ class PackedDocuments:
     ):
         """
         Args:
-          name: of the source, for error messages.
-          order: which documents, and in what order they are packed.
+          name: name of the source, for error messages.
+          order: the documents to pack, in packing order.
           packing: concat or best_fit.
-          mask_documents: whether documents of one sequence are kept apart.
+          mask_documents: separates the documents of one sequence by segments.
         """
         self.name, self._documents, self._masks = name, documents, mask_documents
         self._sequence_length, self._vocab_size = sequence_length, vocab_size
         self.packing = PACKINGS[packing](documents.lengths, order, sequence_length)
 
     def in_order(self, samples: Sequence[int]) -> Batch:
-        """Samples by number, documents in the order given; past the last one, empty rows. Raises as `rows`."""
+        """Samples by number, in the given order of documents. Numbers past the last give empty rows. Raises as `rows`."""
         return self.rows([(sample, 0) if sample < self.packing.num_samples else None for sample in samples])
 
     def rows(self, wanted: Sequence[tuple[int, int] | None]) -> Batch:
-        """One row for each (sample, rotation); None gives an empty row.
+        """Returns one row for each (sample, rotation). None gives an empty row.
 
         Raises:
-          ConfigError: a token id that the vocabulary does not have.
+          ConfigError: a token id is outside the vocabulary.
         """
         nothing = Pieces(*np.zeros((3, 0), np.int64))
         found = [nothing if one is None else self.packing.pieces(*one) for one in wanted]
         pieces = Pieces(*map(np.concatenate, zip(*found, strict=True))) if found else nothing
         lengths = np.asarray(self._documents.lengths[pieces.documents], np.int64)
-        # One token more than the row holds: the last one's target.
+        # Read one token more than the row holds: the target of the last one.
         spans = pieces.documents, pieces.starts, np.minimum(pieces.stops + 1, lengths)
         read = self._documents.read(*spans)
         scored = self._documents.scored(*spans)
@@ -98,8 +98,8 @@ class PackedDocuments:
         return batch
 
     def _fill(self, row: Batch, texts: list[tuple[np.ndarray, np.ndarray, int]]) -> None:
-        """Writes the pieces of one row: ids with the one after them, where the document has it; which of those are scored; and
-        how many go in.
+        """Writes the pieces of one row. Each text is (ids plus the next one if the document has it, which of them are scored,
+        number of ids that belong to the row).
         """
         at = with_target = 0
         for number, (ids, scored, size) in enumerate(texts, start=1):
@@ -125,41 +125,41 @@ def empty_rows(num_rows: int, sequence_length: int, segments: bool) -> Batch:
 
 
 class SampleStream:
-    """Samples of one source or of a mixture, without end: each epoch of a source in a new order.
+    """Endless samples of one source or of a mixture. Each epoch reads a source in a new order.
 
-    Its documents are put in an order of their own once, cut into samples at another place every epoch, and those are read in a
-    new order every epoch.
+    The documents of a source are shuffled once. Every epoch cuts them into samples at different places, and reads the samples
+    in a new order.
     """
 
     def __init__(self, sources: Sequence[PackedDocuments], weights: Sequence[float], seed: int):
         """
         Args:
-          sources: each with at least one sample.
-          weights: the share of samples each gives, relative to the others.
-          seed: a whole number from 0.
+          sources: the sources, each with at least one sample.
+          weights: the relative share of samples from each source.
+          seed: a non-negative integer.
 
         Raises:
-          ConfigError: a weight below one in PERIOD.
+          ConfigError: a weight is below 1/PERIOD.
         """
         self.sources = tuple(sources)
-        # Of a few epochs and periods: a batch touches two of each source, and a prefetching thread may be ahead.
+        # Keep a few epochs and periods: a batch touches two of each source, and a prefetching thread may be ahead.
         size = max(64, 4 * len(self.sources) + 8)
         self._permutation = functools.lru_cache(maxsize=size)(permutation)
-        # Of each epoch two: for its cut and for its order.
-        self._word = functools.lru_cache(maxsize=2 * size)(functools.partial(word, seed))
-        self.counts = shares(weights, PERIOD)
+        # Two words per epoch: one for its cut, one for its order.
+        self._word = functools.lru_cache(maxsize=2 * size)(functools.partial(random_word, seed))
+        self.counts = apportion(weights, PERIOD)
         if 0 in self.counts:
             name = self.sources[self.counts.index(0)].name
             raise ConfigError(
-                f"The weight of {name} in data.mixture is less than one in {PERIOD}: raise it or leave the source out."
+                f"The weight of {name} in data.mixture is less than 1/{PERIOD}: raise it or leave the source out."
             )
         self._offsets = np.cumsum([0, *self.counts])
 
     def samples(self, ks: np.ndarray) -> Batch:
-        """Samples ks, integers [B] in any order, stacked to [B, S].
+        """Returns samples ks (integers [B] in any order), stacked to [B, S].
 
         Raises:
-          ValueError: a negative sample number.
+          ValueError: a sample number is negative.
           ConfigError: the text does not fit the vocabulary, or cannot be read.
         """
         wanted: list[list[Any]] = [[] for _ in self.sources]
@@ -178,7 +178,7 @@ class SampleStream:
         return batch
 
     def locate(self, k: int) -> tuple[int, int, int]:
-        """(source, sample, rotation) of sample k of the run."""
+        """Finds sample k of the run: (source, sample, rotation)."""
         if k < 0:
             raise ValueError(f"Samples are numbered from 0, not {k}.")
         period, place = divmod(k, PERIOD)
@@ -193,13 +193,13 @@ class SampleStream:
         return source, self._permuted(sample, packing.num_samples, self._word("samples", source, epoch)), rotation
 
     def _permuted(self, index: int, size: int, word: int) -> int:
-        """The place of `index` in a permutation of 0 .. size-1."""
+        """Position of `index` in a permutation of 0 .. size-1."""
         if size <= _SMALL:
             return int(self._permutation(size, word)[index])
         return index_shuffle(index, max_index=size - 1, seed=word % 2**32, rounds=_ROUNDS)
 
     def epochs(self, num_samples: int) -> dict[str, float]:
-        """How often each source has been read after so many samples; within a period a mixture is taken to be even."""
+        """Epochs read of each source after `num_samples` samples. Assumes an even mixture within each period."""
         return {
             source.name: num_samples * count / PERIOD / source.packing.num_samples
             for source, count in zip(self.sources, self.counts, strict=True)
@@ -207,24 +207,24 @@ class SampleStream:
 
 
 def document_order(documents: np.ndarray, seed: int, source: int) -> np.ndarray:
-    """The same documents in the order in which a run packs them: a function of seed and source number alone."""
-    return documents[permutation(len(documents), word(seed, "documents", source))]
+    """Shuffles the documents into the order in which a run packs them: a function of the seed and the source number only."""
+    return documents[permutation(len(documents), random_word(seed, "documents", source))]
 
 
-def word(seed: int, *what: str | int) -> int:
-    """64 random bits for a purpose: a function of its arguments alone."""
+def random_word(seed: int, *what: str | int) -> int:
+    """64 random bits for one purpose: a pure function of its arguments."""
     text = "/".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def permutation(size: int, word: int) -> np.ndarray:
-    # Ordering raw random words instead of calling Generator.permutation: numpy promises to keep a bit generator's words from
-    # version to version but not what Generator makes of them, and a run may outlive a numpy upgrade.
+    # Sorts raw random words instead of calling Generator.permutation: numpy promises to keep the words of a bit generator
+    # between versions, but not the results of Generator. A run may outlive a numpy upgrade.
     return np.argsort(np.random.Philox(key=word).random_raw(size), kind="stable")
 
 
-def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to `total`, as near to the weights as can be (largest remainders)."""
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Integers that add up to `total` and are closest to the weights (largest remainders)."""
     exact = np.asarray(weights, float) / np.sum(weights) * total
     counts = np.floor(exact).astype(int)
     largest_remainders = np.argsort(counts - exact, kind="stable")
@@ -233,9 +233,9 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def ahead(make: Callable[[int], Result], start: int) -> grain.DatasetIterator:
-    """Iterates over make(start), make(start + 1), ..., computed two ahead in a background thread; `close()` it.
+    """Iterates over make(start), make(start + 1), ..., computed two ahead in a background thread. The caller must `close()` it.
 
-    What `make` raises reaches the consumer in its turn.
+    An exception in `make` reaches the consumer at that item.
     """
     endless = grain.MapDataset.range(start, 2**62).map(make)
     return iter(endless.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

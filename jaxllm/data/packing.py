@@ -1,7 +1,7 @@
-"""How documents fill sequences of S tokens: one after another, or put together so that none is cut.
+"""Packs documents into sequences of S tokens: concatenated (`Concat`), or without cutting documents (`BestFit`).
 
-A packing is fixed by the lengths of its documents and their order. It numbers its samples, an epoch's worth, and says for each
-which pieces of which documents fill it; no text is read for that, so samples can be read at random.
+The packing is a function of the document lengths and their order. It numbers the samples of one epoch and gives the pieces
+of documents in each. It reads no text, so samples have random access.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 BEST_FIT_WINDOW = 65_536
-"""Documents that best-fit packing looks at together. Larger windows fill sequences no better (99.9 % and more are full at a few
-thousand documents), but put documents of one length into the same sequences."""
+"""Number of documents that best-fit packing considers together. A few thousand already fill 99.9 % of all sequences; larger
+windows fill no more, but put documents of equal length into the same sequences."""
 
-# Rooms that share a word of best_fit's two-level search: about as many as there are words where sequences are very long.
+# Free sizes per word of best_fit's two-level search. With very long sequences there are about as many words as bits.
 _WORD_BITS = 9
 
 
 class Pieces(NamedTuple):
-    """Tokens [start, stop) of a document, one after another: integers [pieces], none of them empty."""
+    """Tokens [start, stop) of consecutive documents: integers [pieces]. No piece is empty."""
 
     documents: np.ndarray
     starts: np.ndarray
@@ -29,27 +29,27 @@ class Pieces(NamedTuple):
 
 class Packing(Protocol):
     num_tokens: int
-    """Of all documents, each of them in exactly one sample."""
+    """Total tokens of all documents. Each token is in exactly one sample."""
     num_samples: int
     num_rotations: int
-    """Ways to cut the same documents into samples, numbered from 0."""
+    """Number of ways to cut the same documents into samples, numbered from 0."""
 
     def pieces(self, sample: int, rotation: int = 0) -> Pieces:
-        """What fills one sample: at most S tokens. Samples 0 .. num_samples-1 of one rotation hold every token once."""
+        """Pieces that fill one sample, at most S tokens. Samples 0 .. num_samples-1 of one rotation hold each token once."""
         ...
 
 
 class Concat:
-    """Documents one after another, cut where a sequence is full; only the last sample may have room left."""
+    """Concatenates documents and cuts them where a sequence is full. Only the last sample may have free space."""
 
     def __init__(self, lengths: np.ndarray, order: np.ndarray, sequence_length: int):
         """
         Args:
-          lengths: tokens of every document.
-          order: the documents to pack, in their order: indices into `lengths`.
+          lengths: tokens of each document.
+          order: the documents to pack, in this order, as indices into `lengths`.
           sequence_length: S.
         """
-        # Empty documents would make pieces of nothing.
+        # Empty documents would make empty pieces.
         self._order = order[lengths[order] > 0]
         self._lengths = lengths[self._order].astype(np.int64)
         self._ends = np.cumsum(self._lengths)
@@ -59,7 +59,7 @@ class Concat:
         self.num_rotations = max(min(sequence_length, self.num_tokens), 1)
 
     def pieces(self, sample: int, rotation: int = 0) -> Pieces:
-        # Rotation r moves the first r tokens behind the last one: every cut moves.
+        # Rotation r moves the first r tokens to the end, so every cut moves.
         first = sample * self._sequence_length + rotation
         last = min((sample + 1) * self._sequence_length, self.num_tokens) + rotation
         spans = [(first, min(last, self.num_tokens)), (max(first - self.num_tokens, 0), last - self.num_tokens)]
@@ -67,7 +67,7 @@ class Concat:
         return found[0] if len(found) == 1 else Pieces(*map(np.concatenate, zip(*found, strict=True)))
 
     def _between(self, start: int, stop: int) -> Pieces:
-        """Tokens [start, stop) of all documents in a row."""
+        """Tokens [start, stop) of the concatenation of all documents."""
         first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
         here = slice(first, last + 1)
         begins = self._ends[here] - self._lengths[here]
@@ -75,18 +75,18 @@ class Concat:
 
 
 class BestFit:
-    """Best-fit decreasing (Johnson, 1973), as Ding et al. (2024, "Fewer Truncations Improve Language Modeling") use it: each
-    document, longest first, goes into the fullest sequence that has room for it. Documents longer than S give whole sequences
-    first; what is left of them is packed like a document.
+    """Best-fit decreasing (Johnson, 1973) as in Ding et al. (2024, "Fewer Truncations Improve Language Modeling"): each
+    document, longest first, goes into the fullest sequence that has room for it. A document longer than S first fills
+    complete sequences; its remainder is packed like a document.
 
-    Within windows of documents in their given order, so that neighbours stay neighbours; about a million documents a second,
-    however long sequences are.
+    Packing works within windows of consecutive documents, so neighbours stay close. It packs about a million documents per
+    second, for any sequence length.
     """
 
     num_rotations = 1
 
     def __init__(self, lengths: np.ndarray, order: np.ndarray, sequence_length: int):
-        """Arguments as Concat's."""
+        """Takes the same arguments as Concat."""
         windows = [
             _pack_window(order[first : first + BEST_FIT_WINDOW], lengths, sequence_length)
             for first in range(0, len(order), BEST_FIT_WINDOW)
@@ -102,12 +102,12 @@ class BestFit:
 
 
 def _pack_window(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> tuple[Pieces, np.ndarray]:
-    """Pieces in the order of their samples, and the number of pieces of each sample."""
+    """Pieces sorted by sample, and the number of pieces of each sample."""
     sizes = lengths[documents].astype(np.int64)
     full, rest = np.divmod(sizes, sequence_length)
     num_full = int(full.sum())
     whole = np.repeat(documents, full)
-    # 0, S, 2 S, ... within each document.
+    # Start offsets 0, S, 2 S, ... within each document.
     starts = sequence_length * (np.arange(num_full) - np.repeat(np.cumsum(full) - full, full))
     longest_first = np.argsort(-rest, kind="stable")
     longest_first = longest_first[rest[longest_first] > 0]
@@ -123,10 +123,10 @@ def _pack_window(documents: np.ndarray, lengths: np.ndarray, sequence_length: in
 
 
 def best_fit(sizes: list[int], capacity: int) -> tuple[np.ndarray, int]:
-    """The bin of each item, in the order given, each into the fullest bin with room for it: (int64 [items], number of bins)."""
+    """Puts each item, in the given order, into the fullest bin with room for it: (bin of each item, int64; number of bins)."""
     with_room: defaultdict[int, list[int]] = defaultdict(list)
-    # Where some bin has room for r more, bit r % 512 of word r // 512 is set, and bit w of `used` where word w is not 0: the
-    # fullest bin that fits is the lowest bit from `size` up. One number of all rooms is as many bits to shift as S is long.
+    # Bit r % 512 of word r // 512 is set if some bin has r tokens free; bit w of `used` is set if word w is not 0. The
+    # fullest bin that fits is the lowest set bit from `size` upwards. One number for all sizes would be S bits to shift.
     words, used, num_bins = [0] * ((capacity >> _WORD_BITS) + 1), 0, 0
     in_word = (1 << _WORD_BITS) - 1
     bins = np.empty(len(sizes), np.int64)

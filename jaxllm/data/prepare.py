@@ -1,37 +1,30 @@
-"""`jaxllm data prepare`: text files in, a prepared folder out. See jaxllm/data/prepared.py for what is in it.
+"""`jaxllm data prepare`: tokenises text files into a prepared folder. jaxllm/data/prepared.py describes its format.
 
-The work is cut into shards by the names and sizes of the inputs alone, so any number of processes, on any number of
-machines, make the same folder, and a run that was stopped goes on where it was.
+The division into shards depends only on the names and sizes of the inputs. Any number of processes, on any number of
+machines, therefore make the same folder, and a stopped run resumes where it was.
 """
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
+from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
+from jaxllm.data.prepare_workers import Job, PrepareProgress, run
 from jaxllm.data.prepared import FORMAT, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION
-from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
+from jaxllm.data.records import InputFile
 from jaxllm.data.shards import (
     Origin,
     Task,
     for_manifest,
-    is_shard,
-    place_of,
+    position_of,
     read_json,
     read_shard,
     remove_leftovers,
@@ -40,40 +33,38 @@ from jaxllm.data.shards import (
     strict_error,
     temporary_path,
     unwritable,
-    write_shard,
 )
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
-from jaxllm.plan.hardware import available_cpus
+from jaxllm.runtime.cpus import available_cpus
 
 MIN_SHARD_MIB, MAX_SHARD_MIB, USUAL_SHARDS = 4, 256, 64
-"""Input is cut into 64 shards where that makes none smaller or larger than these: enough for as many processes."""
+"""The input is cut into 64 shards, unless they would be outside these sizes. 64 is enough for as many processes."""
 BROKEN_SHOWN = 10
-_SECONDS_BETWEEN_LINES = 10.0
 _COUNTS = ("documents", "tokens", "text_bytes", "broken", "empty")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a folder holds after `prepare`, over the shards that are there."""
+    """Counts of a prepared folder, over its finished shards."""
 
     folder: str
     documents: int
     tokens: int
     text_bytes: int
-    """UTF-8 bytes of the documents, without marks."""
+    """UTF-8 bytes of the documents, without BOS and EOS tokens."""
     broken: int
     """Records that could not be read."""
     empty: int
-    """Records with empty text, which give no document."""
+    """Records with empty text. They give no document."""
     broken_records: tuple[str, ...]
-    """The first of them, as FILE:LINE: reason."""
+    """The first broken records, as FILE:LINE: reason."""
     shards: int
-    """Of the whole folder."""
+    """Number of shards of the complete folder."""
     shards_done: int
     shards_written: int
-    """By this call."""
+    """Number of shards that this call wrote."""
     complete: bool
-    """Every shard is there, and the manifest."""
+    """True if all shards and the manifest are written."""
     seconds: float
 
     @property
@@ -84,7 +75,7 @@ class Summary:
         return {**asdict(self), "tokens_per_byte": self.tokens_per_byte}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Text lines for the terminal."""
         lines = [f"broken: {record}" for record in self.broken_records]
         if self.broken > len(self.broken_records):
             lines.append(f"broken: {self.broken - len(self.broken_records):,} more; the shards' .json files name them")
@@ -115,82 +106,64 @@ def prepare(
     strict: bool = False,
     progress: bool = True,
 ) -> Summary:
-    """Tokenizes files into a folder that PreparedDocuments reads; goes on where a stopped run left off.
+    """Tokenises files into a folder that PreparedDocuments reads. Resumes a stopped run.
 
     With several workers the calling script needs Python's usual `if __name__ == "__main__"`.
 
     Args:
-      inputs: files or glob patterns (** for folders). .jsonl, .json and .ndjson hold one object a line, .parquet rows, any
-        other file is one document; .gz and .zst are decompressed. Documents come in the order of the files' sorted paths.
-      out: the folder to write.
+      inputs: files or glob patterns (** for folders). .jsonl, .json and .ndjson hold one object per line, .parquet holds
+        rows, any other file is one document. .gz and .zst are decompressed. Documents are ordered by the files' sorted paths.
+      out: the output folder.
       tokenizer: a folder with tokenizer.json, or bytes.
       text_key: the field or column that holds the text.
-      workers: processes; default: one for each CPU this process may use. 1 works in this process.
-      shard: (i, n): make every n-th shard from the i-th on, so that n calls with one `out` share the work.
-      shard_bytes: bytes of input that become one shard, about; files of JSON lines and Parquet are cut where they must be.
+      workers: number of processes; default: one per available CPU. With 1 this process does the work.
+      shard: (i, n): make every n-th shard starting at the i-th, so that n calls with one `out` share the work.
+      shard_bytes: approximate input bytes per shard. Files of JSON lines and Parquet are cut at shard boundaries.
         Default: a 64th of the input, but 4 to 256 MiB.
-      record_tokens: ids that are stored together.
+      record_tokens: ids per stored record.
       strict: stop at the first broken record.
-      progress: show how far it is.
+      progress: show the progress.
 
     Raises:
-      ConfigError: what is wrong with the inputs, the tokenizer or the folder, and what to change. What is saved stays.
-      KeyboardInterrupt: with a sentence that says how far it came.
+      ConfigError: the inputs, the tokenizer or the folder are invalid; the message says what to change. Finished shards stay.
+      KeyboardInterrupt: the message says how many shards are prepared.
     """
     started = time.monotonic()
-    part, parts = shard
-    if not 0 <= part < parts:
-        raise ConfigError(f"--shard {part}/{parts} is no part of the work: use 0/{max(parts, 1)} to {_last(parts)}.")
-    at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
-    for name, number, unit in at_least_1:
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}={number // unit} is not valid: it should be at least 1.")
-    folder = Path(out)
+    _check_numbers(shard, workers, shard_bytes, record_tokens)
+    folder, part, parts = Path(out), *shard
     loaded = load_tokenizer(tokenizer)
     files = find_inputs(inputs, folder)
-    if shard_bytes is None:
-        total_mib = sum(file.size for file in files) >> 20
-        shard_bytes = min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
+    shard_bytes = shard_bytes or _usual_shard_bytes(files)
     tasks = cut(files, text_key, shard_bytes)
-    origin = _origin(files, loaded, text_key, shard_bytes, record_tokens)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_same_origin(folder, origin)
-        remove_leftovers(folder)
-    except OSError as error:
-        raise unwritable(folder, error.strerror or str(error)) from None
+    origin = origin_of(files, loaded, text_key, shard_bytes, record_tokens)
+    _open(folder, origin)
 
-    done = {task.shard: found for task in tasks if (found := read_shard(folder, task.name))}
     mine = [task for task in tasks if task.shard % parts == part]
-    todo = [task for task in mine if task.shard not in done]
-    if strict:
-        for task in mine:
-            if task.shard in done and done[task.shard]["broken"]:
-                raise strict_error(done[task.shard]["broken_records"][0])
+    todo = _not_done(folder, mine, strict)
     if todo:
-        job = _Job(folder, tokenizer, origin, strict)
+        job = Job(folder, tokenizer, origin, strict)
         try:
-            with _Progress(todo, progress) as shows:
-                _run(job, loaded, todo, min(workers or available_cpus(), len(todo)), shows)
+            with PrepareProgress(todo, progress) as shows:
+                run(job, loaded, todo, min(workers or available_cpus(), len(todo)), shows)
         except KeyboardInterrupt:
-            there = sum(read_shard(folder, task.name) is not None for task in tasks)
+            there = len(_shards_there(folder, tasks))
             raise KeyboardInterrupt(
-                f"stopped; {there} of {len(tasks)} shards are prepared: run the same command again to go on."
+                f"stopped; {there} of {len(tasks)} shards are prepared: run the same command again to resume."
             ) from None
         finally:
             remove_leftovers(folder)
 
-    shards = {task.shard: found for task in tasks if (found := read_shard(folder, task.name))}
+    shards = _shards_there(folder, tasks)
     complete = len(shards) == len(tasks)
     if complete:
-        _check_same_origin(folder, origin)
+        check_same_origin(folder, origin)
         _finish(folder, [shards[i] for i in range(len(tasks))], loaded, origin)
     broken = [record for i in sorted(shards) for record in shards[i]["broken_records"][:BROKEN_SHOWN]][:BROKEN_SHOWN]
     total = {key: sum(found[key] for found in shards.values()) for key in _COUNTS}
     return Summary(
         folder=str(out),
         **total,
-        broken_records=tuple(f"{place_of(record)}: {record['reason']}" for record in broken),
+        broken_records=tuple(f"{position_of(record)}: {record['reason']}" for record in broken),
         shards=len(tasks),
         shards_done=len(shards),
         shards_written=len(todo),
@@ -199,11 +172,50 @@ def prepare(
     )
 
 
+def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
+    part, parts = shard
+    if not 0 <= part < parts:
+        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{max(parts, 1)} to {_last(parts)}.")
+    at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
+    for name, number, unit in at_least_1:
+        if number is not None and number < 1:
+            raise ConfigError(f"{name}={number // unit} is not valid: it should be at least 1.")
+
+
+def _usual_shard_bytes(files: Sequence[InputFile]) -> int:
+    total_mib = sum(file.size for file in files) >> 20
+    return min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
+
+
+def _open(folder: Path, origin: Origin) -> None:
+    """Creates the folder. Raises ConfigError if it cannot be written, or holds shards of another origin."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_same_origin(folder, origin)
+        remove_leftovers(folder)
+    except OSError as error:
+        raise unwritable(folder, error.strerror or str(error)) from None
+
+
+def _shards_there(folder: Path, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
+    """The metadata of existing shards, by shard number."""
+    return {task.shard: found for task in tasks if (found := read_shard(folder, task.name))}
+
+
+def _not_done(folder: Path, mine: Sequence[Task], strict: bool) -> list[Task]:
+    """The tasks whose shards do not exist. Raises ConfigError if `strict` and an existing shard has a broken record."""
+    done = _shards_there(folder, mine)
+    for found in done.values() if strict else ():
+        if found["broken"]:
+            raise strict_error(found["broken_records"][0])
+    return [task for task in mine if task.shard not in done]
+
+
 def parse_shard(text: str) -> tuple[int, int]:
-    """(i, n) of "i/n".
+    """Parses "i/n" into (i, n).
 
     Raises:
-      ConfigError: not of that form, or i not in 0..n-1.
+      ConfigError: the text has another form, or i is not in 0..n-1.
     """
     part, slash, parts = text.partition("/")
     if not (slash and part.isdecimal() and parts.isdecimal()) or int(part) >= int(parts):
@@ -211,261 +223,18 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-# ---------------------------------------------------------------------------------------------------- what is to do
-
-
-def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
-    """The files that match, each once, sorted by absolute path; files inside `out` are none.
-
-    Raises:
-      ConfigError: nothing matches a pattern, or it is a folder.
-    """
-    inside = os.path.abspath(out) + os.sep
-    paths = set()
-    for pattern in patterns:
-        # A file's own name may hold what would be a wildcard.
-        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        if os.path.isdir(pattern):
-            raise ConfigError(f"{pattern} is a folder: name the files in it, such as '{pattern.rstrip('/')}/**/*.jsonl'.")
-        found = {os.path.abspath(match) for match in matches if os.path.isfile(match)}
-        found = {path for path in found if not path.startswith(inside)}
-        if not found:
-            raise ConfigError(f"No file matches {pattern!r}: check the path (it is relative to {Path.cwd()}).")
-        paths |= found
-    if not paths:
-        raise ConfigError("No inputs are given: name files or patterns such as 'books/**/*.txt'.")
-    stats = [(path, os.stat(path)) for path in sorted(paths)]
-    return [InputFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-
-
-def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:
-    """The shards to make, in the order of the files: about shard_bytes of input each."""
-    shares: list[list[Part]] = [[]]
-    room = shard_bytes
-
-    def take(part: Part) -> None:
-        nonlocal room
-        last = shares[-1][-1] if shares[-1] else None
-        if last is not None and last.file == part.file:
-            shares[-1][-1] = Part(part.file, last.start, part.stop, last.size + part.size)
-        else:
-            shares[-1].append(part)
-        room -= part.size
-        if room <= 0:
-            shares.append([])
-            room = shard_bytes
-
-    for file in files:
-        if is_parquet(file.path):
-            for group, size in enumerate(row_groups(file.path, text_key)):
-                take(Part(file, group, group + 1, size))
-        elif is_splittable(file.path):
-            start = 0
-            while start < file.size:
-                stop = min(file.size, start + room)
-                take(Part(file, start, stop, stop - start))
-                start = stop
-        else:
-            take(Part(file, 0, file.size, file.size))
-    shares = [share for share in shares if share]
-    return [Task(i, len(shares), tuple(share)) for i, share in enumerate(shares)]
-
-
-def _origin(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, shard_bytes: int, record_tokens: int) -> Origin:
-    told = json.dumps([(file.path, file.size, file.modified_ns) for file in files])
-    return Origin(
-        options={
-            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-            "text_key": text_key,
-            "shard_bytes": shard_bytes,
-            "record_tokens": record_tokens,
-        },
-        inputs={
-            "count": len(files),
-            "bytes": sum(file.size for file in files),
-            "sha256": hashlib.sha256(told.encode()).hexdigest(),
-        },
-    )
-
-
-def _check_same_origin(folder: Path, origin: Origin) -> None:
-    """Raises ConfigError if shards of another origin are there."""
-    for file in sorted(folder.glob("tokens-*-of-*.json")):
-        there: Any = read_json(file)
-        # What says nothing of its origin is made again, as a shard without its .json.
-        if not is_shard(there):
-            continue
-        ours, theirs = origin.options, there["options"]
-        if theirs["tokenizer"]["sha256"] != ours["tokenizer"]["sha256"]:
-            names = theirs["tokenizer"]["name"], ours["tokenizer"]["name"]
-            which = f"the tokenizer {names[0]}, not {names[1]}" if names[0] != names[1] else f"another tokenizer {names[0]}"
-            raise ConfigError(f"{folder} holds shards made with {which}: choose another --out, or use that tokenizer again.")
-        if there["inputs"] != origin.inputs:
-            counts = [_size(inputs) for inputs in (there["inputs"], origin.inputs)]
-            which = f"{counts[0]}, not {counts[1]}" if counts[0] != counts[1] else "their names or dates differ"
-            raise ConfigError(
-                f"{folder} holds shards of other inputs ({which}): choose another --out, or give the same inputs."
-            )
-        # After the inputs: the size of shards follows theirs.
-        for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
-            if theirs[key] != ours[key]:
-                values = [_megabytes(v) if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
-                raise ConfigError(
-                    f"{folder} holds shards made with {flag} {values[0]}, not {values[1]}: "
-                    f"choose another --out, or use {flag} {values[0]} again."
-                )
-
-
-def _size(inputs: dict[str, Any]) -> str:
-    return f"{inputs['bytes']:,} bytes in {inputs['count']:,} file{'s' if inputs['count'] != 1 else ''}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 2**20:g}"
-
-
 def _last(parts: int) -> str:
     return f"{max(parts, 1) - 1}/{max(parts, 1)}"
 
 
-# -------------------------------------------------------------------------------------------------------- doing it
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What every worker needs to know."""
-
-    folder: Path
-    tokenizer: str
-    origin: Origin
-    strict: bool
-
-
-def _run(job: _Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: _Progress) -> None:
-    """In so many processes; one is this."""
-    if count == 1:
-        _run_here(job, tokenizer, tasks, shows)
-    else:
-        _run_workers(job, tasks, count, shows)
-
-
-def _run_here(job: _Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: _Progress) -> None:
-    with _one_thread_for_tokenizers():
-        for task in tasks:
-            write_shard(job.folder, task, job.origin, tokenizer, job.strict, shows.advance)
-            shows.finished()
-
-
-def _run_workers(job: _Job, tasks: Sequence[Task], count: int, shows: _Progress) -> None:
-    """Hands each worker one task at a time; the first error ends all."""
-    spawn = multiprocessing.get_context("spawn")
-    waiting = iter(tasks)
-    workers: dict[Any, Any] = {}
-    """Connection -> process."""
-    try:
-        # The terminal sends Ctrl-C to the workers too: they ignore it, and this process ends them.
-        with _interrupts_ignored():
-            for _ in range(count):
-                ours, theirs = spawn.Pipe()
-                worker = spawn.Process(target=_work, args=(theirs, job), daemon=True)
-                worker.start()
-                theirs.close()
-                workers[ours] = worker
-        while workers:
-            ready: list[Any] = wait(list(workers))
-            for connection in ready:
-                try:
-                    kind, *content = connection.recv()
-                    if kind in ("ready", "written"):
-                        task = next(waiting, None)
-                        connection.send(task)
-                        if task is None:
-                            workers.pop(connection).join()
-                except (EOFError, OSError):
-                    workers[connection].join()
-                    raise ConfigError(
-                        f"A worker was killed (exit code {workers[connection].exitcode}), perhaps for want of memory: "
-                        f"run the command again, with fewer --workers (it goes on)."
-                    ) from None
-                if kind == "read":
-                    shows.advance(*content)
-                elif kind == "written":
-                    shows.finished()
-                elif kind == "refused":
-                    raise ConfigError(content[0])
-                elif kind == "failed":
-                    raise RuntimeError(f"A worker failed:\n{content[0]}")
-    finally:
-        for worker in workers.values():
-            worker.terminate()
-        for worker in workers.values():
-            worker.join()
-
-
-def _work(connection: Connection, job: _Job) -> None:
-    """A worker: says it is ready, and makes the shards it is told to. Ends when the process that started it is gone."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-    def say(*message) -> None:
-        try:
-            connection.send(message)
-        except OSError:
-            # Not an OSError, which would be taken for a full disk.
-            raise _Abandoned from None
-
-    try:
-        try:
-            tokenizer = load_tokenizer(job.tokenizer)
-            say("ready")
-            while (task := connection.recv()) is not None:
-                write_shard(job.folder, task, job.origin, tokenizer, job.strict, lambda *counts: say("read", *counts))
-                say("written")
-        except ConfigError as error:
-            say("refused", str(error))
-        except Exception as error:
-            if not isinstance(error, _Abandoned | EOFError | ConnectionResetError):
-                say("failed", traceback.format_exc())
-    except _Abandoned:
-        pass
-
-
-class _Abandoned(Exception):
-    """The process that gave the orders is gone."""
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-@contextmanager
-def _one_thread_for_tokenizers() -> Iterator[None]:
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
 def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin) -> None:
-    """Writes the tokenizer and the manifest, unless they are there already. Any process may do it, also several at once."""
+    """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
     documents = sum(shard["documents"] for shard in shards)
     if not documents:
         broken, empty = (sum(shard[key] for shard in shards) for key in ("broken", "empty"))
         first = next((record for shard in shards for record in shard["broken_records"]), None)
-        hint = f", the first {place_of(first)}: {first['reason']}" if first else ""
-        # They hold nothing, and would refuse the run that does it right.
+        hint = f", the first {position_of(first)}: {first['reason']}" if first else ""
+        # Empty shards would make the next run with correct options fail.
         for shard in shards:
             remove_shard(folder, shard["name"])
         raise ConfigError(
@@ -512,56 +281,7 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     try:
         os.rename(temporary, final)
     except OSError:
-        # Another process was quicker; what it wrote is the same.
+        # Another process was faster. It wrote the same files.
         if not final.is_dir():
             raise
         shutil.rmtree(temporary)
-
-
-# --------------------------------------------------------------------------------------------------------- showing it
-
-
-class _Progress:
-    """A bar over bytes of input on a terminal, a line now and then elsewhere, or nothing."""
-
-    def __init__(self, tasks: Sequence[Task], visible: bool):
-        self._total, self._shards = sum(task.size for task in tasks), len(tasks)
-        self._visible, self._bar = visible, None
-        self._read = self._tokens = self._finished = 0
-
-    def __enter__(self) -> _Progress:
-        self._started = self._last_line = time.monotonic()
-        if self._visible:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-            console = Console(highlight=False, soft_wrap=True, markup=False)
-            if console.is_terminal and not console.is_dumb_terminal:
-                columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True))
-                self._bar = Progress(*columns, console=console, transient=True)
-                self._task = self._bar.add_task("starting", total=self._total)
-                self._bar.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, read: int, tokens: int) -> None:
-        self._read += read
-        self._tokens += tokens
-        self._show()
-
-    def finished(self) -> None:
-        self._finished += 1
-        self._show()
-
-    def _show(self) -> None:
-        now = time.monotonic()
-        speed = self._tokens / max(now - self._started, 1e-9)
-        text = f"{self._finished}/{self._shards} shards  {speed / 1e6:.2f}M tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._read, description=text)
-        elif self._visible and now - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            print(f"{100 * self._read / max(self._total, 1):.0f}%  {text}", flush=True)

@@ -1,13 +1,13 @@
-"""Documents as `jaxllm data prepare` leaves them: a folder of token ids that can be read at random.
+"""Prepared documents: the folder of token ids that `jaxllm data prepare` writes. It has random access.
 
-    manifest.json                            what is there; written last, when every shard is whole
-    tokenizer/                               the tokenizer's files; none for bytes
-    tokens-00003-of-00012.array_record       ids of all documents in a row, little-endian, in records of record_tokens ids
-    tokens-00003-of-00012.lengths.npy        uint32 [documents]
-    tokens-00003-of-00012.keys.npy           uint64 [documents], the first 8 bytes of BLAKE2b of the text's UTF-8
-    tokens-00003-of-00012.json               the shard's own part of the manifest; written last of the four
+  manifest.json                            the contents; written last, when every shard is complete
+  tokenizer/                               the tokenizer's files; absent for bytes
+  tokens-00003-of-00012.array_record       ids of all documents, concatenated, little-endian; records of record_tokens ids
+  tokens-00003-of-00012.lengths.npy        uint32 [documents]
+  tokens-00003-of-00012.keys.npy           uint64 [documents], the first 8 bytes of BLAKE2b of the text's UTF-8
+  tokens-00003-of-00012.json               the shard's part of the manifest; the last of the four files to be written
 
-Nothing in it depends on where it lies, so a folder may be moved or copied.
+The contents do not depend on the location, so a folder may be moved or copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.documents import Documents
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
@@ -30,12 +30,12 @@ FORMAT, VERSION = "jaxllm-tokens", 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 OPEN_FILES = 256
-"""Of a folder's shards at once: a process may often have 1,024 files open in all."""
+"""Files of one folder that are open at once. A process may often open only 1,024 files in total."""
 RECORD_TOKENS = 8192
-"""Ids of a record, whatever documents they belong to: a piece of a document costs a record or two to read, and a file has few
-enough of them to be opened quickly (a record for each document took 17 ms at 300,000 of them)."""
+"""Ids per record, independent of document boundaries. Reading a piece of a document costs one or two records, and a file has
+few enough records to open quickly (one record per document took 17 ms with 300,000 documents)."""
 SHARD_KEYS = {"name": str, "documents": int, "tokens": int, "sha256": str, "files": dict}
-"""What reading needs of a shard's part of the manifest."""
+"""Keys that reading needs from a shard's part of the manifest."""
 _MANIFEST_KEYS = {
     "documents": int,
     "record_tokens": int,
@@ -44,22 +44,22 @@ _MANIFEST_KEYS = {
     "shards": list,
 }
 _DTYPES = ("uint8", "uint16", "uint32")
-# No read-ahead, no threads: a read touches one record here and one there.
+# No read-ahead and no threads: reads are random, one record at a time.
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 
 def shard_name(shard: int, shards: int) -> str:
-    """What the names of a shard's files begin with."""
+    """Prefix of the names of a shard's files."""
     return f"tokens-{shard:05d}-of-{shards:05d}"
 
 
 class PreparedDocuments(Documents):
-    """The documents of one prepared folder, as the Documents protocol wants them. Safe to read from several threads."""
+    """The documents of one prepared folder, by the Documents protocol. Reading is thread-safe."""
 
     def __init__(self, folder: str | Path):
         """
         Raises:
-          ConfigError: nothing prepared there, not all of it, another version, or a file that is missing or cut short.
+          ConfigError: nothing is prepared there, shards are missing, the version differs, or a file is missing or truncated.
         """
         self._folder = Path(folder)
         manifest = read_manifest(self._folder)
@@ -67,7 +67,7 @@ class PreparedDocuments(Documents):
         for shard in shards:
             check_sizes(self._folder, shard)
         if not manifest["documents"]:
-            raise ConfigError(f"{folder} holds no documents: prepare some text into another folder.")
+            raise ConfigError(f"{folder} holds no documents: prepare text into another folder.")
 
         self._record_tokens = int(manifest["record_tokens"])
         self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
@@ -77,17 +77,17 @@ class PreparedDocuments(Documents):
             if len(opened.lengths) != shard["documents"]:
                 raise damaged(opened.path.with_name(opened.path.name + ".lengths.npy"), "it has another number of documents")
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
-        self.lengths = _joined([shard.lengths for shard in self._shards])
-        self.keys = _joined([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
+        self.lengths = _concatenate([shard.lengths for shard in self._shards])
+        self.keys = _concatenate([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
         self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest["tokenizer"])
         self.fingerprint = fingerprint(manifest)
         self.description = f"{self._folder.name} (tokenizer {manifest['tokenizer']['name']})"
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        """Token ids [start, stop) of each of these documents, unsigned integers of the folder's type.
+        """Reads the token ids [start, stop) of each given document, as unsigned integers of the folder's type.
 
         Raises:
-          ValueError: a document or a range that is not there.
+          ValueError: a document or a range does not exist.
           ConfigError: a shard is damaged.
         """
         documents, starts, stops = (np.asarray(numbers, np.int64) for numbers in (documents, starts, stops))
@@ -97,7 +97,7 @@ class PreparedDocuments(Documents):
             raise ValueError(f"Documents are numbered 0 to {len(self.lengths) - 1}.")
         lengths = self.lengths[documents].astype(np.int64)
         if not np.all((starts >= 0) & (starts <= stops) & (stops <= lengths)):
-            raise ValueError("Ranges must lie within their documents: 0 <= start <= stop <= length.")
+            raise ValueError("Ranges must be within their documents: 0 <= start <= stop <= length.")
         found: list[np.ndarray] = [np.empty(0, self._dtype)] * len(documents)
         places = np.searchsorted(self._first_documents, documents, side="right") - 1
         for place in np.unique(places):
@@ -111,7 +111,7 @@ class PreparedDocuments(Documents):
         size = self._record_tokens
         begins = shard.first_tokens[documents]
         begins, ends = begins + starts, begins + stops
-        # An empty range needs no record, also when it starts where a record does.
+        # An empty range needs no record, even if it starts at the start of a record.
         spans = [
             (a, b, range(a // size, -(-b // size) if b > a else a // size))
             for a, b in zip(begins.tolist(), ends.tolist(), strict=True)
@@ -131,7 +131,7 @@ class PreparedDocuments(Documents):
 
 
 class _Shard:
-    """One file of records and where each document begins in it."""
+    """One file of records, with the start of each document in it."""
 
     def __init__(self, path: Path, readers: _Readers):
         self.path = path
@@ -139,7 +139,7 @@ class _Shard:
         self.lengths = _load(path.with_name(path.name + ".lengths.npy"))
         ends = np.cumsum(self.lengths, dtype=np.int64)
         self.first_tokens = ends - self.lengths
-        """Of each document, counted through the shard."""
+        """Start of each document, in ids from the start of the shard."""
         self.tokens = int(ends[-1]) if len(ends) else 0
         # A reader has a position, so two threads cannot share it.
         self._lock = threading.Lock()
@@ -155,13 +155,13 @@ class _Shard:
                 reader = self._readers.get(self.file, lambda: ArrayRecordReader(str(self.file), _READER_OPTIONS))
                 return reader.read(records)
             except (RuntimeError, IndexError, ValueError) as error:
-                # A reader that failed once stays failed.
+                # A reader that failed once keeps failing.
                 self._readers.drop(self.file)
                 raise damaged(self.file, str(error).split(";")[0]) from None
 
 
 class _Readers:
-    """Open files by path; the one not used for longest is closed when there are many. Safe to use from several threads."""
+    """Cache of open files by path. It closes the least recently used one when there are many. Thread-safe."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, Any] = OrderedDict()
@@ -172,7 +172,7 @@ class _Readers:
             reader = self._open.pop(file, None) or open_file()
             self._open[file] = reader
             if len(self._open) > OPEN_FILES:
-                # Closed when its last user lets go of it.
+                # The file closes when its last user releases it.
                 self._open.popitem(last=False)
             return reader
 
@@ -182,10 +182,10 @@ class _Readers:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of a prepared folder's manifest.json.
+    """Reads manifest.json of a prepared folder.
 
     Raises:
-      ConfigError: there is none, because nothing or not everything is prepared; or not one of this version.
+      ConfigError: there is no manifest because preparation has not finished, or the manifest has another version.
     """
     file = folder / MANIFEST
     if not file.is_file():
@@ -194,9 +194,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             wanted = int(names[0].rpartition("-")[2])
             raise ConfigError(
                 f"{folder} is not complete, {len(names)} of {wanted} shards are prepared: "
-                f"run jaxllm data prepare again (it goes on)."
+                f"run jaxllm data prepare again to finish it."
             )
-        raise ConfigError(f"{folder} is no prepared folder (it has no {MANIFEST}): run jaxllm data prepare, or name another.")
+        raise ConfigError(
+            f"{folder} is not a prepared folder (it has no {MANIFEST}): run jaxllm data prepare, or name another folder."
+        )
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -218,10 +220,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def missing_key(content: Any, keys: dict[str, Any]) -> str | None:
-    """The first of these keys that a JSON object lacks or has with another type, as key or key.key; None if it has all.
+    """Finds the first of `keys` that a JSON object lacks or has with another type, as key or key.key. None if it has all.
 
     Args:
-      keys: the type of each, or the keys of the object it should be.
+      keys: the type of each key, or a dict of keys if the value should be an object.
     """
     for key, wanted in keys.items():
         found = content.get(key) if isinstance(content, dict) else None
@@ -234,11 +236,11 @@ def missing_key(content: Any, keys: dict[str, Any]) -> str | None:
 
 
 def check_sizes(folder: Path, shard: dict[str, Any]) -> None:
-    """Raises ConfigError unless each file of a shard is there with the size that was recorded."""
+    """Raises ConfigError unless each file of a shard exists with its recorded size."""
     for name, size in shard["files"].items():
         file = folder / name
         if not file.is_file():
-            raise ConfigError(f"{file} is missing: prepare it again, or copy the whole folder.")
+            raise ConfigError(f"{file} is missing: prepare it again, or copy the complete folder.")
         if file.stat().st_size != size:
             raise ConfigError(
                 f"{file} has {file.stat().st_size:,} bytes and should have {size:,}: prepare it again, or copy it again."
@@ -246,7 +248,7 @@ def check_sizes(folder: Path, shard: dict[str, Any]) -> None:
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """SHA-256 of what the folder holds: ids, where documents end, and the tokenizer; not of names, places or dates."""
+    """SHA-256 of the folder's ids, document ends and tokenizer. Names, locations and dates do not change it."""
     shards = [[shard["documents"], shard["tokens"], shard["sha256"]] for shard in manifest["shards"]]
     content = [manifest["format"], manifest["version"], manifest["tokenizer"]["sha256"], shards]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -258,13 +260,13 @@ def damaged(file: Path, reason: str) -> ConfigError:
 
 def _load(file: Path) -> np.ndarray:
     try:
-        # Not mapped: a mapping keeps its file open, and there may be thousands.
+        # Not memory-mapped: a mapping keeps its file open, and there may be thousands.
         return np.load(file)
     except (OSError, ValueError) as error:
         raise damaged(file, " ".join(str(error).split())) from None
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -274,6 +276,6 @@ def _load_tokenizer(folder: Path, recorded: dict[str, Any]) -> Tokenizer:
     if tokenizer.sha256 != recorded["sha256"]:
         raise ConfigError(
             f"{folder / TOKENIZER} is not the tokenizer that {folder} was prepared with: "
-            f"put back its files, or prepare the text again into another folder."
+            f"restore its files, or prepare the text again into another folder."
         )
     return tokenizer

@@ -1,7 +1,7 @@
-"""Texts out of files: plain text, JSON lines, Parquet; compressed with gzip or Zstandard or not.
+"""Reads texts from files: plain text, JSON lines or Parquet, optionally compressed with gzip or Zstandard.
 
-A file can be read in parts, so that several processes share a large one: JSON lines by bytes, Parquet by row groups. A line
-belongs to the part in which it begins.
+A file can be read in parts, so that several processes share a large one: JSON lines by byte range, Parquet by row group. A
+line belongs to the part in which it begins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from jaxllm.config_errors import ConfigError, line_of
+from jaxllm.config.errors import ConfigError, line_of
 
 _LINES = (".jsonl", ".json", ".ndjson")
 _CHUNK = 1 << 20
@@ -25,7 +25,7 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was when the work was shared out."""
+    """A file as it was when the work was divided."""
 
     path: str
     size: int
@@ -35,24 +35,24 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Part:
-    """Something to read: bytes [start, stop) of a file, or its row groups [start, stop) if it is Parquet."""
+    """A part of a file: bytes [start, stop), or row groups [start, stop) of Parquet."""
 
     file: InputFile
     start: int
     stop: int
     size: int
-    """Bytes of the file that belong to it, for sharing out work."""
+    """Bytes of the file that belong to this part, for dividing the work."""
 
 
 class Record(NamedTuple):
     text: str | None
-    """None: broken."""
+    """None for a broken record."""
     number: int | None
-    """Line or row, counted from 1 in the part; None for a whole file."""
+    """Line or row, counted from 1 in the part; None for a record that is a complete file."""
     reason: str
-    """What is broken."""
+    """Why the record is broken."""
     read: int
-    """Bytes of the part read so far, as they are on disk."""
+    """Bytes of the part read so far, counted before decompression."""
 
 
 def is_lines(path: str) -> bool:
@@ -64,7 +64,7 @@ def is_parquet(path: str) -> bool:
 
 
 def is_splittable(path: str) -> bool:
-    """Whether parts of it can begin at any byte."""
+    """Whether a part of this file can begin at any byte."""
     return path.lower().endswith(_LINES)
 
 
@@ -72,7 +72,7 @@ def row_groups(path: str, text_key: str) -> list[int]:
     """Compressed bytes of each row group of a Parquet file.
 
     Raises:
-      ConfigError: not Parquet, no column of that name, or pyarrow is not installed.
+      ConfigError: the file is not Parquet, has no column of that name, or pyarrow is not installed.
     """
     with _parquet(path) as parquet:
         columns = parquet.schema_arrow.names
@@ -83,10 +83,10 @@ def row_groups(path: str, text_key: str) -> list[int]:
 
 
 def read_part(part: Part, text_key: str) -> Iterator[Record]:
-    """The records of a part, in order. Blank lines are none.
+    """Yields the records of a part, in order. Blank lines are skipped.
 
     Raises:
-      ConfigError: the file cannot be read, or has changed since the work was shared out.
+      ConfigError: the file cannot be read, or has changed since the work was divided.
     """
     path = part.file.path
     try:
@@ -100,12 +100,12 @@ def read_part(part: Part, text_key: str) -> Iterator[Record]:
         else:
             yield _read_text(part)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): mend it or leave it out.") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): fix it or leave it out.") from None
 
 
 def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """(line, the object on it, "") of a file of JSON lines, compressed or not, in order; None and the reason where a line holds
-    none. Blank lines are left out.
+    """Yields (line number, JSON object, "") from a file of JSON lines, compressed or not, in order. For a line without an
+    object it yields None and the reason. Blank lines are skipped.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -115,11 +115,11 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
         for line, number, _, damage in _lines(Part(InputFile(path, size, 0), 0, size, size)):
             yield (number, None, damage) if line is None else (number, *_object(line))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): mend it or leave it out.") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): fix it or leave it out.") from None
 
 
 def records_before(part: Part) -> int:
-    """Lines or rows of the file that come before the part's first: what turns Record.number into a number in the file."""
+    """Lines or rows before the first of this part. Adding it to Record.number gives the number in the file."""
     if is_parquet(part.file.path):
         with _parquet(part.file.path) as parquet:
             return sum(parquet.metadata.row_group(i).num_rows for i in range(part.start))
@@ -139,7 +139,7 @@ def _read_text(part: Part) -> Record:
     with open(part.file.path, "rb") as raw:
         try:
             content = _decompressed(part.file.path, raw).read()
-        except _Damaged as error:
+        except _DamagedFile as error:
             return Record(None, None, str(error), part.size)
     try:
         return Record(content.decode("utf-8"), None, "", part.size)
@@ -157,8 +157,8 @@ def _read_lines(part: Part, text_key: str) -> Iterator[Record]:
 
 
 def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
-    """(line, its number in the part from 1, bytes read so far, "") of lines that are not blank; None and the reason where the
-    file is damaged, which ends it.
+    """Yields (line, its number in the part from 1, bytes read so far, "") for lines that are not blank. Where the file is
+    damaged it yields None and the reason, and ends.
     """
     with open(part.file.path, "rb") as raw:
         whole = not is_splittable(part.file.path)
@@ -168,7 +168,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
         while whole or position < part.stop:
             try:
                 line = file.readline()
-            except _Damaged as error:
+            except _DamagedFile as error:
                 yield None, number + 1, part.size, str(error)
                 return
             if not line:
@@ -183,9 +183,9 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
 
 
 def _skip_to_line(file: BinaryIO, start: int) -> int:
-    """Moves to the first line that begins at byte `start` or later; where that is."""
+    """Moves to the first line that begins at byte `start` or later, and returns its position."""
     if start > 0:
-        # Beginning one byte early keeps a line that begins exactly there.
+        # Starts one byte early to keep a line that begins exactly at `start`.
         file.seek(start - 1)
         file.readline()
     return file.tell()
@@ -197,7 +197,7 @@ def _field(line: bytes, text_key: str) -> tuple[str | None, str]:
         return None, reason
     if text_key not in value:
         return None, f"no field {text_key!r}"
-    return _checked(value[text_key], text_key)
+    return _check_text(value[text_key], text_key)
 
 
 def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
@@ -214,7 +214,7 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     return value, ""
 
 
-def _checked(text: Any, text_key: str) -> tuple[str | None, str]:
+def _check_text(text: Any, text_key: str) -> tuple[str | None, str]:
     if not isinstance(text, str):
         return None, f"field {text_key!r} is not a string"
     try:
@@ -246,18 +246,18 @@ def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
                         else:
                             yield Record(*_row(number, value, text_key), read)
             except (ArrowException, OSError) as error:
-                # What the group still held is lost; the next one begins where it would have.
+                # The rest of the group is lost. Numbers of the next group stay right.
                 yield Record(None, number + 1, f"damaged Parquet ({line_of(error)})", read)
                 number = before + parquet.metadata.row_group(group).num_rows
 
 
 def _row(number: int, value: Any, text_key: str) -> tuple[str | None, int, str]:
-    text, reason = _checked(value, text_key)
+    text, reason = _check_text(value, text_key)
     return text, number, reason
 
 
 def _values(column: Any) -> list[Any]:
-    """Python's values; the error where a string is not UTF-8, which Parquet does not check."""
+    """Converts a column to Python values. A string that is not UTF-8, which Parquet does not check, becomes its error."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -280,14 +280,14 @@ def _parquet(path: str) -> Any:
     try:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as Parquet ({line_of(error)}): mend it or leave it out.") from None
+        raise ConfigError(f"{path} cannot be read as Parquet ({line_of(error)}): fix it or leave it out.") from None
 
 
 # ------------------------------------------------------------------------------------------------------- compression
 
 
-class _Damaged(Exception):
-    """Compressed data that cannot be read on."""
+class _DamagedFile(Exception):
+    """The compressed data is damaged and reading cannot continue."""
 
 
 def _uncompressed(path: str) -> str:
@@ -314,11 +314,11 @@ class _Gzip(io.RawIOBase):
         try:
             return self._file.readinto(buffer)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _Damaged(f"damaged gzip ({line_of(error)})") from None
+            raise _DamagedFile(f"damaged gzip ({line_of(error)})") from None
 
 
 class _Zstandard(io.RawIOBase):
-    """Like zstandard's own reader, but a file that was cut short is not taken for a whole one."""
+    """Behaves like zstandard's own reader, but does not accept a truncated file as complete."""
 
     def __init__(self, raw: BinaryIO):
         import zstandard
@@ -337,13 +337,13 @@ class _Zstandard(io.RawIOBase):
             self._waiting = b""
             if not data:
                 if self._frame is not None:
-                    raise _Damaged("damaged Zstandard (it ends too early)")
+                    raise _DamagedFile("damaged Zstandard (it ends too early)")
                 return 0
             self._frame = self._frame or self._new_frame()
             try:
                 self._output = memoryview(self._frame.decompress(data))
             except self._error as error:
-                raise _Damaged(f"damaged Zstandard ({line_of(error)})") from None
+                raise _DamagedFile(f"damaged Zstandard ({line_of(error)})") from None
             if self._frame.eof:
                 self._waiting, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._output))

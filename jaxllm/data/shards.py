@@ -1,7 +1,7 @@
-"""One shard of a prepared folder, from its texts to four files that are whole or not there.
+"""Writes one shard of a prepared folder: four files that are complete or absent.
 
-Everything is written under a temporary name that holds this process' id, and renamed when it is on the disk; the shard's
-.json comes last. So a killed run leaves nothing that looks finished, and two processes on one shard do no harm.
+Each file is written under a temporary name with this process' id, and renamed once it is on the disk. The shard's .json comes
+last. A killed run therefore leaves nothing that looks finished, and two processes can safely work on one shard.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.prepared import MANIFEST, SHARD_KEYS, TOKENIZER, check_sizes, damaged, missing_key, shard_name
 from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
 from jaxllm.data.tokenizer import Tokenizer, token_dtype
 
 BROKEN_KEPT = 1000
-"""Broken records a shard remembers; it counts them all."""
+"""Number of broken records whose details a shard stores. It counts all of them."""
 _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
-# A record is a chunk of its own, so that reading one costs one; ids in two or four bytes are mostly air.
+# One record per chunk, so that reading one record decompresses only it. Ids in two or four bytes compress well.
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
 _DATA = (".array_record", ".lengths.npy", ".keys.npy")
-# What the manifest takes over of a shard's .json.
+# Keys that the manifest copies from a shard's .json.
 _FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
 _KEYS = {
     **dict.fromkeys(_FOR_MANIFEST, int),
@@ -43,7 +43,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What becomes one shard."""
+    """The input of one shard."""
 
     shard: int
     shards: int
@@ -55,33 +55,33 @@ class Task:
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Input size in bytes."""
         return sum(part.size for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the shards of one folder have in common, as their .json says it."""
+    """Properties that all shards of one folder share, as recorded in their .json."""
 
     options: dict[str, Any]
     """tokenizer {name, sha256}, text_key, shard_bytes, record_tokens."""
     inputs: dict[str, Any]
-    """count, bytes, sha256 of names, sizes and dates."""
+    """count, bytes, and sha256 of names, sizes and dates."""
 
 
 def write_shard(
     folder: Path, task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Writes a task's shard.
+    """Writes the shard of a task.
 
     Args:
-      report: is told how many bytes of input and how many tokens came since it was last called.
+      report: receives the bytes of input and the tokens since its last call.
 
     Returns:
-      The content of the shard's .json; another process' if that was quicker.
+      The content of the shard's .json; that of another process if it finished first.
 
     Raises:
-      ConfigError: an input cannot be read, the folder not be written, or (strict) a record is broken.
+      ConfigError: an input cannot be read, the folder cannot be written, or (strict) a record is broken.
     """
     temporary = {ending: temporary_path(folder, task.name + ending) for ending in (*_DATA, ".json")}
     try:
@@ -90,7 +90,7 @@ def write_shard(
         if quicker is not None:
             return quicker
         final = folder / f"{task.name}.json"
-        # What is left of a damaged shard must not vouch for files that are being replaced.
+        # The .json of a damaged shard must not vouch for files that are being replaced.
         final.unlink(missing_ok=True)
         for ending in _DATA:
             os.replace(temporary[ending], folder / (task.name + ending))
@@ -99,7 +99,7 @@ def write_shard(
         sync_folder(folder)
         return shard
     except OSError as error:
-        # Whoever was quicker may have taken these files for leftovers.
+        # A faster process may have removed these files as leftovers.
         quicker = read_shard(folder, task.name)
         if quicker is not None:
             return quicker
@@ -110,7 +110,7 @@ def write_shard(
 
 
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
-    """The content of a shard's .json; None unless it and its files are there, each with its size."""
+    """Reads a shard's .json. Returns None unless it and its files exist with their recorded sizes."""
     shard: Any = read_json(folder / f"{name}.json")
     if not is_shard(shard):
         return None
@@ -122,7 +122,7 @@ def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def is_shard(content: Any) -> bool:
-    """Whether the content of a .json says all that a shard's does."""
+    """Whether the content of a .json has all keys of a shard."""
     return missing_key(content, _KEYS) is None
 
 
@@ -136,7 +136,7 @@ def remove_shard(folder: Path, name: str) -> None:
 
 
 def remove_leftovers(folder: Path, of_other_hosts: bool = False) -> None:
-    """Deletes what processes of this host that are gone left half-written, and on request other hosts' half-written shards."""
+    """Deletes half-written files of dead processes on this host and, on request, half-written shards of other hosts."""
     host = socket.gethostname()
     for pattern in (".tokens-*.tmp", f".{TOKENIZER}.*.tmp", f".{MANIFEST}.*.tmp"):
         for path in folder.glob(pattern):
@@ -149,15 +149,15 @@ def remove_leftovers(folder: Path, of_other_hosts: bool = False) -> None:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """On the disk when this returns."""
+    """Writes JSON to a file. The file is on the disk when this returns."""
     with open(file, "w", encoding="utf-8") as opened:
-        # As escapes: a file's name may hold bytes that are no UTF-8, which Python reads as halves of surrogate pairs.
+        # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
         opened.write(json.dumps(content, indent=1) + "\n")
         _sync(opened)
 
 
 def replace_json(file: Path, content: dict[str, Any]) -> None:
-    """Writes a file as a whole or not at all."""
+    """Writes a file atomically."""
     temporary = temporary_path(file.parent, file.name)
     try:
         write_json(temporary, content)
@@ -168,7 +168,7 @@ def replace_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """A file's content; None where there is no file."""
+    """Reads the content of a JSON file; None if there is no file."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -178,25 +178,25 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def unwritable(folder: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{folder} cannot be written ({reason}): mend that and run the command again, or choose another --out.")
+    return ConfigError(f"{folder} cannot be written ({reason}): fix that and run the command again, or choose another --out.")
 
 
-def shown(path: str) -> str:
-    """A path as a person would write it here; bytes that are no UTF-8, which cannot be printed, as \\xff."""
+def display_path(path: str) -> str:
+    """A path relative to the working directory if it is inside. Bytes that are not UTF-8 are printed as \\xff."""
     here = Path.cwd()
     name = str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
     return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="backslashreplace")
 
 
-def place_of(broken: dict[str, Any]) -> str:
-    """Where a broken record is: FILE:LINE, or FILE row ROW, or FILE."""
+def position_of(broken: dict[str, Any]) -> str:
+    """Position of a broken record: FILE:LINE, FILE row ROW, or FILE."""
     if "row" in broken:
-        return f"{shown(broken['file'])} row {broken['row']}"
-    return f"{shown(broken['file'])}:{broken['line']}" if "line" in broken else shown(broken["file"])
+        return f"{display_path(broken['file'])} row {broken['row']}"
+    return f"{display_path(broken['file'])}:{broken['line']}" if "line" in broken else display_path(broken["file"])
 
 
 def strict_error(broken: dict[str, Any]) -> ConfigError:
-    return ConfigError(f"{place_of(broken)}: {broken['reason']}; mend it, or leave out --strict to skip such records.")
+    return ConfigError(f"{position_of(broken)}: {broken['reason']}; fix it, or leave out --strict to skip such records.")
 
 
 def _write(
@@ -250,7 +250,7 @@ def _write(
 
 
 class _Output:
-    """The three files of data: documents go in one at a time."""
+    """Writes the three data files of a shard, one document at a time."""
 
     def __init__(self, files: dict[str, Path], dtype: np.dtype, record_tokens: int):
         from array_record.python.array_record_module import ArrayRecordWriter
@@ -263,7 +263,7 @@ class _Output:
         self._writer = self._call(lambda: ArrayRecordWriter(str(files[".array_record"]), _WRITER_OPTIONS))
 
     def add(self, text: str, ids: np.ndarray) -> int:
-        """Returns the document's tokens."""
+        """Appends a document and returns its number of tokens."""
         utf8 = text.encode()
         content = ids.astype(self._dtype, copy=False).tobytes()
         self._pending += content
@@ -277,7 +277,7 @@ class _Output:
         return len(ids)
 
     def close(self) -> None:
-        """All three are on the disk when this returns."""
+        """Closes the three files. They are on the disk when this returns."""
         if self._pending:
             self._write_record()
         self._call(self._writer.close)
@@ -304,7 +304,7 @@ class _Output:
         }
 
     def sha256(self) -> str:
-        """Of all ids, then all lengths."""
+        """SHA-256 of all ids, then of all lengths."""
         digest = self._digest.copy()
         digest.update(self._lengths_array.tobytes())
         return digest.hexdigest()
@@ -325,7 +325,7 @@ def _described(part: Part, record: Record, first: int | None) -> dict[str, Any]:
 
 
 def temporary_path(folder: Path, name: str) -> Path:
-    """Where this process writes what will be `name`."""
+    """Temporary name in the same folder, unique to this process, for the file `name`."""
     return folder / f".{name}.{socket.gethostname()}-{os.getpid()}.tmp"
 
 

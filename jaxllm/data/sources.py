@@ -1,7 +1,7 @@
-"""Where the text comes from, and which part of it is never trained on.
+"""Opens the sources of text and splits off the held-out documents, which are never trained on.
 
-Whole documents are held out, each by a hash of its own: of its path where documents are files, of its text in prepared folders.
-Adding or removing one never moves another across, and two machines with the same documents make the same split.
+Complete documents are held out, by a hash of each: of the path if documents are files, of the text in prepared folders. Adding
+or removing a document does not move another, and two machines with the same documents make the same split.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from jaxllm.data.megatron import MegatronDocuments
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
-# Folders of the standard library's tree that are not the library: other people's packages, tests, byte code; and the manual
-# in pydoc_data, one file of prose so long that it would be most of whichever part it fell into.
+# Folders beside the standard library's sources that are not part of it: installed packages, tests, byte code. pydoc_data holds
+# the manual, one file of prose that would dominate its part of the split.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source, cut in two."""
+    """One source, split into training and held-out documents."""
 
     name: str
     weight: float
     documents: Documents
     train: np.ndarray
-    """Numbers of the documents to train on."""
+    """Numbers of the training documents."""
     held_out: np.ndarray
-    """Numbers of the others; empty with data.held_out_fraction=0."""
+    """Numbers of the held-out documents; empty with data.held_out_fraction=0."""
 
     @cached_property
     def train_tokens(self) -> int:
@@ -54,25 +54,25 @@ class Source:
         return int(self.documents.lengths[self.held_out].sum(dtype=np.int64))
 
     def text(self, which: np.ndarray) -> np.ndarray:
-        """All tokens of these documents, one after another."""
+        """All tokens of the given documents, concatenated."""
         read = self.documents.read(which, np.zeros_like(which), self.documents.lengths[which])
         return np.concatenate(read) if read else np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a config reads."""
+    """The data of one config."""
 
     config: Config
     sources: tuple[Source, ...]
     tokenizer: Tokenizer | None
-    """None where no source says which tokenizer it was made with."""
+    """None if no source records its tokenizer."""
     chat_template: ChatTemplate | None = None
-    """That conversations are written with; None where none are read, or where they are plain prompts and completions."""
+    """Template for conversations. None without conversations, or if they are plain prompts and completions."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """12 hexadecimal digits: other texts, tokenizers or held-out documents have others."""
+        """12 hexadecimal digits. They change with the texts, the tokenizers or the held-out documents."""
         parts = [self.config.data.held_out_fraction, *(source.documents.fingerprint for source in self.sources)]
         return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:12]
 
@@ -90,7 +90,7 @@ class Data:
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """One line of text for logs."""
         several = len(self.sources) > 1
         lines = [
             (f"{source.name} ({source.weight:g}): " if several else "")
@@ -104,16 +104,16 @@ class Data:
 
     @property
     def _conversations_cut(self) -> int:
-        """Whose later answers are learnt without what was asked."""
+        """Number of conversations longer than a sequence. The later part of a cut conversation is learnt without its start."""
         S = self.config.train.sequence_length
         chats = [source for part, source in zip(self.config.data.sources, self.sources, strict=True) if part.source == "chat"]
         return sum(int((source.documents.lengths > S).sum()) for source in chats)
 
     def stream(self) -> SampleStream:
-        """The training samples.
+        """Stream of training samples.
 
         Raises:
-          ConfigError: a source with fewer tokens than a sequence.
+          ConfigError: a source has fewer tokens than one sequence.
         """
         S, seed = self.config.train.sequence_length, self.config.train.seed
         for source in self.sources:
@@ -126,12 +126,12 @@ class Data:
         return SampleStream(packed, [source.weight for source in self.sources], seed)
 
     def held_out(self) -> list[PackedDocuments]:
-        """What is held out of each source that holds anything out, in the source's own order."""
+        """Held-out documents of each source that has any, in the source's own order."""
         return list(self._held_out)
 
     @cached_property
     def _held_out(self) -> tuple[PackedDocuments, ...]:
-        # Packed once: every evaluation asks.
+        # Pack once, because every evaluation needs the result.
         return tuple(self._packed(source, source.held_out) for source in self.sources if source.held_out_tokens > 1)
 
     def _packed(self, source: Source, order: np.ndarray) -> PackedDocuments:
@@ -141,16 +141,16 @@ class Data:
 
 
 def load_data(config: Config) -> Data:
-    """Opens everything `config.data` names. Texts are read into memory, prepared and Megatron files are left where they are.
+    """Opens all sources in `config.data`. Texts are read into memory; prepared and Megatron files stay on the disk.
 
     Raises:
-      ConfigError: nothing to read, something cannot be read, two tokenizers, a tokenizer with more ids than the model, or
-        nothing left to train on or to hold out.
+      ConfigError: a source is missing, empty or unreadable, two sources have different tokenizers, a tokenizer has more ids
+        than the model, or nothing remains to train on or to hold out.
     """
     data = config.data
     named = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     prepared = {part.name: open_prepared(part) for part in data.sources if part.source == "prepared"}
-    # Texts beside prepared folders are read with their tokenizer.
+    # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
     template = _chat_template(data, for_texts)
     documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
@@ -160,7 +160,7 @@ def load_data(config: Config) -> Data:
         Source(part.name, part.weight, *split(these, fraction, whose[part.name]))
         for part, these in zip(data.sources, documents, strict=True)
     )
-    # A small part of a mixture may go without held-out text, all of it not.
+    # A small part of a mixture may hold out nothing, but not all parts.
     if fraction and not any(len(source.held_out) for source in sources):
         raise ConfigError(whose[sources[0].name] + _holds_out_nothing(sources[0].documents, fraction))
     tokenizer = _the_tokenizer(data, sources, named)
@@ -177,23 +177,23 @@ def open_prepared(source: SourceConfig) -> Documents:
 
 
 def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The template of data.source=chat: data.chat_template, or the tokenizer's own."""
+    """Chat template of data.source=chat: data.chat_template, or the tokenizer's own."""
     if not any(part.source == "chat" for part in data.sources):
         return None
     return load_chat_template(None if tokenizer is None else tokenizer.folder, data.chat_template, knows_date=False)
 
 
 def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:
-    """The documents of a source that is not prepared; several files are one after another. Texts need a tokenizer: bytes if
-    there is none.
+    """Opens the documents of a source that is not prepared. Several files are concatenated. The default tokenizer of texts is
+    bytes.
 
-    source=python_stdlib: every module of the running Python's standard library, tests left out. Files that are not
-    UTF-8 are skipped and counted in the description. Hosts of one run need the same Python, or their texts differ.
+    source=python_stdlib: each module of the running Python's standard library, without tests. Files that are not UTF-8 are
+    skipped and counted in the description. All hosts of a run need the same Python, or their texts differ.
 
-    source=chat: conversations, one on each line of the files that paths match; see conversations.py.
+    source=chat: conversations, one per line of the files that match paths; see conversations.py.
 
-    source=files: whatever paths match. Files beneath the working directory are known by their path from there,
-    others by their absolute path; keep texts beneath it if the split must not depend on the machine.
+    source=files: all files that match paths. A file below the working directory is identified by its relative path, any
+    other file by its absolute path. Keep texts below it if the split must not depend on the machine.
     """
     if source.source == "megatron":
         return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
@@ -204,7 +204,7 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)
         origin = f"standard library of Python {platform.python_version()}"
-        where = f"There is no Python source beneath {root}: use data.source=files with data.paths."
+        where = f"There is no Python source below {root}: use data.source=files with data.paths."
     else:
         texts, skipped = _read_files(source.paths), 0
         origin = ", ".join(source.paths)
@@ -217,18 +217,18 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
 
 
 class TextDocuments(DocumentsInMemory):
-    """Texts tokenised in memory, one document each. See Documents; keys are hashes of the names."""
+    """Texts that are tokenised in memory, one document each. Keys are hashes of their names. See Documents."""
 
     def __init__(self, texts: dict[str, bytes], tokenizer: Tokenizer, description: str):
         ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
-        # A name may hold bytes that are no UTF-8, which Python reads as surrogates.
+        # A name may contain bytes that are not UTF-8, which Python reads as surrogates.
         digests = [hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest() for name in texts]
         keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
         super().__init__(ids, keys, tokenizer, description)
 
 
 class ChainedDocuments(Documents):
-    """Several folders or files of one source, one after another. See Documents."""
+    """Several folders or files of one source, concatenated. See Documents."""
 
     def __init__(self, parts: Sequence[Documents]):
         self._parts = tuple(parts)
@@ -250,8 +250,8 @@ class ChainedDocuments(Documents):
         return texts
 
 
-class CutDocument(Documents):
-    """A lone document as two: its first tokens to train on, its last ones held out. See Documents."""
+class SplitDocument(Documents):
+    """A single document split into two: its first tokens for training, its last tokens held out. See Documents."""
 
     def __init__(self, whole: Documents, held_out_tokens: int):
         length = int(whole.lengths[0])
@@ -272,10 +272,11 @@ class CutDocument(Documents):
 
 
 def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Documents, np.ndarray, np.ndarray]:
-    """(documents, those to train on, those held out). A lone document gives its end away; too few hold nothing out.
+    """Splits documents: (documents, training numbers, held-out numbers). A single document is cut; if there are too few
+    documents, nothing is held out.
 
     Args:
-      whose: what error messages begin with.
+      whose: prefix of error messages.
 
     Raises:
       ConfigError: the fraction leaves nothing to train on.
@@ -290,7 +291,7 @@ def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Docum
             return documents, np.arange(1), np.arange(0)
         if held_out_tokens == length:
             raise ConfigError(whose + _leaves_nothing(length, fraction, "to train on"))
-        return CutDocument(documents, held_out_tokens), np.arange(1), np.arange(1, 2)
+        return SplitDocument(documents, held_out_tokens), np.arange(1), np.arange(1, 2)
     places = np.asarray(documents.keys, np.float64) / 2**64
     held_out = places < fraction
     if held_out.all():
@@ -302,14 +303,14 @@ def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Docum
 
 
 def _holds_out_nothing(documents: Documents, fraction: float) -> str:
-    """What to do about documents of which the fraction holds out none."""
+    """Error message for a fraction that holds out no document."""
     count = len(documents.lengths)
     if count == 1:
         return _leaves_nothing(int(documents.lengths[0]), fraction, "to hold out")
     enough = math.ceil((np.asarray(documents.keys, np.float64) / 2**64).min() * 1000) / 1000
     return (
         f"data.held_out_fraction={fraction:g} holds out none of the {count} documents: raise it to "
-        f"{enough:g}, give more, or set it to 0 to go without held-out text."
+        f"{enough:g}, give more documents, or set it to 0 to train without held-out text."
     )
 
 
@@ -321,7 +322,7 @@ def _leaves_nothing(length: int, fraction: float, what_for: str) -> str:
 
 
 def _the_tokenizer(data: DataConfig, sources: Sequence[Source], named: Tokenizer | None) -> Tokenizer | None:
-    """The one tokenizer of all sources that know theirs."""
+    """The common tokenizer of all sources that record one."""
     known = [(source.name, source.documents.tokenizer) for source in sources if source.documents.tokenizer]
     if named is not None:
         known.insert(0, (f"data.tokenizer={data.tokenizer}", named))
@@ -339,27 +340,27 @@ def _chain(parts: list) -> Documents:
 
 
 def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
-    """The library's sources by relative path, sorted, and the number of files skipped."""
+    """The library's sources by relative path, sorted, and the number of skipped files."""
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
         relative = Path(folder).relative_to(root)
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
-    # Distributions leave links here that may lead nowhere.
+    # Some distributions have dangling links here.
     texts = {name: (root / name).read_bytes() for name in sorted(names) if (root / name).is_file()}
     readable = {name: text for name, text in texts.items() if _first_bad_byte(text) is None}
     return readable, len(texts) - len(readable)
 
 
 def _read_files(patterns: tuple[str, ...]) -> dict[str, bytes]:
-    """The matching files by name, sorted; a file that two patterns match is read once."""
+    """Reads the matching files by name, sorted. A file that matches two patterns is read once."""
     matches = (match for pattern in patterns for match in glob.iglob(pattern, recursive=True))
     texts = {}
     for name in sorted({_name(match) for match in matches if os.path.isfile(match)}):
         try:
             texts[name] = Path(name).read_bytes()
         except OSError as error:
-            raise ConfigError(f"{name} cannot be read ({error.strerror}): mend it or leave it out of data.paths.") from None
+            raise ConfigError(f"{name} cannot be read ({error.strerror}): fix it or leave it out of data.paths.") from None
         bad = _first_bad_byte(texts[name])
         if bad is not None:
             raise ConfigError(f"{name} is not UTF-8 text (byte {bad}): convert it or leave it out of data.paths.")

@@ -1,7 +1,7 @@
-"""From text to token ids and back: UTF-8 bytes, or a folder with a tokenizer.json.
+"""Tokenizers: UTF-8 bytes, or a folder with a tokenizer.json.
 
-A document is never ambiguous about where it ends: each gets the mark of its end, and text that merely spells such a mark
-stays text (but see ByteTokenizer for the zero byte).
+The end of a document is never ambiguous. Each document gets an EOS token, and text that spells the EOS token stays text
+(except for the zero byte, see ByteTokenizer).
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError, line_of
+from jaxllm.config.errors import ConfigError, line_of
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
 
 
 class Tokenizer(Protocol):
-    """Safe to use from several threads."""
+    """Interface of tokenizers. Implementations are thread-safe."""
 
     name: str
-    """For people."""
+    """Name for messages."""
     sha256: str
-    """Hexadecimal digits; equal where every text gets equal ids."""
+    """Hexadecimal digits. Two tokenizers have the same digits if they give every text the same ids."""
     vocab_size: int
-    """The largest id + 1, added tokens included."""
+    """The largest id + 1, including added tokens."""
     bos_id: int | None
-    """The mark of a beginning; whether documents get it is the tokenizer's rule."""
+    """The BOS token. The tokenizer's own rule decides whether documents get it."""
     eos_id: int | None
-    """The mark of a document's end; None only where load_tokenizer was told that none is needed."""
+    """The EOS token, which ends a document. None is possible only after load_tokenizer(for_documents=False)."""
     special_tokens: tuple[str, ...]
-    """How special tokens are spelled."""
+    """The text forms of the special tokens."""
     folder: Path | None
-    """Where its files are; None for bytes."""
+    """Folder of its files; None for bytes."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of whole documents, with the marks of beginning and end: unsigned integers of one type, [tokens] each."""
+        """Encodes complete documents with their BOS and EOS tokens: unsigned integers of one type, [tokens] each."""
         ...
 
     def encode(self, text: str, add_special: bool = True) -> np.ndarray:
-        """Ids of a text that may go on: no end mark, and the beginning mark with `add_special` if documents get one."""
+        """Encodes a text that may continue: without EOS, and with BOS if `add_special` is set and documents get one."""
         ...
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids, starts) of texts without any marks: start i is the character with which token i begins, int64 [tokens].
+        """Encodes texts without BOS and EOS: (ids, starts). Token i begins at character starts[i], int64 [tokens].
 
         Args:
           parse_special: text that spells a special token, as chat templates write it, becomes that token.
@@ -57,24 +57,24 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of these ids. Special tokens are left out; bytes that are no UTF-8 become U+FFFD."""
+        """Decodes ids to text. Special tokens are left out; bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes files from which load_tokenizer(folder) gives the same ids; none for bytes."""
+        """Writes files from which load_tokenizer(folder) gives the same ids. Bytes need no files."""
         ...
 
 
 def load_tokenizer(path: str | Path, name: str | None = None, *, for_documents: bool = True) -> Tokenizer:
-    """The tokenizer of a folder with tokenizer.json (or of that file), or `bytes`.
+    """Loads the tokenizer of a folder with tokenizer.json (or of that file), or `bytes`.
 
     Args:
-      path: "bytes" for UTF-8 bytes with a zero byte after each document; or what `transformers` saves.
-      name: what people call it; default: the folder's name.
-      for_documents: whether it must have a mark of a document's end; without one encode_documents must not be called.
+      path: "bytes" for UTF-8 bytes with a zero byte after each document, or a folder that `transformers` saved.
+      name: display name; default: the folder's name.
+      for_documents: requires an EOS token. Without an EOS token, encode_documents must not be called.
 
     Raises:
-      ConfigError: nothing there, not a tokenizer, or no token that ends a document.
+      ConfigError: the file is missing, is not a tokenizer, or has no token that ends a document.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -87,13 +87,13 @@ def load_tokenizer(path: str | Path, name: str | None = None, *, for_documents: 
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest little-endian unsigned type that holds ids below vocab_size."""
+    """The smallest little-endian unsigned type that holds all ids below vocab_size."""
     return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class ByteTokenizer:
-    """UTF-8. The end mark is the byte of the character U+0000, so a text that holds that has the mark's id inside it: with 256
-    ids for 256 bytes there is none left for a mark that no text can spell.
+    """UTF-8 bytes. The EOS token is the byte of the character U+0000, so a text that contains U+0000 contains the EOS id: all
+    256 ids are bytes, and no id remains that text cannot spell.
     """
 
     name = BYTES
@@ -118,11 +118,11 @@ class ByteTokenizer:
         return bytes(np.asarray(ids, np.uint8)).replace(DOCUMENT_END, b"").decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Nothing to write: its name says all."""
+        """Writes nothing: the name is enough to load it."""
 
 
 class JsonTokenizer:
-    """A tokenizer.json, with the marks that the files beside it name."""
+    """A tokenizer.json, with the BOS and EOS tokens that the files beside it name."""
 
     def __init__(self, file: Path, name: str, for_documents: bool = True):
         self.name = name
@@ -130,11 +130,11 @@ class JsonTokenizer:
         self._file, self._content = file, _read(file)
         self._bare: dict[bool, Any] = {}
         try:
-            # The library raises bare Exception.
+            # The library raises plain Exception.
             self._tokenizer = _from_json(self._content.decode("utf-8"))
         except Exception as error:
             raise ConfigError(
-                f"{file} is no tokenizer ({line_of(error)}): save it again with the tokenizers library."
+                f"{file} is not a tokenizer ({line_of(error)}): save it again with the tokenizers library."
             ) from None
 
         self._config = read_json(file.parent / "tokenizer_config.json")
@@ -152,7 +152,7 @@ class JsonTokenizer:
             raise ConfigError(
                 f"{file.parent / 'tokenizer_config.json'} says add_bos_token but {missing}: name one, or remove add_bos_token."
             )
-        # Marks that were added without being called special would still be found in text.
+        # Added tokens that are not marked as special would still be found in text.
         added = self._tokenizer.get_added_tokens_decoder()
         for mark in {self.bos_id, self.eos_id} & added.keys():
             if not added[mark].special:
@@ -173,7 +173,7 @@ class JsonTokenizer:
         with self._library_errors():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
         for encoding in encodings:
-            ids = self._begun(encoding.ids)
+            ids = self._with_bos(encoding.ids)
             if not ids or ids[-1] != self.eos_id:
                 ids.append(self.eos_id)
             documents.append(np.array(ids, self._dtype))
@@ -183,8 +183,8 @@ class JsonTokenizer:
         with self._library_errors():
             ids = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         if add_special:
-            ids = self._begun(ids)
-            # Text never becomes the end mark, so this one is the post-processor's; alone it is the beginning mark too.
+            ids = self._with_bos(ids)
+            # Text never becomes EOS, so the post-processor added this one. A lone EOS id is the BOS token too.
             if len(ids) > 1 and ids[-1] == self.eos_id:
                 ids.pop()
         return np.array(ids, self._dtype)
@@ -195,8 +195,8 @@ class JsonTokenizer:
         return [(np.array(e.ids, self._dtype), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
 
     def _without_post_processor(self, parse_special: bool) -> Any:
-        """The same vocabulary and rules, but nothing added, and each token where it lies: GPT-2's post-processor takes white
-        space off the places it reports.
+        """The same vocabulary and rules without a post-processor: it adds no tokens and keeps the true position of each token
+        (GPT-2's post-processor removes white space from the offsets it reports).
         """
         if parse_special not in self._bare:
             bare = _from_json(json.dumps({**json.loads(self._content), "post_processor": None}))
@@ -211,7 +211,7 @@ class JsonTokenizer:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_bytes(self._content)
-        # With the marks in it, wherever they came from, no other file is needed to load it.
+        # This file names BOS and EOS, so that loading needs no other file.
         marks = {"bos_token": self._token(self.bos_id), "eos_token": self._token(self.eos_id)}
         text = json.dumps({**self._config, **marks}, indent=2, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -221,18 +221,18 @@ class JsonTokenizer:
 
     @contextmanager
     def _library_errors(self) -> Iterator[None]:
-        """Says in a sentence of ours what the library could not encode."""
+        """Turns the library's encoding errors into a ConfigError with one sentence."""
         try:
             yield
         except BaseException as error:
-            # The library raises bare Exception; its panics are no Exception at all, and their class cannot be imported.
+            # The library raises plain Exception. Its panics are not an Exception, and their class cannot be imported.
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ConfigError(
-                f"The tokenizer {self.name} cannot encode a text ({line_of(error)}): mend its tokenizer.json or choose another."
+                f"The tokenizer {self.name} cannot encode a text ({line_of(error)}): fix its tokenizer.json or choose another."
             ) from None
 
-    def _begun(self, ids: list[int]) -> list[int]:
+    def _with_bos(self, ids: list[int]) -> list[int]:
         if self._adds_bos and self.bos_id is not None and (not ids or ids[0] != self.bos_id):
             return [self.bos_id, *ids]
         return ids
@@ -241,7 +241,7 @@ class JsonTokenizer:
         return None if token_id is None else self._tokenizer.id_to_token(token_id)
 
     def _mark(self, which: str) -> tuple[int | None, str | None]:
-        """Id and name of the bos or eos token; the id is None where the vocabulary lacks it, both where none is named."""
+        """Id and name of the BOS or EOS token. The id is None if the vocabulary lacks it; both are None if no file names it."""
         folder = self._file.parent
         for values in (self._config, read_json(folder / "special_tokens_map.json")):
             token = values.get(f"{which}_token")
@@ -260,7 +260,7 @@ class JsonTokenizer:
 
 
 def _from_json(content: str) -> Any:
-    """The library's tokenizer. What suited the batches of some model's users would cut documents, or fill them up."""
+    """Loads the library's tokenizer without truncation and padding, which would cut or pad documents."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_str(content)
@@ -273,17 +273,17 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}): mend it or name another tokenizer.") from None
+        raise ConfigError(f"{file} cannot be read ({error.strerror}): fix it or name another tokenizer.") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file's one object; nothing where there is no file."""
+    """Reads the JSON object in a file; an empty dict if there is no file."""
     if not file.is_file():
         return {}
     try:
         values = json.loads(_read(file))
     except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({line_of(error)}): mend it or remove it.") from None
+        raise ConfigError(f"{file} is not JSON ({line_of(error)}): fix it or remove it.") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds no JSON object: mend it or remove it.")
+        raise ConfigError(f"{file} does not hold a JSON object: fix it or remove it.")
     return values

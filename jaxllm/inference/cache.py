@@ -1,8 +1,8 @@
-"""The Llama with a key-value cache: a whole prompt at once, then one token at a time.
+"""Runs the Llama with a key-value cache: prefill of a complete prompt, then decoding one token at a time.
 
-The model is not changed for it. Its layers call `Ops.attend`, and here that function also keeps the layer's keys and values,
-or meets those kept before. Letters as in layers.py; T counts the positions a cache has room for, G = N / K the query heads
-that share a key-value head.
+The model is unchanged. Its layers call `Ops.attend`, and here that function also stores the layer's keys and values, or attends
+to the stored ones. Letters as in layers.py; T is the number of positions in a cache, G = N / K the number of query heads per
+key-value head.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.model.attention_blocks import Mask, xla_kernel
+from jaxllm.model.blockwise_attention import Mask, xla_kernel
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import Llama
 
 
 class Cache(NamedTuple):
-    """Rotated keys, and values, of every layer and position, in the compute dtype. A row's places beyond its own length hold
-    nothing of use, and nothing reads them before they are written.
+    """Rotated keys, and values, of each layer and position, in the compute dtype. Entries beyond a row's length are undefined,
+    and are written before they are read.
     """
 
     k_LBTKH: Float[Array, "L B T K H"]
@@ -31,12 +31,12 @@ class Cache(NamedTuple):
 def prefill(
     model: Llama, ids_BS: Int[Array, "B S"], lengths_B: Int[Array, " B"], room: int
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads whole prompts.
+    """Runs the model on complete prompts.
 
     Args:
-      ids_BS: prompts, filled up on the right with any ids; a later position changes nothing before it.
-      lengths_B: of each prompt, 1 .. S.
-      room: positions of the cache, at least S.
+      ids_BS: prompts, padded on the right with any ids, because a later position does not affect earlier ones.
+      lengths_B: length of each prompt, 1 .. S.
+      room: number of positions in the cache, at least S.
 
     Returns:
       (float32 logits after each row's last id, the cache).
@@ -66,14 +66,14 @@ def prefill(
 def decode(
     model: Llama, ids_B: Int[Array, " B"], positions_B: Int[Array, " B"], cache: Cache, window: int | None = None
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads one id of each row.
+    """Runs the model on one more id per row.
 
     Args:
-      positions_B: of these ids in their rows; all before them are in the cache.
-      window: a position sees this many positions, itself included; None: all.
+      positions_B: position of each id in its row. The cache holds all earlier positions.
+      window: a position attends to this many positions, including itself. None: to all.
 
     Returns:
-      (float32 logits after the ids, the cache with them in it).
+      (float32 logits after the ids, the cache including the ids).
     """
     rows_B, at = jnp.arange(ids_B.shape[0]), {}
     places_T = jnp.arange(cache.k_LBTKH.shape[2])
@@ -89,7 +89,7 @@ def decode(
         return attend_to_cache(q_B1NH, k_LBTKH[layer], v_LBTKH[layer], visible_BT)
 
     def run_layers(block, layers, h_B1D, block_context):
-        # The cache is carried, not scanned over: it is then changed in place, where a scan's output would be a second one.
+        # The cache is a carry, not a scanned input: it is updated in place, while a scan output would be a second copy.
         def layer(carry, numbered):
             h_B1D, at["cache"] = carry
             at["layer"], weights = numbered
@@ -106,7 +106,7 @@ def decode(
 
 
 def attend_to_cache(q_B1NH, k_BTKH, v_BTKH, visible_BT) -> Float[Array, "B 1 N H"]:
-    """One query per row against the keys it may see; scores and softmax in float32, as in training."""
+    """Attends from one query per row to the visible keys. Scores and softmax are float32, as in training."""
     B, _, N, H = q_B1NH.shape
     K = k_BTKH.shape[2]
     q_BKGH = q_B1NH.reshape(B, K, N // K, H)
@@ -117,7 +117,7 @@ def attend_to_cache(q_B1NH, k_BTKH, v_BTKH, visible_BT) -> Float[Array, "B 1 N H
 
 
 def logits(model: Llama, h_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-    """float32, one for every row of the head; those that pad the vocabulary can never be the next id."""
+    """Float32 logits, one per row of the head. Rows that pad the vocabulary get -inf and are never chosen."""
     head_VD = model.head_matrix()
     logits_BV = jnp.einsum("BD,VD->BV", h_BD, head_VD, preferred_element_type=jnp.float32)
     is_id_V = jnp.arange(head_VD.shape[0]) < model.config.vocab_size
@@ -125,5 +125,5 @@ def logits(model: Llama, h_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
 
 
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-    """Rows of the embedding as they are: without gradients there is no reason to make a float32 table of it in every step."""
+    """Rows of the embedding in its own dtype. Without gradients there is no reason to cast the table to float32 each step."""
     return table_VD[ids_BS]

@@ -1,9 +1,9 @@
-"""How well a model predicts a text: loss, perplexity, bits per byte.
+"""Evaluates a model on a text: loss, perplexity, bits per byte.
 
 The text is cut into windows of S tokens that begin every `stride` tokens. With stride = S windows do not overlap, and the first
-token of each, which has nothing before it, is not scored. With a smaller stride the first window scores all but its first
-token, and every later one its last `stride` tokens alone: each token counts once, and sees S - stride others or more. Tokens at
-the end that fill no window are dropped, as is usual; how many is reported.
+token of each window is not scored, because it has no context. With a smaller stride the first window scores all but its first
+token, and each later window only its last `stride` tokens: each token counts once, and has at least S - stride tokens of
+context. Tokens at the end that do not fill a window are dropped, as is usual; the result reports how many.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
-from jaxllm.parallel.batches import put_global_batch
+from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.types import Parallelized
 
 ROWS_TOKENS = 8192
-"""Tokens that an accelerator reads at once, about."""
+"""Approximate number of tokens that an accelerator processes at once."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Score:
     loss: float
     """Nats per scored token."""
     tokens: int
-    """How many were scored."""
+    """Number of scored tokens."""
     bytes: int
-    """What they are in UTF-8."""
+    """UTF-8 bytes of the scored tokens."""
     windows: int
     dropped_tokens: int
-    """At the end, in no window."""
+    """Tokens at the end that are not in a window."""
 
     @property
     def perplexity(self) -> float:
@@ -47,13 +47,13 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss of all scored tokens in bits, over their bytes: comparable between tokenizers. Infinite where the scored
-        tokens are but the first parts of characters, which count with their last.
+        """Loss of all scored tokens in bits, divided by their bytes. It is comparable between tokenizers. It is infinite if the
+        scored tokens are only first parts of characters, because a character counts with its last token.
         """
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        # JSON knows no infinity.
+        # JSON has no infinity.
         derived = {name: getattr(self, name) for name in ("perplexity", "bits_per_byte")}
         return {
             "loss": self.loss,
@@ -75,31 +75,31 @@ class Score:
 
 @dataclass(frozen=True)
 class Windows:
-    """A text in windows; see above for what each scores.
+    """A text cut into windows; the module docstring says what each scores.
 
     Raises:
-      ConfigError: the text does not fill one, or the stride is none.
+      ConfigError: the text is shorter than a window, or the stride is invalid.
     """
 
     ids: np.ndarray
-    """Of the whole text, [tokens]."""
+    """Ids of the complete text, [tokens]."""
     starts: np.ndarray
-    """Where in the text's UTF-8 each token begins, [tokens + 1]; the last is where the text ends."""
+    """Start of each token in the text's UTF-8, [tokens + 1]. The last entry is the end of the text."""
     length: int
     """S, at least 2."""
     stride: int
 
     def __post_init__(self):
         if self.length < 2:
-            raise ConfigError(f"--sequence-length={self.length} leaves no token to predict from another: use 2 or more.")
+            raise ConfigError(f"--sequence-length={self.length} leaves no token to predict: use 2 or more.")
         if not 1 <= self.stride <= self.length:
             raise ConfigError(
-                f"--stride={self.stride} is not in 1 .. {self.length}, the sequence length, so tokens would be left out: use "
-                f"one that is."
+                f"--stride={self.stride} is not in 1 .. {self.length}, the sequence length, so tokens would be skipped: choose "
+                f"one in this range."
             )
         if len(self.ids) < self.length:
-            shorter = f"set --sequence-length={len(self.ids)} or less" if len(self.ids) > 1 else "give a longer one"
-            raise ConfigError(f"The text is {len(self.ids)} tokens, no whole window of {self.length}: {shorter}.")
+            shorter = f"set --sequence-length={len(self.ids)} or less" if len(self.ids) > 1 else "give a longer text"
+            raise ConfigError(f"The text has {len(self.ids)} tokens, less than one window of {self.length}: {shorter}.")
 
     @property
     def count(self) -> int:
@@ -110,7 +110,7 @@ class Windows:
         return len(self.ids) - self.length - (self.count - 1) * self.stride
 
     def scored(self, window: int) -> tuple[int, int]:
-        """[first, last) of the tokens that a window scores, by their place in it."""
+        """[first, last) of the tokens that a window scores, as positions in the window."""
         return (1 if window == 0 else max(1, self.length - self.stride)), self.length
 
     @property
@@ -120,10 +120,10 @@ class Windows:
         return int((self.starts[firsts + end] - self.starts[firsts + begin]).sum())
 
     def rows(self, numbers: np.ndarray, width: int) -> dict[str, np.ndarray]:
-        """Windows as a batch [len(numbers), width] for the loss. A number from `count` on is a row that scores nothing.
+        """Windows as a batch [len(numbers), width] for the loss. A number from `count` on gives a row that scores nothing.
 
         Args:
-          width: at least `length`; what is beyond comes after every token, and so changes none.
+          width: at least `length`. The padding comes after all tokens and does not affect them.
         """
         tokens, targets = (np.zeros((len(numbers), width), np.int32) for _ in range(2))
         mask = np.zeros((len(numbers), width), bool)
@@ -139,22 +139,22 @@ class Windows:
 
 
 def tokenize(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, starts) as Windows takes them. No mark of a beginning is added. A character that several tokens make counts with
-    the last of them, and what a tokenizer passes over with the token before it.
+    """(ids, starts) for Windows, without a BOS token. A character made of several tokens counts with the last of them. Text
+    that the tokenizer skips counts with the token before it.
     """
     ((ids, characters),) = tokenizer.encode_with_starts([text], parse_special=False)
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    # Of UTF-8: one byte, and one more from each of these code points on.
+    # UTF-8 length: one byte, plus one from each of these code points on.
     sizes = np.uint8(1) + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
     before = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return ids, before[np.maximum.accumulate(np.append(characters, len(text)))]
 
 
 def read_text(path: str | Path) -> str:
-    """A file as it is, line ends too.
+    """Reads a file unchanged, including line ends.
 
     Raises:
-      ConfigError: it is not there, or not UTF-8.
+      ConfigError: the file does not exist or is not UTF-8.
     """
     try:
         return Path(path).read_bytes().decode()
@@ -174,19 +174,19 @@ def evaluate(
     rows: int | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Score:
-    """Scores all windows with the forward pass of training, sharded as that is.
+    """Scores all windows with the forward pass of training and its sharding.
 
     Args:
       functions, params: of a model on this mesh.
-      width: positions of a row: the windows' length, filled up to what divides over the mesh.
-      rows: windows that one data rank reads at once; default: 1 on CPU, else about 8192 tokens, and no more than there are.
-      progress: called with (what, windows done, of how many).
+      width: positions per row: the window length, padded to a multiple that the mesh can divide.
+      rows: windows per data rank in one call; default: 1 on CPU, else about 8192 tokens, at most all windows.
+      progress: called with (description, windows done, total).
 
     Raises:
       ConfigError: the loss is not a number.
     """
     width = windows.length if width is None else width
-    # A pipeline takes as many microbatches as it has stages, or it would stand still most of the time.
+    # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
     M, ranks = mesh.shape[PIPE], mesh.shape.get(REPLICA, 1) * mesh.shape[DATA]
     if rows is None:
         most = 1 if mesh.devices.flat[0].platform == "cpu" else max(1, ROWS_TOKENS // width)
@@ -197,7 +197,7 @@ def evaluate(
     def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
         return windows.rows(numbers, width)
 
-    # Float64, as the sum over a large text would lose the last digits otherwise.
+    # Float64, because a float32 sum over a large text would lose its last digits.
     total, tokens = 0.0, 0
     progress("windows", 0, windows.count)
     with jax.set_mesh(mesh):

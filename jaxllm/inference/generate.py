@@ -1,11 +1,11 @@
-"""Continuing prompts, to see what a model has learned; not for serving it.
+"""Continues prompts with a model. It shows what a model has learnt; it is not a serving engine.
 
     generator = Generator(model)
-    for ids_B in generator.ids(prompts, 20): ...                       one id for each prompt, as each step is done
-    complete(generator, tokenizer, prompts, new_tokens=20)             -> texts, cut where they end
+    for ids_B in generator.ids(prompts, 20): ...                       one id per prompt, after each step
+    complete(generator, tokenizer, prompts, new_tokens=20)             -> texts, cut at their stop token or text
 
-Programs are compiled once per bucket: prompts are filled up to the next power of two, in length and in number, and a cache has
-room for a power of two of positions. How long prompts are within a bucket, and what is asked of the sampling, compiles nothing.
+Programs are compiled once per bucket: the length and the number of prompts are padded to powers of two, and so are the cache's
+positions. Prompt lengths within a bucket and the sampling parameters do not cause compilation.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ SMALLEST = 16
 
 
 class Generator:
-    """A model, and the programs that continue prompts with it. Parameters may lie on several devices in any way: the compiler
-    splits the work after them, rows over `data` and heads over `tensor`.
+    """A model with its compiled generation programs. Parameters may have any sharding: the compiler partitions the work
+    accordingly, rows over `data` and heads over `tensor`.
 
     Args:
-      model: its parameters are copied in the compute dtype, unless that is what they have.
-      window: a new token sees this many positions, itself included; None: all.
+      model: its parameters are copied in the compute dtype, unless they have it already.
+      window: a new token attends to this many positions, including itself. None: to all.
     """
 
     def __init__(self, model: Llama, *, window: int | None = None):
         graph, params = nnx.split(model)
         dtype, mesh = model.config.compute_dtype, _mesh_of(params)
-        # As training does, norms too; and once, not in every step.
+        # Cast once, not in each step. Norms are cast too, as in training.
         self._params = jax.tree.map(lambda p: p if p.dtype == dtype else p.astype(dtype), params)
         self._ranks = mesh.shape[DATA] if mesh is not None else 1
 
@@ -52,7 +52,7 @@ class Generator:
 
         split_heads = mesh is not None and model.config.num_kv_heads % mesh.shape[TENSOR] == 0
         cached = laid_out(None, DATA, None, TENSOR if split_heads else None)
-        # Said, not left to the compiler: what one program hands out is laid out as the next was compiled for.
+        # Set explicitly, so that the output of one program has the sharding that the next was compiled for.
         shardings = (laid_out(), Cache(cached, cached))
 
         def start(params, ids_BS, lengths_B, numbers, *, room, kind):
@@ -68,14 +68,14 @@ class Generator:
         self._step = jax.jit(step, static_argnames="kind", donate_argnames="cache", out_shardings=shardings)
 
     def ids(self, prompts: Sequence[np.ndarray], new_tokens: int, sampling: Sampling = Sampling()) -> Iterator[np.ndarray]:
-        """Yields new_tokens times the next id of every prompt, int32 [prompts]; whoever has enough stops asking.
+        """Yields the next id of each prompt, int32 [prompts], new_tokens times. The caller may stop earlier.
 
         Args:
-          prompts: ids, at least one each; of any lengths, and each is continued as if it were alone.
+          prompts: ids, at least one each, of any lengths. Each prompt is continued independently of the others.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) < 1 or new_tokens < 1:
-            raise ValueError("Generator.ids needs prompts of one id or more, and one new token or more.")
+            raise ValueError("Generator.ids needs prompts of at least one id, and at least one new token.")
         B, S = self._ranks * bucket(-(-len(prompts) // self._ranks)), bucket(max(lengths), SMALLEST)
         ids_BS, lengths_B = np.zeros((B, S), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
@@ -85,7 +85,7 @@ class Generator:
         for done in range(1, new_tokens + 1):
             chosen_B = ids_B
             if done < new_tokens:
-                # Started before the last one is read, so that the device need not wait for the reader.
+                # Dispatched before the last ids are read, so that the device does not wait for the reader.
                 ids_B, cache = self._step(self._params, cache, ids_B, lengths_B, np.int32(done), **options)
             yield np.asarray(chosen_B)[: len(prompts)]
 
@@ -96,21 +96,21 @@ def bucket(count: int, smallest: int = 1) -> int:
 
 
 def _mesh_of(params) -> Mesh | None:
-    """Where the parameters lie; None for one device without a mesh."""
+    """The mesh of the parameters; None for one device without a mesh."""
     meshes = (p.sharding.mesh for p in jax.tree.leaves(params) if isinstance(p.sharding, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and TENSOR in mesh.shape), None)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What came after a prompt."""
+    """The continuation of one prompt."""
 
     text: str
-    """Without special tokens, and without the stop text and what follows it."""
+    """Text without special tokens, cut before the stop text."""
     ids: list[int]
-    """All new ids; the last is the stop token, if one ended it."""
+    """All new ids, including the stop token if one ended the text."""
     ended_by: str
-    """stop_token, stop_text, or length: as many tokens as were asked for."""
+    """stop_token, stop_text, or length (new_tokens was reached)."""
 
     def to_json(self) -> dict[str, Any]:
         return {"text": self.text, "tokens": len(self.ids), "ids": self.ids, "ended_by": self.ended_by}
@@ -131,8 +131,8 @@ def complete(
 
     Args:
       prompts: ids.
-      on_text: called with (number of the prompt, the text that has come since the last call, whether that was all): whole
-        characters only, and nothing that may turn out to be the beginning of a stop text.
+      on_text: called with (number of the prompt, new text since the last call, whether the text has ended). It receives
+        complete characters only, and nothing that may be the start of a stop text.
     """
     streams = [TextStream(tokenizer, prompt, stop_texts) for prompt in prompts]
     found: list[Completion | None] = [None] * len(prompts)
@@ -162,10 +162,10 @@ def complete(
 def sample(
     model: Llama, prompt: np.ndarray, new_tokens: int, *, window: int, temperature: float = 0.8, seed: int = 0
 ) -> np.ndarray:
-    """Continues `prompt` (ids [T], T >= 1) by `new_tokens` drawn ids; returns those alone, int32 [new_tokens].
+    """Continues `prompt` (ids [T], T >= 1) by `new_tokens` sampled ids. Returns only these, int32 [new_tokens].
 
     Args:
-      window: no token sees more positions than the model was trained with; of a longer prompt the end is read.
+      window: maximum number of positions that a token attends to, as in training. Of a longer prompt only the end is read.
     """
     sampling = Sampling(temperature=temperature, seed=seed)
     return np.concatenate(list(Generator(model, window=window).ids([prompt[-window:]], new_tokens, sampling)))

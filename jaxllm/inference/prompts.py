@@ -1,4 +1,4 @@
-"""What goes into a model before it generates, and what ends its answer."""
+"""Encodes prompts, and finds the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError
 from jaxllm.data.tokenizer import Tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, vocab_size: int) -> np.ndarray:
-    """Ids of a text to go on with; a mark of the beginning comes first where the tokenizer's rule wants one.
+    """Encodes a text to be continued. BOS comes first if the tokenizer's rule adds it.
 
     Raises:
-      ConfigError: there are none, one is beyond the model's vocabulary, or the text is not Unicode.
+      ConfigError: there are no ids, an id is outside the model's vocabulary, or the text is not Unicode.
     """
     _require_unicode(text)
     ids = tokenizer.encode(text)
     if not len(ids):
-        raise ConfigError("A prompt is empty, and this tokenizer marks no beginning: give at least one character.")
+        raise ConfigError("A prompt is empty, and this tokenizer adds no BOS token: give at least one character.")
     require_ids(ids, tokenizer, vocab_size)
     return ids
 
@@ -29,22 +29,22 @@ def encode_prompt(tokenizer: Tokenizer, text: str, vocab_size: int) -> np.ndarra
 def encode_chat(
     tokenizer: Tokenizer, template: ChatTemplate, text: str, vocab_size: int, system: str | None = None
 ) -> np.ndarray:
-    """Ids of a conversation that waits for its first answer: the user's text, after a system message if one is given.
+    """Encodes a conversation up to its first answer: an optional system message and the user's text.
 
     Raises:
-      ConfigError: the template refuses it, an id is beyond the model's vocabulary, or a text is not Unicode.
+      ConfigError: the template refuses it, an id is outside the model's vocabulary, or a text is not Unicode.
     """
     _require_unicode(text, system or "")
     messages = [] if system is None else [{"role": "system", "content": system}]
     rendered = template.render([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
-    # The template's special tokens are text in what it renders.
+    # The template writes special tokens as text.
     ((ids, _),) = tokenizer.encode_with_starts([rendered], parse_special=True)
     require_ids(ids, tokenizer, vocab_size)
     return ids
 
 
 def _require_unicode(*texts: str) -> None:
-    """A command line in another encoding than the terminal's becomes halves of surrogate pairs."""
+    """Refuses lone surrogates, which Python makes of a command line in an encoding other than the terminal's."""
     for text in texts:
         try:
             text.encode()
@@ -53,11 +53,11 @@ def _require_unicode(*texts: str) -> None:
 
 
 def require_ids(ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ConfigError if the model has no row for one of the ids."""
+    """Raises ConfigError if an id is outside the model's vocabulary."""
     if len(ids) and int(ids.max()) >= vocab_size:
         raise ConfigError(
             f"The tokenizer {tokenizer.name} gives the id {ids.max()}, and the model's vocabulary is {vocab_size}: use the "
-            f"tokenizer it was trained with."
+            f"tokenizer that the model was trained with."
         )
 
 
@@ -67,11 +67,11 @@ def stop_ids(
     template: ChatTemplate | None = None,
     stop_texts: Sequence[str] = (),
 ) -> frozenset[int]:
-    """Ids that end a text: the tokenizer's mark, those of generation_config.json and, with a template, what ends a turn in it.
+    """Ids that end a text: the tokenizer's EOS, those of generation_config.json and, with a template, its end of turn.
 
     Args:
-      generation: the content of generation_config.json; its eos_token_id is a number or several.
-      stop_texts: those that spell a special token mean that token, which no decoded text shows.
+      generation: the content of generation_config.json. Its eos_token_id is a number or a list.
+      stop_texts: a stop text that spells a special token adds that token, because decoded text does not show it.
     """
     named = generation.get("eos_token_id")
     found = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
@@ -83,12 +83,12 @@ def stop_ids(
 
 
 def _end_of_turn(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
-    """The special token that closes an answer; None where the template closes it with none, or does not let one see."""
+    """Special token that ends an answer. None if the template has none, or if it cannot be determined."""
     messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
     try:
         text, [(start, stop)] = template.render_answers(messages, {1}, tokenizer.special_tokens)
     except ChatTemplateError:
         return None
     ((ids, _),) = tokenizer.encode_with_starts([text[start:stop]], parse_special=True)
-    # Special is what decodes to nothing.
+    # A special token decodes to nothing.
     return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None

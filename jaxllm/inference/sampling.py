@@ -1,4 +1,4 @@
-"""The next token from logits: the likeliest, or drawn from all, from the k likeliest, from those that make up p."""
+"""Chooses the next token from logits: greedy, or sampled from all tokens, the top k, or the top p."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 
 GREEDY, ALL, CUT = "greedy", "all", "cut"
 SMALLEST_TEMPERATURE = 1e-5
@@ -18,36 +18,38 @@ SMALLEST_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature comes first, then top_k, then top_p of what is left."""
+    """Sampling parameters. Temperature is applied first, then top_k, then top_p to the rest."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the likeliest token."""
+    """Divides the logits. 0 selects the likeliest token (greedy)."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability, the one that reaches it included (Holtzman et al.,
+    """Sample from the smallest set of likeliest tokens whose total probability reaches this value (Holtzman et al.,
     2020)."""
     top_k: int | None = None
-    """Draw from this many of the likeliest; None: from all."""
+    """Sample from this many of the likeliest tokens. None: from all."""
     seed: int = 0
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature} is no temperature: use 0 for the likeliest token, or more.")
+            raise ConfigError(
+                f"temperature={self.temperature} is not valid: use 0 for the likeliest token, or a positive value."
+            )
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
             raise ConfigError(
-                f"temperature={self.temperature} is so near 0 that logits overflow: use 0 for the likeliest token."
+                f"temperature={self.temperature} is so small that logits overflow: use 0 for the likeliest token."
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p} is no share of the probability: use a number above 0, up to 1.")
+            raise ConfigError(f"top_p={self.top_p} is not a probability: use a number above 0, up to 1.")
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k={self.top_k} leaves nothing to draw from: use 1 or more.")
+            raise ConfigError(f"top_k={self.top_k} leaves no token to sample: use 1 or more.")
         if not 0 <= self.seed < 2**31:
-            raise ConfigError(f"seed={self.seed} is not in 0 .. 2^31 - 1: use one that is.")
+            raise ConfigError(f"seed={self.seed} is not in 0 .. 2^31 - 1: choose one in this range.")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k is not None):
-            raise ConfigError("top_p and top_k narrow down what is drawn, and temperature=0 draws nothing: set temperature.")
+            raise ConfigError("top_p and top_k limit sampling, but temperature=0 does not sample: set temperature.")
 
     @property
     def kind(self) -> str:
-        """What a program is compiled for; the numbers are its inputs."""
+        """The static part, for which a program is compiled. The numbers are its inputs."""
         if self.temperature == 0:
             return GREEDY
         return ALL if self.top_p == 1 and self.top_k is None else CUT
@@ -63,11 +65,11 @@ class Sampling:
 
 
 def next_ids(logits_BV: Float[Array, "B V"], kind: str, numbers: dict[str, Any], step: Int[Array, ""]) -> Int[Array, " B"]:
-    """One id for each row. What is drawn depends on the seed, the step and the row's number.
+    """Chooses one id per row. A sample depends on the seed, the step and the row's number.
 
     Args:
       kind, numbers: of a Sampling.
-      step: how many ids were chosen before.
+      step: number of ids chosen before.
     """
     if kind == GREEDY:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

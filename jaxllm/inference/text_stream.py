@@ -1,4 +1,4 @@
-"""Text from ids that come one at a time."""
+"""Decodes ids that arrive one at a time into text."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import numpy as np
 from jaxllm.data.tokenizer import Tokenizer
 
 CONTEXT_IDS = 8
-"""Of the prompt, decoded along: some tokenizers drop the space before the first word of whatever they decode."""
+"""Number of prompt ids decoded together with new ids: some tokenizers drop the space before the first decoded word."""
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What decoding gives for bytes that are no whole character, or not yet."""
+"""Result of decoding bytes that do not form a complete character (yet)."""
 
 
 class TextStream:
-    """One row's new ids as text. A character that several tokens make comes out with its last; what may be the beginning of a
-    stop text waits until it is known.
+    """The new ids of one row as text. A character made of several tokens is returned with its last token. A possible start of
+    a stop text is held back until it is decided.
 
     Args:
-      prompt: ids that were there before.
+      prompt: the ids before the new ones.
       stop_texts: the text ends before the first of them.
 
     Attributes:
-      stopped: whether a stop text was met; nothing comes out after that.
+      stopped: True after a stop text. No text is returned after that.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, stop_texts: Sequence[str] = ()):
         self._tokenizer, self._stop_texts = tokenizer, tuple(stop_texts)
         self.stopped = False
-        # Ids whose text is settled, enough of them to decode the next ones after; and those that are not settled.
+        # `_before`: ids with final text, enough to decode the next ones. `_new`: ids whose text may still change.
         self._before, self._new = [int(i) for i in prompt[-CONTEXT_IDS:]], []
         self._text, self._given = "", 0
 
     def push(self, token: int) -> str:
-        """The text that is certain with this id."""
+        """Adds an id and returns the text that is now final."""
         self._new.append(token)
         self._settle()
         return self._give(hold=True)
 
     def rest(self) -> str:
-        """What was held back, when no more ids come."""
+        """Returns the text that was held back, after the last id."""
         self._settle(last=True)
         return self._give(hold=False)
 
     def _settle(self, last: bool = False) -> None:
-        """Decodes the new ids, unless their end may still change: byte tokens are half characters all together, also those of
-        whole ones, until the last is there.
+        """Decodes the new ids, unless their end may still change: byte tokens decode to half characters, including earlier
+        complete characters, until the last token of a character arrives.
         """
         before, text = (self._tokenizer.decode(ids) for ids in (self._before, self._before + self._new))
         if len(text) > len(before) and (last or not text.endswith(HALF_CHARACTER)):
@@ -66,22 +66,22 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text with which the stop text begins."""
+    """Length of the longest end of the text that is a prefix of the stop text."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for control characters: a model may write them, and a terminal would obey."""
+    """Replaces control characters by U+FFFD, because a terminal would execute those that a model writes."""
     return "".join(c if c.isprintable() or c in "\n\t" else HALF_CHARACTER for c in text)
 
 
 class InTurn:
-    """Shows texts that grow at the same time one after the other: the first that has not ended live, a later one when it is
-    its turn. What is shown is printable.
+    """Shows texts that grow at the same time one after the other. The first unfinished text is shown live, each later one in
+    its turn. Output is printable.
 
     Args:
-      headings: what is shown before each text.
-      write: puts out a string at once.
+      headings: shown before each text.
+      write: writes a string at once.
     """
 
     def __init__(self, headings: Sequence[str], write: Callable[[str], None]):
@@ -90,7 +90,7 @@ class InTurn:
         self._row = 0
 
     def __call__(self, row: int, text: str, ended: bool) -> None:
-        """Takes what has come of a text, and whether that was all."""
+        """Takes the new part of a text, and whether the text has ended."""
         self._waiting[row] += text
         self._ended[row] = ended
         while self._row < len(self._waiting):

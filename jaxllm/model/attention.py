@@ -57,7 +57,7 @@ def fused_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS: None = None) -> Float[A
 
 
 def why_not_cudnn(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str | None:
-    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: attention_blocks.py."""
+    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: blockwise_attention.py."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
     # A description of a device that is not present may lack it.

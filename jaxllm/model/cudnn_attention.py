@@ -1,6 +1,6 @@
 """Blocks of attention by cuDNN's fused kernel, through JAX's private binding.
 
-    kernel = cudnn_kernel()      # ConfigError if it cannot run; attention_blocks.py describes kernels
+    kernel = cudnn_kernel()      # ConfigError if it cannot run; blockwise_attention.py describes kernels
 
 The public `jax.nn.dot_product_attention(..., return_residual=True)` is not precise enough: it rounds the log-sum-exp to the
 output's dtype (JAX 0.10 to 0.12). A bfloat16 near 10 is off by up to 0.03, and so is the weight of every merged block. No
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
-from jaxllm.model.attention_blocks import (
+from jaxllm.model.blockwise_attention import (
     NOTHING,
     Gradients,
     Kernel,
@@ -32,6 +32,7 @@ from jaxllm.model.attention_blocks import (
     rectangle,
     xla_kernel,
 )
+from jaxllm.private_jax import cudnn_binding
 
 KNOWN = ((0, 10), (0, 13))
 """(first, first not supported): versions of JAX with the binding that is called here."""
@@ -46,7 +47,7 @@ def why_not() -> str | None:
     if not lowest <= jax.__version_info__[:2] < above:
         return f"jaxllm knows JAX's cuDNN binding up to 0.12 and this is JAX {jax.__version__}"
     try:
-        binding = _binding()
+        binding = cudnn_binding()
         forward = inspect.signature(binding.dot_product_attention).parameters.keys()
         backward = inspect.signature(binding._dot_product_attention_bwd_rule).parameters.keys()
         known = forward >= _FORWARD and backward >= _BACKWARD and hasattr(binding, "_dot_product_attention_bwd_p_wrapper")
@@ -136,15 +137,9 @@ def _padding(mask: Mask):
 # ------------------------------------------------------------------------------------------------------- the private binding
 
 
-def _binding() -> ModuleType:
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo
-
-
 def _call_forward(q_BSNH, k_BTKH, v_BTKH, causal: bool, lengths):
     """(output in the inputs' dtype, float32 log-sum-exp [B, N, S])"""
-    binding = _binding()
+    binding = cudnn_binding()
     mask_type, lengths = _mask_type(binding, causal, lengths)
     return binding.dot_product_attention(
         q_BSNH,
@@ -161,7 +156,7 @@ def _call_forward(q_BSNH, k_BTKH, v_BTKH, causal: bool, lengths):
 
 def _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BNS, do_BSNH, causal: bool, lengths) -> Gradients:
     """The gradients in the inputs' dtype."""
-    binding = _binding()
+    binding = cudnn_binding()
     mask_type, lengths = _mask_type(binding, causal, lengths)
     unused = jnp.zeros(0, q_BSNH.dtype)
     lengths = [unused if length is None else length for length in lengths]

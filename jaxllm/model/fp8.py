@@ -21,7 +21,7 @@ takes cuBLASLt for all three. The other patterns, as compiled for a H100 with JA
     jax.nn.scaled_matmul and scaled_dot_general: one scale per block of 32, which only Blackwell multiplies;
     Flax's Fp8DirectDotGeneralOp: as here, with delayed scaling, whose history is a variable that the backward pass overwrites.
 
-Every rank of a mesh scales its own parts (parallel/fp8_ranks.py), so that no maximum is sent. Losses on two meshes therefore
+Every rank of a mesh scales its own parts (parallel/fp8_tensor.py), so that no maximum is sent. Losses on two meshes therefore
 differ by FP8's rounding, not by float32's.
 """
 
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
-from jaxllm.plan.hardware import gpu_from_device_kind
+from jaxllm.cost_model.hardware import gpu_from_device_kind
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST_SCALE = 2.0**100
@@ -61,12 +61,11 @@ def require_fp8(device: jax.Device) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fp8_matmul(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """An einsum of two arrays of one dtype. The result has that dtype too. For arrays split over tensor: parallel/fp8_ranks.py.
+    """An einsum of two arrays of one dtype. The result has that dtype. For arrays split over tensor: parallel/fp8_tensor.py.
 
     Args:
       spec: for jnp.einsum, as in "BSD,DNH->BSNH". Every letter is in exactly two of the three, so that the gradients are
-      einsums
-        too.
+        einsums too.
     """
     return product(spec, x, w)
 

@@ -18,9 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.html_tables import table
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.display import table
 from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table
-from jaxllm.plan.flops import parameter_count
 
 BlockContext = tuple[Rotary, Any]
 """(rotary tables, segment ids or None): every layer reads them, none changes them."""

@@ -16,8 +16,8 @@ from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batc
 from jaxllm.model.layers import Ops
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
+from jaxllm.parallel.layer_stacking import Stacking, stacking_of
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.parallel.stacking import Stacking, stacking_of
 from jaxllm.parallel.types import Params, WeightAccess
 from jaxllm.parallel.zero import Zero
 from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, weight_rules
@@ -124,7 +124,7 @@ class ParallelContext:
     @cached_property
     def weight_specs(self) -> Any:
         """PartitionSpecs of the weights over the manual axes, as the region reads them."""
-        shard, full = (jax.tree.map(partial(manual_spec, sharded=sharded), self.layouts) for sharded in (True, False))
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), self.layouts) for share in (True, False))
         return self.by_zero_level(3, shard, full)
 
     def is_zero_sharded(self, name: str, level_from: int) -> bool:

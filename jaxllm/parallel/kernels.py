@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config, ModelConfig
+from jaxllm.cost_model.activations import context_method
 from jaxllm.mesh import CONTEXT, TENSOR
 from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
-from jaxllm.model.attention_blocks import xla_kernel
+from jaxllm.model.blockwise_attention import xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.model.fp8 import fp8_matmul, require_fp8
 from jaxllm.model.layers import Matmul
-from jaxllm.parallel.fp8_ranks import fp8_per_tensor_rank
+from jaxllm.parallel.fp8_tensor import fp8_per_tensor_rank
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
-from jaxllm.plan.activations import context_method
 from jaxllm.sharding import tensor_shard_map
 
 

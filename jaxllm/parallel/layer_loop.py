@@ -8,7 +8,7 @@
 Autodiff of a scan would stack a chunk's residuals, and the caller would have to copy them into and out of a buffer. It would
 also make all gradients of a chunk before they are added. Here each layer writes its residuals into the ring and adds its
 gradients to `sums` in place. Weights are not stored as residuals: they are put back into the VJP when the backward pass runs
-(residuals.py).
+(vjp_residuals.py).
 
 One slot of the ring holds one chunk and microbatch, a layer per row:
 
@@ -41,12 +41,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
+from jaxllm.cost_model.activations import Policy
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.residuals import extract, kept_names, restore, waits_on_host
 from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
+from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
 from jaxllm.parallel.zero import Sinks
-from jaxllm.plan.activations import Policy
+from jaxllm.private_jax import empty_on_host
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["on_host"])
@@ -134,7 +135,7 @@ class LayerLoop:
             on_host = waits_on_host(kept_names(self._block, weights, h_BSD, block_context, self._policy), self._policy)
         leaves, structure = jax.tree.flatten(kept)
         shapes = [((slots * self.length, *x.shape), x.dtype) for x in leaves]
-        room = [host_room(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
+        room = [empty_on_host(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
         return Ring(structure.unflatten(room), on_host)
 
     def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
@@ -279,20 +280,6 @@ class LayerLoop:
 def unrolling(model: ModelConfig) -> int | bool:
     """Layers per turn of the layer loop, as `lax.scan` takes it. True: all."""
     return 1 if model.scan_layers else True
-
-
-def host_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array in the host's memory with undefined content.
-
-    It is made as `lax.scan` makes the room for its results. Zeros moved to the host would first be stored on the device in
-    full, and cross the link in every step; that is the fallback for another JAX.
-    """
-    try:
-        from jax._src.lax.lax import empty2
-
-        return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
-    except (ImportError, TypeError):
-        return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
 
 
 def _add(sums: Tree, number, gradients: Tree, valid) -> Tree:

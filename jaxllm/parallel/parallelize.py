@@ -21,12 +21,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.mesh import PIPE
+from jaxllm.parallel.activation_norms import layer_norms_region
 from jaxllm.parallel.context import ParallelContext, SpecTransform, shared_by_replicas
-from jaxllm.parallel.layer_norms import layer_norms_region
+from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
 from jaxllm.parallel.parameters import initial_params
 from jaxllm.parallel.regions import gradient_region, loss_region
-from jaxllm.parallel.squares import GradSquareNorms
-from jaxllm.parallel.stages import pipeline_gradient_region, pipeline_loss_region
 from jaxllm.parallel.types import Batch, GradientRegion, NoiseParts, Parallelized, Params
 from jaxllm.sharding import manual_spec, map_specs, named, partial_sum_spec, replica_spec
 
@@ -90,7 +90,7 @@ class GradientReduction:
 
     def _gradient_specs(self) -> Any:
         """PartitionSpecs over the manual axes of the gradients that a region returns."""
-        shard, full = (jax.tree.map(partial(manual_spec, sharded=sharded), self._ctx.layouts) for sharded in (True, False))
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), self._ctx.layouts) for share in (True, False))
         return self._ctx.by_zero_level(2, shard, jax.tree.map(partial_sum_spec, full))
 
     def _in_replica(self, region: GradientRegion, weights: Params, batch: Batch) -> tuple[Any, ...]:

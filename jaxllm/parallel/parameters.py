@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxllm.config import Config
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.stacking import over_layers, stacking_of
+from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.types import Params
 from jaxllm.sharding import Parameter, vocab_rows
 

@@ -1,4 +1,4 @@
-"""Runs any pipeline schedule: a table (plan/schedule.py) becomes scans over ticks, in one SPMD program.
+"""Runs any pipeline schedule: a table (pipeline_schedule.py) becomes scans over ticks, in one SPMD program.
 
 All stages run the same tick, each on the microbatch and chunk in its column of the table. A stage without work computes on
 whatever is in its buffers, and the result is not used. 1F1B is three scans (the drain is cut in two: with and without the
@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.mesh import PIPE, TENSOR
 from jaxllm.parallel.types import Batch, Rows, Tree
-from jaxllm.plan.schedule import Group, Run, Schedule, Units
+from jaxllm.pipeline_table import Group, Run, Schedule, Units
 from jaxllm.sharding import tensor_shard_map
 
 

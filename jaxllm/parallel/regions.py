@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.cost_model.activations import policy_of
 from jaxllm.model.llama import scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.context import ParallelContext
@@ -19,7 +20,6 @@ from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Batch, GradientRegion, GradientTap, LossRegion, Params, Rows
 from jaxllm.parallel.zero import Sinks, sink
-from jaxllm.plan.activations import policy_of
 
 Sums = Callable[[Sinks | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Array]]
 """(sinks, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. Without sinks

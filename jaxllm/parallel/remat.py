@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from jaxllm.config import BLOCK_INPUT
-from jaxllm.plan.activations import Policy
+from jaxllm.cost_model.activations import Policy
 
 
 def remat(policy: Policy, block: Callable, in_loop: bool) -> Callable:

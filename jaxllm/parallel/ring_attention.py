@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm.model.attention import Attend
-from jaxllm.model.attention_blocks import LSE, OUTPUT, Kernel, Mask, Partial, merge
+from jaxllm.model.blockwise_attention import LSE, OUTPUT, Kernel, Mask, Partial, merge
 
 Keys = tuple[jax.Array, jax.Array | None]
 """The arrays that travel: keys and values as one array [2, B, S, K, H], and the keys' segments if there are documents."""

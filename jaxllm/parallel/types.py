@@ -50,7 +50,7 @@ LossRegion = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 
 class GradientTap(Protocol):
     """Takes figures of gradients before they are added to others or reduced. The forward and backward pass get one if the step
-    measures the noise scale (GradSquareNorms in squares.py); without it they do nothing for it."""
+    measures the noise scale (GradSquareNorms in grad_square_norms.py); without it they do nothing for it."""
 
     def on_layer(self, gradients: Tree) -> jax.Array:
         """Figures of one layer's gradients, to be added up over layers."""
@@ -77,7 +77,8 @@ class Parallelized:
     """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
     train.diloco_steps all three have a leading replica dim, and each replica's loss is the mean over its own targets."""
     value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts]]
-    """value_and_grad, and the sums from which the gradient noise scale is measured. Costs a little more (squares.py)."""
+    """value_and_grad, and the sums from which the gradient noise scale is measured. Costs a little more
+    (grad_square_norms.py)."""
     loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     """(master params, batch) -> (sum of -log p over valid targets, number of targets), without gradients."""
     layer_norms: Callable[[Params, Batch], jax.Array]

@@ -32,7 +32,7 @@ class Sinks(NamedTuple):
     gradients: Tree
     """A rank's shards of the gradients of a tree of weights, float32."""
     squares: Any
-    """An array for the squares of these gradients (squares.py); None without a tap."""
+    """An array for the squares of these gradients (grad_square_norms.py); None without a tap."""
 
 
 class Zero:

@@ -1,4 +1,4 @@
-"""What to change in a config that does not fit into memory, cheapest first. No JAX.
+"""Changes that make a config fit into memory, cheapest first. No JAX.
 
 changes = changes_that_fit(config, capacity_bytes, gpu, gpus_per_host)
 changes[0].overrides          "train.microbatch_sequences=1"
@@ -15,23 +15,25 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.hardware import Gpu, readable
-from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, Memory, search
-from jaxllm.plan.step_time import estimate_step_time
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import Memory
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
 
 CHUNK_TOKENS = 1024
-"""Logits of so many tokens at a time are few, and still fill an H100 with tiles."""
+"""Logits of this many tokens are small, and still fill an H100 with tiles."""
 MOST_GPUS = 16384
-"""No larger cluster is looked at."""
+"""The largest cluster that is tried."""
 REMAT_LADDER = ("none", "selective", "full", "offload")
 COSTS = {
     "parallel.zero=1": "costs nothing: as many bytes are sent",
     "parallel.zero=2": "reduces gradients once for every layer and microbatch",
     "parallel.zero=3": "gathers weights for every layer and microbatch",
     "train.microbatch_sequences": "makes matmuls smaller",
-    "train.loss_chunk_tokens": "takes the head in smaller parts",
-    "parallel.remat=selective": "computes norms and activation functions again",
+    "train.loss_chunk_tokens": "computes the head in smaller parts",
+    "parallel.remat=selective": "recomputes norms and activation functions",
     "parallel.remat=full": "runs every layer's forward pass twice",
     "parallel.remat=offload": "sends activations to the host and back",
     "parallel.offload_state": "sends the optimizer's state over the host's link twice a step",
@@ -39,36 +41,36 @@ COSTS = {
     "parallel.context": "sends keys and values between context ranks in every layer",
     "parallel.pipe": "leaves stages idle while the pipeline fills and drains",
 }
-"""What a change costs in time, by its key and value, or its key alone."""
+"""What a change costs in time, by key=value, or by key alone."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Keys of a config to set, and what comes of it."""
+    """Keys of a config to set, and the estimated effect."""
 
     keys: Mapping[str, Any]
     """section.key -> value."""
     config: Config
-    """With them, resolved."""
+    """The resolved config with these keys set."""
     peak_bytes: int
-    """Of its fullest stage, estimated."""
+    """Estimated bytes of its fullest stage."""
     host_bytes: int
-    """In the host's memory, for each device."""
+    """Bytes per device in host memory."""
     step_s: float | None
-    """Predicted; None where the kind of GPU is not known."""
+    """Predicted step time; None if the kind of GPU is not known."""
     step_ratio: float | None
-    """Of that to the step of the config as it was."""
+    """Predicted step time over that of the original config."""
 
     @property
     def overrides(self) -> str:
-        """As they are written behind a command."""
+        """The keys as command line overrides."""
         return " ".join(f"{key}={value}" for key, value in self.keys.items())
 
     @property
     def cost(self) -> str:
-        """In words; '' for a change that is none of the list's."""
-        told = (COSTS.get(f"{key}={value}", COSTS.get(key)) for key, value in self.keys.items())
-        return "; ".join(dict.fromkeys(words for words in told if words))
+        """The cost in words; '' if COSTS does not list the change."""
+        costs = (COSTS.get(f"{key}={value}", COSTS.get(key)) for key, value in self.keys.items())
+        return "; ".join(dict.fromkeys(words for words in costs if words))
 
     @property
     def figures(self) -> str:
@@ -90,28 +92,28 @@ def changes_that_fit(
     gpus_per_host: int | None = None,
     estimate: EstimateMemory | None = None,
 ) -> list[Change]:
-    """Of every kind of change the mildest that fits on the same number of devices, the one whose step is predicted shortest
-    first; without a GPU in the order of `ladders`. Where no single change is enough, one that puts several together; where none
-    of these is, the winner of a search of every mesh (plan/search.py), if a GPU is named; [] if that has none. What goes to the
-    host must fit into HOST_BYTES_PER_GPU, and tensor ranks into a host, unless they do not now.
+    """The mildest change of each kind that fits on the same number of devices, sorted by predicted step time; without a GPU, in
+    the order of `ladders`. If no single change is enough, the fastest combination of several. If no combination is enough
+    either and a GPU is given, the winner of a search over all meshes (plan/search.py). [] if nothing fits. Host memory is
+    limited by HOST_BYTES_PER_GPU. Tensor ranks stay inside a host, unless they cross hosts already.
 
     Args:
       config: resolved.
-      gpu, gpus_per_host: to predict the time of a step with. None: neither times nor hosts are known.
-      estimate: bytes of a config; default: estimate_memory.
+      gpu, gpus_per_host: for the predicted step time. None: neither times nor hosts are known.
+      estimate: computes the bytes of a config; default: estimate_memory.
     """
     trial = _Trial(config, capacity_bytes, gpu, gpus_per_host, estimate or partial(estimate_memory, gpu=gpu))
     found = [change for ladder in ladders(config) if (change := trial.first_that_fits(ladder)) is not None]
     if not found:
         found = sorted(trial.that_fit(combinations(config)), key=_step_s)[:1] or list(trial.fastest_of_all())
-    # Sorting keeps the order of equals.
+    # sorted() is stable: changes with equal times keep their order.
     return sorted(found, key=_step_s)
 
 
 def smallest_cluster(
     config: Config, capacity_bytes: int, gpu: Gpu | None = None, estimate: EstimateMemory | None = None
 ) -> Change | None:
-    """The smallest multiple of the devices there are that a step would fit on, with every saving made; None above MOST_GPUS."""
+    """The smallest multiple of the present devices on which a step fits with every saving applied; None above MOST_GPUS."""
     devices = config.devices
     trial = _Trial(config, capacity_bytes, None, None, estimate or partial(estimate_memory, gpu=gpu))
     for factor in (2, 3, 4, 6, *(2**power for power in range(3, 15))):
@@ -144,7 +146,7 @@ def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:
 
 
 def combinations(config: Config) -> Iterator[dict[str, Any]]:
-    """Several changes at once, one more each time; in the end every split of the mesh, with all of them."""
+    """Combined changes, one more each time; in the end every mesh together with all of them."""
     keys: dict[str, Any] = {}
     zero = config.parallel.zero
     remat = config.parallel.remat
@@ -159,7 +161,7 @@ def combinations(config: Config) -> Iterator[dict[str, Any]]:
         keys |= step
         if step:
             yield dict(keys)
-    # Weights gathered layer by layer cost more than a larger share of them.
+    # Gathering weights layer by layer costs more than storing a larger share of them.
     without_zero = {key: value for key, value in keys.items() if key != "parallel.zero"} | steps[0]
     for mesh in _meshes(config, 1, None):
         yield {**without_zero, **mesh}
@@ -170,19 +172,20 @@ def combinations(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _everything(config: Config, factor: int, host_size: int | None) -> Iterator[dict[str, Any]]:
-    """For so many times the devices: first more data ranks as they are, then with every saving, then every mesh with them."""
+    """Settings for `factor` times the devices: first more data ranks, then also every saving, then every mesh with the
+    savings."""
     more = {"parallel.data": int(config.parallel.data) * factor}
     savings: dict[str, Any] = {"train.microbatch_sequences": 1, "parallel.zero": 3}
     if config.parallel.remat not in ("full", "offload"):
         savings["parallel.remat"] = "full"
-    # A microbatch that was never set is the whole share of a data rank, and more ranks make it smaller.
+    # An unset microbatch is the complete share of a data rank, so more ranks make it smaller.
     yield more
     yield {**more, **savings}
     yield from ({**savings, **mesh} for mesh in _meshes(config, factor, host_size))
 
 
 def _more_of(config: Config, axis: str) -> Iterator[dict[str, Any]]:
-    """The same devices with 2, 4, 8 ... times the ranks of an axis, taken from data."""
+    """The same devices with 2, 4, 8 ... times the ranks on one axis, taken from data."""
     size, data, factor = getattr(config.parallel, axis), int(config.parallel.data), 2
     while data % factor == 0:
         yield {f"parallel.{axis}": size * factor, "parallel.data": data // factor}
@@ -190,7 +193,7 @@ def _more_of(config: Config, axis: str) -> Iterator[dict[str, Any]]:
 
 
 def _meshes(config: Config, factor: int, host_size: int | None) -> Iterator[dict[str, Any]]:
-    """Meshes of factor x the devices with at least as many tensor, context and pipe ranks as now, the fewest of these first."""
+    """Meshes of factor x the devices with at least the present tensor, context and pipe ranks, the fewest of these first."""
     p = config.parallel
     room = int(p.data) * factor
     powers = [2**power for power in range(room.bit_length())]
@@ -216,7 +219,7 @@ class _Trial:
         return next(self.that_fit(ladder), None)
 
     def that_fit(self, ladder: Iterable[Mapping[str, Any]]) -> Iterator[Change]:
-        """Of a ladder's key -> value mappings; those that make no valid config are passed over."""
+        """Yields the key -> value mappings that make a valid config that fits; the others are skipped."""
         for keys in ladder:
             config = changed(self.config, keys)
             memory = None if config is None or self._leaves_host(config) else self._estimated(config)
@@ -228,7 +231,7 @@ class _Trial:
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)
 
     def fastest_of_all(self) -> Iterator[Change]:
-        """The winner of a search, with the optimizer's state on the host if there is none without; nothing without a GPU."""
+        """The winner of a search, with the optimizer state on the host if nothing fits without; nothing without a GPU."""
         if self.gpu is None:
             return
         now = self.config.parallel.offload_state
@@ -239,8 +242,7 @@ class _Trial:
                 self.gpu,
                 self.config.devices,
                 self.gpus_per_host,
-                device_bytes=self.capacity_bytes,
-                estimate=self.estimate,
+                SearchOptions(device_bytes=self.capacity_bytes, estimate=self.estimate),
             )
             if plan.interrupted:
                 raise KeyboardInterrupt
@@ -249,12 +251,12 @@ class _Trial:
                 return
 
     def _leaves_host(self, config: Config) -> bool:
-        """Whether tensor ranks reach beyond a host that they are inside of now."""
+        """Whether tensor ranks would cross hosts although they do not now."""
         tensor = config.parallel.tensor
         return bool(self.gpus_per_host and self.gpus_per_host % tensor and tensor > self.config.parallel.tensor)
 
     def _estimated(self, config: Config) -> Memory | None:
-        """None where the mesh does not divide a parameter."""
+        """The estimate of a config; None if the mesh does not divide a parameter."""
         try:
             return self.estimate(config)
         except ConfigError:
@@ -267,13 +269,13 @@ class _Trial:
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config | None:
-    """The config with section.key -> value set, checked as a whole; None if it cannot be."""
+    """The config with section.key -> value set, validated as a complete config; None if it is invalid."""
     sections = {name: getattr(config, name) for name in type(config).model_fields}
     for path, value in keys.items():
         name, key = path.split(".")
         sections[name] = sections[name].model_copy(update={key: value})
     try:
-        # Values were chosen from the valid ones; what they mean together is checked by the section and by the whole.
+        # Each value is a valid one; validate each changed section, then how they fit together.
         for name in {path.split(".")[0] for path in keys}:
             section = sections[name]
             sections[name] = type(section).model_validate(section.model_dump(exclude_unset=True))
@@ -284,7 +286,7 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config | None:
 
 
 def differences(config: Config, other: Config) -> dict[str, Any]:
-    """section.key -> the value of the other, for what a search or a change sets."""
+    """section.key -> value of `other`, for the keys that a search or a change sets."""
     found = {}
     for section in ("parallel", "train"):
         mine, others = getattr(config, section), getattr(other, section)

@@ -1,8 +1,8 @@
-"""The best candidates of a plan, confirmed by compiling them.
+"""Confirms the best candidates of a plan by compiling them.
 
     plan = confirm(plan, 8, compile_bytes)
 
-The function that compiles is handed in: nothing here knows JAX.
+The caller passes in the function that compiles. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import CONFIGURATION, Plan, Progress, Rejected
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import Plan, Rejected
+from jaxllm.plan.search import CONFIGURATION, Progress
 
 TRIES = 3
-"""Times the number to be confirmed: so many candidates are compiled at most."""
+"""Limit on compilations, as a multiple of the number to confirm."""
 MOST_OF_ERROR = 200
-"""Characters of a compiler's complaint."""
+"""Characters of a compiler's error message that are kept."""
 COMPILED_ABOVE = "compiled above capacity"
 COMPILE_REFUSED = "cannot be compiled"
 
 
 CompileBytes = Callable[[Config], int]
-"""What the compiled step of a config takes of one device."""
+"""Bytes of one device that the compiled step of a config needs."""
 
 
 def confirm(
@@ -37,18 +38,19 @@ def confirm(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> Plan:
-    """Compiles the best candidates until `count` of them are within the capacity by XLA's own bytes; those that are not, or
-    cannot be compiled, are moved to the rejected, and the next best takes their place, up to TRIES x count compilations.
+    """Compiles the best candidates until `count` of them fit into the capacity by XLA's own bytes. Candidates that do not fit
+    or do not compile move to the rejected, and the next best ones replace them, up to TRIES x count compilations.
 
-    What is compiled does not depend on which compilation ends first. A KeyboardInterrupt ends it with what there is.
+    The set of compiled candidates does not depend on which compilation ends first. A KeyboardInterrupt stops the loop; the
+    results so far are returned.
 
     Args:
-      compile_bytes: of a resolved config. ConfigError and RuntimeError (XLA's own among them) reject the candidate.
-      start: makes an executor that runs compile_bytes; one whose worker dies is replaced, and who was in it runs alone, to
-        tell who kills it. None: compile here, one after another.
-      workers: so many at once.
+      compile_bytes: takes a resolved config. ConfigError and RuntimeError (including XLA's own) reject the candidate.
+      start: makes an executor that runs compile_bytes. If a worker dies, the executor is replaced and each candidate that was
+        in it runs alone, to find the one that kills it. None: compile in this process, one after another.
+      workers: compilations at the same time.
     """
-    start = start or Here
+    start = start or InlineExecutor
     executor = start()
     waiting = deque(range(len(plan.candidates)))
     running: dict[Future, int] = {}
@@ -72,8 +74,8 @@ def confirm(
                 except BrokenExecutor:
                     broken.append(number)
                 except (ConfigError, RuntimeError) as error:
-                    said = " ".join(str(error).split())[:MOST_OF_ERROR]
-                    refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {said}"
+                    message = " ".join(str(error).split())[:MOST_OF_ERROR]
+                    refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {message}"
                 else:
                     if size <= plan.capacity_bytes:
                         confirmed[number] = size
@@ -126,8 +128,8 @@ def _with_figures(
     )
 
 
-class Here(Executor):
-    """Runs what is submitted at once, in this thread."""
+class InlineExecutor(Executor):
+    """An executor that runs each call immediately, in the calling thread."""
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         future: Future = Future()

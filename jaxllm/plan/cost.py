@@ -1,4 +1,4 @@
-"""What a training run costs: days, GPU-hours and energy, from parameters, tokens and the FLOP/s reached.
+"""Cost of a training run: days, GPU-hours and energy, from parameters, tokens and achieved FLOP/s.
 
 cost = training_cost(175e9, 300e9, achieved_flops_per_s=140e12, gpus=1024, flops_per_parameter_and_token=WITH_RECOMPUTATION)
 cost.days        33.9
@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxllm.config_errors import ConfigError
-from jaxllm.plan.hardware import Gpu
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.hardware import Gpu
 
 FORWARD_AND_BACKWARD = 6.0
 """FLOPs for each parameter and token: 2 forward, 4 backward (Kaplan et al. 2020, "Scaling Laws for Neural Language Models")."""
 WITH_RECOMPUTATION = 8.0
-"""The same where the forward pass is done twice, as in Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM"): time = 8 T P / (n X)."""
+"""FLOPs for each parameter and token if the forward pass runs twice, as in Narayanan et al. 2021 ("Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM"): time = 8 T P / (n X)."""
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -37,14 +37,14 @@ BOARD_WATTS: Mapping[str, float] = MappingProxyType(
         "b200-192gb": 1000.0,
     }
 )
-"""The most a board may take, by NVIDIA's data sheets: A100 SXM (400 W), H100 SXM (up to 700 W; the 94 GB board is another
-memory on it), H100 NVL (350 to 400 W), H200 SXM (up to 700 W), HGX B200 (up to 1,000 W)."""
+"""Maximum power of a board, by NVIDIA's data sheets: A100 SXM (400 W), H100 SXM (up to 700 W; the 94 GB board differs only in
+memory), H100 NVL (350 to 400 W), H200 SXM (up to 700 W), HGX B200 (up to 1,000 W)."""
 _LIKE: Mapping[tuple[int, int], str] = MappingProxyType({(8, 0): "a100-80gb", (9, 0): "h100-80gb", (10, 0): "b200-192gb"})
-"""Compute capability -> whose power a kind that is not in the table is taken to have."""
+"""Compute capability -> the listed board whose power is assumed for a kind that is not in the table."""
 OVERHEAD = 1.5
 """Factor for a GPU's share of the host (processors, memory, network cards, fans), of switches and of cooling. By data sheets a
-whole host may take more, 10.2 kW for eight H100s of 0.7 kW, but GPUs that train do not stay at their limit either. Chosen,
-not measured."""
+complete host may take more, 10.2 kW for eight H100s of 0.7 kW, but training GPUs do not stay at their limit either. Chosen, not
+measured."""
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -56,9 +56,9 @@ class TrainingCost:
     seconds: float
     gpu_hours: float
     watts_per_gpu: float | None
-    """Of the board, before OVERHEAD; None where nobody says."""
+    """Power of the board, before OVERHEAD; None if it is not known."""
     energy_kwh: float | None
-    """Of all GPUs, with OVERHEAD."""
+    """Energy of all GPUs, with OVERHEAD."""
 
     @property
     def days(self) -> float:
@@ -66,14 +66,14 @@ class TrainingCost:
 
     @property
     def years(self) -> float:
-        """Of 365.25 days."""
+        """Duration in years of 365.25 days."""
         return self.seconds / YEAR_S
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "days": self.days, "overhead": OVERHEAD}
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """The cost as terminal text."""
         took = f"{self.days:,.1f} days" if self.seconds < 2 * YEAR_S else f"{self.years:,.1f} years"
         spent = f"{took} on {self.gpus:,} GPU{'s' if self.gpus > 1 else ''}, {self.gpu_hours:,.0f} GPU-hours"
         if self.energy_kwh is None:
@@ -95,18 +95,18 @@ def training_cost(
 ) -> TrainingCost:
     """seconds = FLOPs per token x tokens / (gpus x achieved_flops_per_s), and what follows from that.
 
-    The FLOPs counted and the FLOP/s reached must be counted alike. Counting 8 for each parameter and token (the forward pass
-    twice), 175e9 parameters and 300e9 tokens are 34 days on 1,024 GPUs at 140e12 FLOP/s, and 288 years on one at 46.2e12;
-    counting 6, it takes 34.7e12 FLOP/s for those 288 years.
+    Achieved FLOP/s and FLOPs per token must be counted in the same way. With 8 per parameter and token (the forward pass
+    twice), 175e9 parameters and 300e9 tokens take 34 days on 1,024 GPUs at 140e12 FLOP/s, and 288 years on one at 46.2e12; with
+    6, those 288 years need 34.7e12 FLOP/s.
 
     Args:
       parameters: of the model.
-      tokens: trained on, those seen twice counted twice.
-      achieved_flops_per_s: of one GPU.
-      gpus: that many reach it, each.
-      flops_per_token: instead of flops_per_parameter_and_token x parameters, where attention counts too
-        (plan/flops.py: train_flops_per_token).
-      watts_per_gpu: of a board; None: no energy is told.
+      tokens: trained on; repeated tokens count each time.
+      achieved_flops_per_s: per GPU.
+      gpus: number of GPUs that each reach this rate.
+      flops_per_token: replaces flops_per_parameter_and_token x parameters, to include attention
+        (cost_model/flops.py: train_flops_per_token).
+      watts_per_gpu: of a board; None: the energy is not computed.
 
     Raises:
       ConfigError: a number is not above zero.
@@ -123,7 +123,7 @@ def training_cost(
 
 
 def board_watts(gpu: Gpu) -> float | None:
-    """What a board may take at most: by its name, else as GPUs of its compute capability do; None for one of neither."""
+    """Maximum power of a board: by its name, else that of its compute capability; None if neither is known."""
     if gpu.name in BOARD_WATTS:
         return BOARD_WATTS[gpu.name]
     like = _LIKE.get(gpu.chip.compute_capability)
@@ -131,18 +131,18 @@ def board_watts(gpu: Gpu) -> float | None:
 
 
 def parse_tokens(text: str) -> int:
-    """15_000_000_000_000 of "15T"; also K, M, B (decimal), plain and decimal numbers, and commas between thousands.
+    """Parses "15T" into 15_000_000_000_000; also K, M, B (decimal), plain and decimal numbers, and commas between thousands.
 
     Raises:
-      ConfigError: it is no such number, or below one token.
+      ConfigError: the text is not such a number, or is below one token.
     """
-    # A comma anywhere else may be a decimal one: 1,5T is not 15T.
+    # A comma in another position may be a decimal comma: 1,5T is not 15T.
     integer = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"
     found = re.fullmatch(rf"((?:{integer})(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
-    # A float's exponent has no end.
+    # The exponent of a float has no limit.
     number = float(re.sub("[_,]", "", found[1])) * _SUFFIXES[found[2].upper()] if found else 0.0
     if not 1 <= number < math.inf:
-        raise ConfigError(f"--tokens={text} is no number of tokens: write one such as 300B or 15T (K, M, B or T).")
+        raise ConfigError(f"--tokens={text} is not a number of tokens: write one such as 300B or 15T (K, M, B or T).")
     return round(number)
 
 
@@ -151,13 +151,13 @@ def readable_count(number: float) -> str:
     for suffix in ("T", "B", "M", "K"):
         if number >= _SUFFIXES[suffix]:
             units = number / _SUFFIXES[suffix]
-            # Above four digits, g turns to exponents.
+            # Above four digits, the format g switches to exponents.
             return f"{units:.4g}{suffix}" if units < 1000 else f"{units:,.0f}{suffix}"
     return f"{number:.0f}"
 
 
 def short(count: float) -> str:
-    """'1.2M', '512.0k', '37': to one digit behind the point, for lines that come again and again."""
+    """'1.2M', '512.0k', '37': one decimal, for repeated log lines."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f}{unit}"

@@ -1,22 +1,23 @@
-"""Hours to a loss against data ranks: the noise scale says how many steps a batch takes, the step-time model how long each is.
+"""Hours to a loss against data ranks. The noise scale gives the number of steps per batch size, the step-time model their
+length.
 
-    needed = needed_for(batch_tokens, noise_tokens)           of a run, one each for every step up to that loss
-    needed.steps(2**20), needed.tokens(2**20)                 had every batch been 2**20 tokens
+    needed = steps_to_loss(batch_tokens, noise_tokens)           of a run, one value per step up to that loss
+    needed.steps(2**20), needed.tokens(2**20)                 if every batch had 2**20 tokens
     found = over_data_ranks(config, needed, gpu=GPUS["h100-80gb"])
     found.stops_paying, found.because
 
-A step of batch B brings as much as 1 / (1 + N / B) of a step without noise, where N is the noise scale at that time (McCandlish
-et al. 2018, arXiv 1812.06162, sections 2.2 and 2.3, and appendix D, which follows a changing N). A run with
-batches B_i therefore did least_steps = sum of 1 / (1 + N_i / B_i) of those, and at another batch B would have taken
+A step of batch B makes the progress of 1 / (1 + N / B) steps without noise, where N is the noise scale at that time (McCandlish
+et al. 2018, arXiv 1812.06162, sections 2.2 and 2.3, and appendix D, which follows a changing N). A run with batches B_i
+therefore made the progress of least_steps = sum of 1 / (1 + N_i / B_i) noiseless steps. At another batch B it would have taken
 
     steps   least_steps + least_tokens / B          least_tokens = sum of N_i / (1 + N_i / B_i)
     tokens  least_steps B + least_tokens
 
-Twice the minimum of both at B = least_tokens / least_steps. All this takes the learning rate for well chosen at every batch,
-and gradients for noisy alike in all directions that matter. What it says is an order of magnitude: branching runs found
-critical batches far above the noise scale (Merrill et al. 2025, "Critical Batch Size Revisited").
+Both are twice their minimum at B = least_tokens / least_steps. The law assumes that the learning rate is well chosen at every
+batch, and that gradients are equally noisy in all directions that matter. The result is an order of magnitude: experiments with
+branched runs found critical batches far above the noise scale (Merrill et al. 2025, "Critical Batch Size Revisited").
 
-No JAX here.
+No JAX.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.plan.cluster import hosts_of
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.cost import HOUR_S
-from jaxllm.plan.hardware import Gpu
-from jaxllm.plan.memory import estimate_memory
-from jaxllm.plan.step_time import estimate_step_time
 from jaxllm.plan.sweep import PAYS
 
 MOST_RANKS = 8192
 MOST_MICROBATCHES = 256
-"""Tried on each rank, in powers of 2."""
+"""Largest number of microbatches tried per rank, in powers of 2."""
 ROWS_BEYOND = 2
-"""Doublings told of after the one that no longer pays, and beyond the run's own ranks."""
+"""Doublings shown after the first that does not pay, and beyond the run's own ranks."""
 
 
 @dataclass(frozen=True)
-class Needed:
-    """What it takes to reach a loss, whatever the batch."""
+class StepsToLoss:
+    """Steps and tokens needed to reach a loss, for any batch size."""
 
     least_steps: float
-    """With batches so large that nothing is noise."""
+    """Steps with batches so large that gradients have no noise."""
     least_tokens: float
-    """With batches so small that a token is never wasted."""
+    """Tokens with batches so small that no token is wasted."""
 
     def steps(self, batch_tokens: float) -> float:
         return self.least_steps + self.least_tokens / batch_tokens
@@ -59,25 +60,25 @@ class Needed:
         return self.steps(batch_tokens) * batch_tokens
 
 
-def needed_for(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequence[float] | np.ndarray) -> Needed:
-    """From a run's steps up to the loss.
+def steps_to_loss(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequence[float] | np.ndarray) -> StepsToLoss:
+    """Computes the needed steps from the steps of a run up to the loss.
 
     Args:
-      batch_tokens: of each step.
-      noise_tokens: the noise scale at each, above 0.
+      batch_tokens: tokens of each step.
+      noise_tokens: noise scale at each step, above 0.
 
     Raises:
-      ValueError: no step, unequal numbers, or one that is not above 0.
+      ValueError: there is no step, the lengths differ, or a value is not above 0.
     """
     batch, noise = np.asarray(batch_tokens, float), np.asarray(noise_tokens, float)
     if batch.shape != noise.shape or batch.size == 0 or not ((batch > 0).all() and (noise > 0).all()):
-        raise ValueError("batch_tokens and noise_tokens must be as many, at least one, and above 0.")
+        raise ValueError("batch_tokens and noise_tokens must have the same length, at least one value, and values above 0.")
     worth = 1 / (1 + noise / batch)
-    return Needed(float(worth.sum()), float((noise * worth).sum()))
+    return StepsToLoss(float(worth.sum()), float((noise * worth).sum()))
 
 
 def wasted_share(batch_tokens: float, noise_tokens: float) -> float:
-    """Of a step's tokens, what smaller batches would not have needed: B / (B + N)."""
+    """Share of a step's tokens that smaller batches would not have needed: B / (B + N)."""
     return batch_tokens / (batch_tokens + noise_tokens)
 
 
@@ -88,13 +89,13 @@ class RankRow:
     data_ranks: int
     gpus: int
     microbatches: int
-    """On each rank, the microbatch as it was: what was chosen."""
+    """Microbatches per rank, of the config's size: the chosen accumulation."""
     batch_tokens: int
     steps: float
     tokens: float
     step_s: float
     fits: bool | None
-    """By the closed form; None without a GPU."""
+    """Whether the closed form of memory fits; None without a GPU."""
 
     @property
     def hours(self) -> float:
@@ -111,11 +112,11 @@ class RankRow:
 @dataclass(frozen=True)
 class OverRanks:
     rows: tuple[RankRow, ...]
-    """By ascending ranks, each twice the one before."""
+    """Sorted by ranks; each row has twice the ranks of the one before."""
     stops_paying: int | None
-    """Data ranks from which twice as many are not 1 + PAYS times as fast; None: all doublings pay, or none fits."""
+    """Data ranks from which doubling is less than 1 + PAYS times as fast; None: all doublings pay, or none fits."""
     because: str
-    """One sentence."""
+    """The reason, in one sentence."""
 
     def to_json(self) -> dict[str, Any]:
         return {"rows": [row.to_json() for row in self.rows], "stops_paying": self.stops_paying, "because": self.because}
@@ -123,27 +124,28 @@ class OverRanks:
 
 def over_data_ranks(
     config: Config,
-    needed: Needed,
+    needed: StepsToLoss,
     *,
     gpu: Gpu | None = None,
     gpus_per_host: int | None = None,
     tokens_per_s_per_device: float | None = None,
     slower: float = 1.0,
 ) -> OverRanks:
-    """Hours and GPU-hours to a loss on 1, 2, 4 ... times as many data ranks, pipe, context, tensor and the microbatch as in the
-    config. On each number of ranks the accumulation is taken that reaches the loss soonest: less of it means fewer tokens, more
-    of it means fewer exchanges of gradients. Those of all islands count; islands stay as many.
+    """Hours and GPU-hours to a loss on 1, 2, 4 ... times as many data ranks, with pipe, context, tensor and the microbatch of
+    the config. Each number of ranks uses the accumulation that reaches the loss soonest: less accumulation needs fewer tokens,
+    more accumulation exchanges gradients less often. Data ranks are counted over all replicas; the number of replicas is
+    constant.
 
     Args:
       config: resolved.
-      gpu: what to predict steps for. None: tokens_per_s_per_device is kept on any number of devices, as if none ever waited for
-        another, which nothing does better.
-      gpus_per_host: default: that kind's.
-      slower: what predicted times are multiplied by: measured over predicted, of the run itself.
+      gpu: the kind to predict steps for. None: any number of devices keeps tokens_per_s_per_device, as if no device ever waited
+        for another. This is an upper bound.
+      gpus_per_host: default: that of the kind.
+      slower: factor on predicted times: measured over predicted time of the run itself.
 
     Raises:
-      ValueError: neither a GPU nor a speed.
-      ConfigError: ZeRO cannot cut a parameter for the config's own ranks.
+      ValueError: neither a GPU nor a speed is given.
+      ConfigError: ZeRO cannot shard a parameter over the config's own ranks.
     """
     if gpu is None and not tokens_per_s_per_device:
         raise ValueError("over_data_ranks needs gpu or tokens_per_s_per_device.")
@@ -154,7 +156,7 @@ def over_data_ranks(
         if gpu is None:
             step_s = batch / (tokens_per_s_per_device * devices)  # type: ignore[operator]
         else:
-            per_host, _ = hosts_of(devices, None, gpus_per_host or gpu.gpus_per_host)
+            per_host, _ = choose_gpus_per_host(devices, None, gpus_per_host or gpu.gpus_per_host)
             step_s = slower * estimate_step_time(trial, gpu, per_host).step_s
         return RankRow(ranks, devices, microbatches, batch, needed.steps(batch), needed.tokens(batch), step_s, None)
 
@@ -163,13 +165,13 @@ def over_data_ranks(
         peak_bytes = estimate_memory(with_ranks(config, ranks, found.microbatches), gpu).peak_bytes
         return found if gpu is None else replace(found, fits=peak_bytes <= gpu.capacity_bytes)
 
-    islands, own, rows = config.parallel.replica, ranks_of(config), []
+    replicas, own, rows = config.parallel.replica, ranks_of(config), []
     for data in doublings(int(config.parallel.data)):
         try:
-            rows.append(best(islands * data))
+            rows.append(best(replicas * data))
         except ConfigError:
-            # More ranks than ZeRO can cut a parameter for.
-            if islands * data <= own:
+            # ZeRO cannot shard a parameter over more ranks.
+            if replicas * data <= own:
                 raise
             break
     stops, because = verdict(rows)
@@ -178,29 +180,29 @@ def over_data_ranks(
 
 
 def ranks_of(config: Config) -> int:
-    """Data ranks of all islands of a resolved config."""
+    """Data ranks of a resolved config, over all replicas."""
     return config.parallel.replica * int(config.parallel.data)
 
 
 def with_ranks(config: Config, ranks: int, microbatches: int) -> Config:
-    """The config on so many data ranks, in as many islands as before, with so many of its microbatches a step on each. Not
-    validated: it is computed with, not run."""
+    """The config with `ranks` data ranks, in as many replicas as before, and `microbatches` microbatches per step on each. It
+    is not validated: it serves for computations, not for a run."""
     microbatch = config.microbatch_sequences
     batch: dict[str, Any] = {"global_batch_sequences": ranks * microbatches * microbatch, "microbatch_sequences": microbatch}
-    # One batch from the first step to the last, and one optimizer.
+    # The same batch size in all steps, and a single optimizer.
     batch |= {"batch_schedule": (), "batch_lr": "none", "diloco_steps": None}
     parallel = config.parallel.model_copy(update={"data": ranks // config.parallel.replica})
     return config.model_copy(update={"parallel": parallel, "train": config.train.model_copy(update=batch)})
 
 
 def accumulations(config: Config) -> list[int]:
-    """Numbers of microbatches that a step may have: an interleaved pipeline takes them in rounds."""
+    """Numbers of microbatches that a step may have; an interleaved pipeline needs complete rounds."""
     unit = config.parallel.pipe if config.parallel.virtual_stages > 1 else 1
     return [unit * 2**power for power in range(max(1, (MOST_MICROBATCHES // unit).bit_length()))]
 
 
 def doublings(own: int) -> Iterator[int]:
-    """Half of `own`, half of that ... in ascending order, `own`, and twice it, up to MOST_RANKS."""
+    """Half of `own`, half of that ... in ascending order, `own`, and its doublings up to MOST_RANKS."""
     ranks = own // (own & -own)
     while ranks <= max(own, MOST_RANKS):
         yield ranks
@@ -208,8 +210,8 @@ def doublings(own: int) -> Iterator[int]:
 
 
 def verdict(rows: Sequence[RankRow]) -> tuple[int | None, str]:
-    """(where doubling stops paying, why) for rows of which each has twice the ranks of the one before; those that do not fit
-    are passed over."""
+    """(number of ranks at which doubling stops paying, reason). Each row has twice the ranks of the one before; rows that do
+    not fit are skipped."""
     fitting = [row for row in rows if row.fits is not False]
     if not fitting:
         return None, f"Nothing fits, on up to {rows[-1].gpus:,} GPUs: the microbatch or the model is too large for them."

@@ -1,4 +1,4 @@
-"""What a config takes and how fast it will be, by closed forms alone: what `jaxllm estimate` prints. No JAX.
+"""Memory and speed of a config, by closed forms alone: what `jaxllm estimate` prints. No JAX.
 
 report = estimate(config, gpu="h100-80gb", gpus=64)
 report.fits, report.memory.peak_bytes, report.speed.tokens_per_s_per_gpu
@@ -13,26 +13,27 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.html_tables import preformatted
-from jaxllm.plan import flops
-from jaxllm.plan.activations import remat_words
+from jaxllm.cost_model import flops
+from jaxllm.cost_model.activations import remat_words
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu
+from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
+from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
+from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.cost_model.step_parts import StepTime
+from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
+from jaxllm.display import preformatted, readable
 from jaxllm.plan.advice import Change, changes_that_fit
-from jaxllm.plan.cluster import HOST_GPUS, hosts_of, require_devices
-from jaxllm.plan.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu, readable
-from jaxllm.plan.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
-from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE
-from jaxllm.plan.step_time import CONVENTIONS, Convention, StepTime, estimate_step_time, step_time_lines
+from jaxllm.plan.plan_result import FIT_SHARE
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""
 MOST_CHANGES = 4
-"""Told of what would fit."""
+"""Changes listed of those that would fit."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Bytes of one device by one convention, beside what they may be."""
+    """Bytes of one device by one convention, and their limit."""
 
     memory: MemoryEstimate
     capacity_bytes: int | None
@@ -65,20 +66,20 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The whole of `jaxllm estimate`. Memory, capacity and verdict are those of the convention asked for."""
+    """The complete result of `jaxllm estimate`. Memory, capacity and verdict are those of the requested convention."""
 
     config: Config
-    """Resolved for so many GPUs."""
+    """Resolved for the given number of GPUs."""
     gpu: Gpu | None
     gpus_per_host: int
     hosts_because: str
     convention: Convention
     by_convention: dict[str, Verdict]
-    """jaxllm's own always; the published rule for Megatron-LM where it was asked for."""
+    """jaxllm's own, always; the published rule for Megatron-LM if requested."""
     speed: StepTime | None
     """None without a GPU."""
     changes: tuple[Change, ...] = ()
-    """What would fit with FIT_SHARE to spare, where jaxllm's own estimate says that this does not; cheapest first."""
+    """Changes with which the config would fit with FIT_SHARE to spare, cheapest first; empty if jaxllm's own estimate fits."""
 
     def __repr__(self) -> str:
         on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPUs"
@@ -99,7 +100,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest stage."""
+        """Bytes of the fullest stage."""
         return self.memory.peak_bytes
 
     @property
@@ -116,19 +117,19 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
-        """In the host's memory, for each device, by jaxllm's own estimate."""
+        """Bytes per device in host memory, by jaxllm's own estimate."""
         return self.by_convention["jaxllm"].memory.host_bytes
 
     @property
     def mfu(self) -> float | None:
-        """Of the dense peak of the compute dtype, causal attention counted, whatever the convention."""
+        """Share of the dense peak of the compute dtype, with causal attention counted, for every convention."""
         if self.speed is None or self.gpu is None:
             return None
         model, peak = self.config.model, self.gpu.peak_flops(self.config.model.compute_dtype)
         return flops.mfu(self.speed.tokens_per_s_per_gpu, model, self.config.train.sequence_length, peak)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers. `stages` to `fits` are the convention's; `by_convention` has them all."""
+        """Plain dicts, lists, strings and numbers. `stages` to `fits` are the convention's; `by_convention` has all of them."""
         speed, parallel = self.speed, self.config.parallel
         names = ("replica",) * (parallel.replica > 1) + ("pipe", "data", "context", "tensor")
         axes = {axis: getattr(parallel, axis) for axis in names}
@@ -155,7 +156,7 @@ class Estimate:
         }
 
     def lines(self) -> Iterator[str]:
-        """For a terminal."""
+        """The estimate as terminal text."""
         yield from self._heading()
         own = self.by_convention["jaxllm"]
         yield ""
@@ -181,12 +182,10 @@ class Estimate:
             yield from self._speed_lines(self.speed)
 
     def _heading(self) -> Iterator[str]:
-        config, hosts = self.config, self.devices // self.gpus_per_host
-        parallel, train = config.parallel, config.train
+        config, parallel, train = self.config, self.config.parallel, self.config.train
         on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPU{'s' if self.devices > 1 else ''}"
         yield (
-            f"{config.model.name or 'The model'} on {on}, {hosts} {'host' if hosts == 1 else 'hosts'} of "
-            f"{self.gpus_per_host} ({self.hosts_because})"
+            f"{config.model.name or 'The model'} on {on}, {hosts_text(self.devices, self.gpus_per_host)} ({self.hosts_because})"
         )
         pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""
@@ -243,24 +242,24 @@ def estimate(
     gpus_per_host: int | None = None,
     convention: Convention = "jaxllm",
 ) -> Estimate:
-    """Estimates a config on so many GPUs, none of which need be here.
+    """Estimates a config on a number of GPUs, which need not be present.
 
     Args:
-      gpu: a kind, by name, by a YAML file that describes it, or as a Gpu. None: bytes alone, without verdict and speed.
-      gpus: default: as many as the config's mesh.
+      gpu: a kind, by name, by a YAML file that describes it, or as a Gpu. None: bytes only, without verdict and speed.
+      gpus: default: the size of the config's mesh.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      convention: megatron: memory and verdict by the published formula and its 80% rule (plan/megatron.py), FLOPs as
+      convention: megatron: memory and verdict by the published formula and its 80% rule (cost_model/megatron.py), FLOPs as
         Megatron-LM counts them, and the time of its schedule; jaxllm's own memory stays beside it.
 
     Raises:
-      ConfigError: the mesh is not that many devices, hosts do not divide, no such GPU or convention.
+      ConfigError: the mesh has another size, hosts do not divide, or the GPU or convention does not exist.
     """
     if convention not in CONVENTIONS:
         raise ConfigError(f"--convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
     found = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
     config = config.resolve(devices).at_largest_batch
-    per_host, because = hosts_of(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
+    per_host, because = choose_gpus_per_host(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
     verdicts = {"jaxllm": Verdict(estimate_memory(config, found), found and found.capacity_bytes)}
     if convention == "megatron":
         verdicts["megatron"] = Verdict(megatron_memory(config), found and int(SAFE_SHARE * nominal_bytes(found)))
@@ -272,7 +271,7 @@ def estimate(
 
 
 def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
-    """A row for each term, a column for each stage; neighbouring stages that hold the same share one."""
+    """One row per term, one column per stage; neighbouring stages with equal terms share a column."""
     columns = fold(stages)
     names = list(dict.fromkeys(name for _, stage in columns for name in stage.terms_bytes))
     width = max(12, *(len(label) + 2 for label, _ in columns))
@@ -287,7 +286,7 @@ def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
 
 
 def fold(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
-    """('stages 1-6', the first of them) for neighbours that hold the same."""
+    """('stages 1-6', the first of them) for neighbours with equal terms."""
     folded = []
     for _, group in groupby(stages, key=lambda stage: stage.terms_bytes):
         same = list(group)

@@ -1,4 +1,4 @@
-"""A config's pipeline in a few lines: ticks, idle share, residual slots. What `jaxllm schedule` prints."""
+"""A config's pipeline in a few lines: ticks, idle share, residual slots. `jaxllm schedule` prints it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import AUTO, Config, ConfigError
-from jaxllm.plan.activations import bytes_per_token_and_layer, is_blockwise, policy_of
-from jaxllm.plan.hardware import readable
-from jaxllm.plan.schedule import Schedule, idle_share, make_schedule, microbatches_for
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.display import readable
+from jaxllm.pipeline_schedule import idle_share, make_schedule, microbatches_for
+from jaxllm.pipeline_table import Schedule
 
 USUAL_IDLE = 0.1
-"""An idle share that few would call too large; the report says how many microbatches it takes."""
+"""An idle share that is usually acceptable; the report gives the number of microbatches that it needs."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class PipelineReport:
     """Data ranks, which share a batch's microbatches."""
     data_is_assumed: bool
     slot_bytes: int | None
-    """Of one slot on one device; None for remat=none, which keeps what autodiff wants."""
+    """Bytes of one slot on one device; None for remat=none, which keeps all that autodiff needs."""
     offloaded_slot_bytes: int
-    """Of one slot in the host's memory."""
+    """Bytes of one slot in host memory."""
 
     @property
     def idle_share(self) -> float:
@@ -32,7 +33,7 @@ class PipelineReport:
 
     @property
     def most_live(self) -> list[int]:
-        """The most residual slots in use on each stage."""
+        """Maximum number of residual slots in use, for each stage."""
         return self.schedule.live.max(axis=0).tolist()
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class PipelineReport:
         chunks, plural = f" x {V} virtual" if V > 1 else "", "es" if s.microbatches > 1 else ""
         yield f"{s.name}: {P} stages{chunks}, {s.microbatches} microbatch{plural} a step"
         if self.data_is_assumed:
-            yield "  parallel.data=auto is taken as 1 here: set it, or run.cpu_devices, to divide the batch as the run does."
+            yield "  parallel.data=auto counts as 1 here: set it, or run.cpu_devices, to divide the batch as the run does."
         yield f"  ticks        {s.ticks}; forward in {s.forward_units}, backward in {s.backward_units}"
         enough = microbatches_for(USUAL_IDLE, P, V)
         hint = "" if self.idle_share < USUAL_IDLE else f"; below {USUAL_IDLE:.0%} from {enough} microbatches"
@@ -69,7 +70,7 @@ class PipelineReport:
         yield f"  slots        {s.slots} on each stage, each for one microbatch's residuals{part}"
         yield f"  most in use  {' '.join(map(str, self.most_live))}  (stage 0 first)"
         if self.slot_bytes is None:
-            yield "  memory       not known before the step is compiled: remat=none keeps what autodiff wants"
+            yield "  memory       not known before compilation: remat=none keeps all that autodiff needs"
         else:
             on_host = f", and {readable(s.slots * self.offloaded_slot_bytes)} on its host" if self.offloaded_slot_bytes else ""
             yield f"  memory       {readable(s.slots * self.slot_bytes)} of residuals on each device{on_host}"
@@ -78,15 +79,17 @@ class PipelineReport:
 def pipeline_report(config: Config) -> PipelineReport:
     """The schedule that a run of this config executes.
 
-    The number of microbatches depends on parallel.data: where that is auto, the devices of run.cpu_devices decide, and without
-    them one data rank is assumed.
+    The number of microbatches depends on parallel.data. If that is auto, run.cpu_devices gives the devices; without it, one
+    data rank is assumed.
 
     Raises:
       ConfigError: parallel.pipe is 1, or the batch does not divide.
     """
     p = config.parallel
     if p.pipe == 1:
-        raise ConfigError("parallel.pipe=1 is no pipeline: set parallel.pipe to the number of stages, such as parallel.pipe=4.")
+        raise ConfigError(
+            "parallel.pipe=1 has no pipeline: set parallel.pipe to the number of stages, such as parallel.pipe=4."
+        )
     assumed = p.data == AUTO and config.run.cpu_devices is None
     if p.data == AUTO:
         config = config.resolve(config.run.cpu_devices or p.replica * p.pipe * p.context * p.tensor)
@@ -95,7 +98,7 @@ def pipeline_report(config: Config) -> PipelineReport:
 
 
 def slot_bytes(config: Config) -> tuple[int | None, int]:
-    """What one chunk keeps of one microbatch, (on one device, in its host's memory), from the closed form of activations.py."""
+    """Bytes that one chunk keeps of one microbatch, (on one device, in host memory), by the closed form of activations.py."""
     model, p, policy = config.model, config.parallel, policy_of(config.parallel.remat)
     if policy.everything:
         return None, 0

@@ -1,4 +1,4 @@
-"""The winner of a plan as a recipe that `jaxllm train` takes.
+"""The winner of a plan as a recipe for `jaxllm train`.
 
 write_recipe(plan, "best.yaml", command="jaxllm plan ...")
 """
@@ -12,12 +12,13 @@ from typing import Any
 import yaml
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, Plan
+from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import FIT_SHARE, Plan
 
 
 def recipe(config: Config) -> dict[str, Any]:
-    """What was set, by section: load_config(recipe(config)) == config. Sizes that model.name brings are left out."""
+    """The set values by section: load_config(recipe(config)) == config. Sizes that follow from model.name are left out."""
     values = config.model_dump(mode="json", exclude_unset=True)
     name = config.model.name
     if name is not None:
@@ -29,21 +30,21 @@ def recipe(config: Config) -> dict[str, Any]:
 
 
 def check_new(path: str | Path) -> Path:
-    """The path of a file that can be made.
+    """Checks that a file can be created there and returns its path.
 
     Raises:
-      ConfigError: it exists, or its folder does not.
+      ConfigError: the file exists, or its folder does not.
     """
     path = Path(path)
     if path.exists():
-        raise ConfigError(f"--out={path} exists already, and a plan overwrites nothing: choose another file.")
+        raise ConfigError(f"--out={path} exists already, and a plan never overwrites a file: choose another file.")
     if not path.parent.is_dir():
-        raise ConfigError(f"--out={path}: there is no folder {path.parent}; make it, or choose another.")
+        raise ConfigError(f"--out={path}: the folder {path.parent} does not exist; create it, or choose another.")
     return path
 
 
 def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
-    """Writes plan.best with a comment that says where it comes from.
+    """Writes plan.best with a comment on its origin.
 
     Raises:
       ConfigError: nothing fits, or the file exists or cannot be written.
@@ -51,7 +52,7 @@ def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
     text = yaml.safe_dump(recipe(plan.best), sort_keys=False)
     heading = "".join(f"# {line}".rstrip() + "\n" for line in heading_lines(plan, Path(path), command))
     try:
-        # Exclusive: between the check and here another may have made it.
+        # Exclusive creation: another process may have created the file since the check.
         with check_new(path).open("x", encoding="utf-8") as file:
             file.write(heading + text)
     except OSError as error:
@@ -59,13 +60,13 @@ def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
 
 
 def heading_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
-    best, hosts = plan.candidates[0], plan.gpus // plan.gpus_per_host
+    best = plan.candidates[0]
     xla = "not compiled" if best.compiled_bytes is None else f"by XLA {readable(best.compiled_bytes)}"
     yield f"{plan.config.model.name or 'A model'}: {best.choice}."
     yield ""
     yield f"  command    jaxllm train {path}"
     yield f"  planned    {command}"
-    yield f"  hardware   {plan.gpus} x {plan.gpu.name}, {hosts} {'host' if hosts == 1 else 'hosts'} of {plan.gpus_per_host}"
+    yield f"  hardware   {plan.gpus} x {plan.gpu.name}, {hosts_text(plan.gpus, plan.gpus_per_host)}"
     yield (
         f"  memory     estimate {readable(best.estimate_bytes)} (at most {FIT_SHARE:.0%} of {readable(plan.capacity_bytes)}), "
         f"{xla}"

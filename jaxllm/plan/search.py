@@ -1,216 +1,62 @@
-"""Which of all the ways to spread a config over GPUs fits and is fastest, by the estimates of memory and of time.
+"""Finds the fastest way to spread a config over GPUs that fits, by the estimates of memory and time.
 
     plan = search(config, find_gpu("h100-80gb"), gpus=64)
     plan.best                                       a resolved Config
 
-The estimates can be handed in. What is found is confirmed by compiling in confirm.py.
+The caller may pass other estimates. confirm.py confirms the result by compiling.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
-from jaxllm.config import Config, ConfigError
-from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.hardware import Gpu, readable
+from jaxllm.config import Config
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Memory, Plan, Rejected, Speed
 from jaxllm.plan.space import (
     BEYOND_HOST,
     Choice,
     Group,
-    choice_in,
     groups,
     meshes,
     remat_text,
     why_not,
 )
 
-FIT_SHARE = 0.95
-"""Of the capacity: the most an estimate may say of a config that is taken to fit. The rest is for where it is short."""
 HOST_BYTES_PER_GPU = 128 * 2**30
-"""Of a host's memory, for what is offloaded: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (by
-NVIDIA's data sheets)."""
+"""Host memory per GPU for offloading: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (NVIDIA's data
+sheets)."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
-"""Times the GPUs there are, to look for a number on which anything fits."""
+"""Multiples of the present GPUs that are tried if nothing fits."""
 MESH, CONFIGURATION = "mesh", "configuration"
-KEPT_AWAY = "what --keep holds cannot be had there"
+KEPT_AWAY = "--keep leaves no configuration"
 DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
-HOST_FULL = "needs more of its host's memory than there is for a GPU"
+HOST_FULL = "needs more host memory than a GPU's share"
 _LEANER = {"selective": "full", "none": "selective"}
-"""A remat policy that never takes more memory than this one."""
-
-
-class Memory(Protocol):
-    """What is read of a MemoryEstimate."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def host_bytes(self) -> int: ...
-
-
-class Speed(Protocol):
-    """What is read of a StepTime."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def exposed_communication_share(self) -> float: ...
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float: ...
-
-    @property
-    def tflops_per_gpu(self) -> float: ...
+"""Remat policy -> a policy that never needs more memory."""
 
 
 EstimateMemory = Callable[[Config], Memory]
 EstimateTime = Callable[[Config, Gpu, int], Speed]
-"""Of a resolved config, a kind of GPU and the GPUs of a host."""
+"""Takes a resolved config, a kind of GPU and the GPUs per host."""
 Progress = Callable[[str, int, int], None]
-"""(what is being done, how much of it is done, how much there is)."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A config that fits, with its figures; bytes of one device."""
-
-    config: Config
-    """Resolved."""
-    estimate_bytes: int
-    host_bytes: int
-    step_s: float
-    exposed_communication_share: float
-    tokens_per_s_per_gpu: float
-    tflops_per_gpu: float
-    compiled_bytes: int | None = None
-
-    @property
-    def choice(self) -> Choice:
-        return choice_in(self.config)
-
-    def __repr__(self) -> str:
-        return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
-
-    def to_json(self) -> dict[str, Any]:
-        choice = self.choice
-        return {
-            **dataclasses.asdict(choice.mesh),
-            "zero": choice.zero,
-            "microbatch_sequences": choice.microbatch_sequences,
-            "schedule": choice.schedule,
-            "virtual_stages": choice.virtual_stages,
-            "remat": choice.remat,
-            "estimate_bytes": self.estimate_bytes,
-            "compiled_bytes": self.compiled_bytes,
-            "host_bytes": self.host_bytes,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "tflops_per_gpu": self.tflops_per_gpu,
-            "step_s": self.step_s,
-            "exposed_communication_share": self.exposed_communication_share,
-        }
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """All that was left out for one reason."""
-
-    unit: str
-    """mesh or configuration: a mesh that breaks a rule is left out whole."""
-    reason: str
-    count: int
-    example: str
-    """Of those that do not fit, the one nearest to it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a search found. No mesh and no configuration is lost: those looked at are the rejected and the rest, and a mesh of
-    which --keep leaves nothing is rejected too."""
-
-    config: Config
-    """As given."""
-    gpu: Gpu
-    gpus: int
-    gpus_per_host: int
-    hosts_because: str
-    candidates: tuple[Candidate, ...]
-    """All that fit, best first."""
-    rejected: tuple[Rejected, ...]
-    meshes: int
-    """Of that many GPUs, as far as the search came; `configurations` are those of the meshes that break no rule."""
-    configurations: int
-    leanest: tuple[Choice, int] | None = None
-    """Of the configurations that do not fit, the one that takes least, and its bytes."""
-    interrupted: bool = False
-    confirmed: int = 0
-    unconfirmed_because: str | None = None
-    """Why less were confirmed than asked for."""
-
-    def __repr__(self) -> str:
-        best = f"; the best {self.candidates[0]!r}" if self.candidates else ""
-        return f"<Plan for {self.gpus} x {self.gpu.name}: {len(self.candidates):,} configurations fit{best}>"
-
-    def _repr_html_(self) -> str:
-        from jaxllm.plan.search_text import as_html
-
-        return as_html(self)
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self.gpu.capacity_bytes
-
-    @property
-    def best(self) -> Config:
-        """The winner, resolved.
-
-        Raises:
-          ConfigError: nothing fits.
-        """
-        if not self.candidates:
-            raise ConfigError(f"Nothing fits on {self.gpus} x {self.gpu.name}: use more GPUs, or shorter sequences.")
-        return self.candidates[0].config
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
-        return {
-            "gpu": self.gpu.name,
-            "gpus": self.gpus,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
-            "capacity_bytes": self.capacity_bytes,
-            "fit_share": FIT_SHARE,
-            "sequence_length": self.config.train.sequence_length,
-            "global_batch_sequences": self.config.train.global_batch_sequences,
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-            "candidates_that_fit": len(self.candidates),
-            "confirmed": self.confirmed,
-            "unconfirmed_because": self.unconfirmed_because,
-            "rejected": [rejected.to_json() for rejected in self.rejected],
-            "meshes": self.meshes,
-            "configurations": self.configurations,
-            "interrupted": self.interrupted,
-        }
+"""Called with (description of the work, amount done, total amount)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a configuration may take, for one GPU."""
+    """Memory limits of a configuration, per GPU."""
 
     device_bytes: float
-    """By the estimate."""
+    """Limit for the estimate."""
     host_bytes: float
 
     def broken_by(self, memory: Memory) -> str | None:
-        """The reason to reject it, None if it fits."""
+        """The reason for rejection; None if it fits."""
         if memory.peak_bytes > self.device_bytes:
             return DOES_NOT_FIT
         return HOST_FULL if memory.host_bytes > self.host_bytes else None
@@ -218,7 +64,7 @@ class Limits:
 
 @dataclass
 class _Tally:
-    """Counts what is left out."""
+    """Counts rejected meshes and configurations."""
 
     found: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     leanest: tuple[Choice, int] | None = None
@@ -231,7 +77,7 @@ class _Tally:
         return sum(count for (counted, _), (count, _) in self.found.items() if counted == unit)
 
     def see(self, choice: Choice, memory: Memory) -> None:
-        """One that does not fit, and is counted by add()."""
+        """Records one that does not fit. add() counts it."""
         if self.leanest is None or memory.peak_bytes < self.leanest[1]:
             self.leanest = choice, memory.peak_bytes
 
@@ -244,45 +90,61 @@ class _Tally:
         return tuple(sorted(lines, key=lambda line: (line.unit != MESH, -line.count)))
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """Choices and limits of a search."""
+
+    keep: Collection[str] = ()
+    """Names of space.KEEPABLE; these settings stay as the config has them."""
+    across_hosts: bool | None = None
+    """Whether context x tensor may cross hosts; None: only if nothing fits otherwise."""
+    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU
+    """Limit of host memory for offloading."""
+    device_bytes: float | None = None
+    """Limit for the estimate; default: FIT_SHARE of the kind's capacity."""
+    largest_microbatch: bool = False
+    """Whether to rank by microbatch first."""
+    estimate: EstimateMemory | None = None
+    """Default: estimate_memory."""
+    step_time: EstimateTime | None = None
+    """Default: estimate_step_time."""
+    prune: bool = True
+    """Whether to skip what needs more than a rejected neighbour: larger microbatches, and remat that keeps more."""
+
+    def limits(self, gpu: Gpu) -> Limits:
+        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
+        return Limits(device_bytes, self.host_bytes_per_gpu)
+
+    def reaches(self) -> tuple[bool, ...]:
+        """Values of `across_hosts` to try in turn."""
+        return (False, True) if self.across_hosts is None else (self.across_hosts,)
+
+
 def search(
     config: Config,
     gpu: Gpu,
     gpus: int,
     gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
     *,
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
-    device_bytes: float | None = None,
-    largest_microbatch: bool = False,
-    estimate: EstimateMemory | None = None,
-    step_time: EstimateTime | None = None,
-    prune: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
-    """Estimates everything of space() and ranks what fits by predicted tokens/s/GPU, then by bytes.
+    """Estimates every configuration of space() and ranks those that fit by predicted tokens/s/GPU, then by bytes.
 
-    Config gives model, sequence length, global batch and all that is not searched. A KeyboardInterrupt ends the search, not
-    the program: the plan then holds what was found so far and says so.
+    The config gives model, sequence length, global batch and every setting that is not searched. A KeyboardInterrupt stops the
+    search, not the program: the plan then holds the results so far and is marked as interrupted.
 
     Args:
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      keep: names of space.KEEPABLE, left as the config has them.
-      across_hosts: whether context x tensor may reach beyond a host; None: only where nothing fits otherwise.
-      host_bytes_per_gpu: what offloading may take of the host's memory.
-      device_bytes: what a configuration may take by its estimate; default: FIT_SHARE of the kind's capacity.
-      largest_microbatch: rank by the microbatch first.
-      estimate, step_time: the estimates to go by; default: estimate_memory and estimate_step_time.
-      prune: leave out what takes more than its like that does not fit: larger microbatches, and remat that keeps more.
 
     Raises:
-      ConfigError: gpus_per_host does not divide, `keep` names what cannot be kept.
+      ConfigError: gpus_per_host does not divide gpus, or `keep` has a name that is not KEEPABLE.
     """
-    per_host, because = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate, step_time = estimate or _real_memory(gpu), step_time or _real_time()
-    limits = Limits(FIT_SHARE * gpu.capacity_bytes if device_bytes is None else device_bytes, host_bytes_per_gpu)
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
+    estimate, step_time = options.estimate or _real_memory(gpu), options.step_time or _real_time()
+    keep, limits = options.keep, options.limits(gpu)
     found: list[Candidate] = []
-    for across in (False, True) if across_hosts is None else (across_hosts,):
+    for across in options.reaches():
         tally, interrupted = _Tally(), False
         every = list(meshes(config, gpus, keep))
         seen = 0
@@ -296,7 +158,7 @@ def search(
                 if reason is not None:
                     tally.add(MESH, reason, 1, str(mesh))
                 for group in left:
-                    for candidate, memory in _fitting(config, group, limits, estimate, tally, prune):
+                    for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
                         found.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
                 if progress is not None:
                     progress("meshes", seen, len(every))
@@ -304,7 +166,7 @@ def search(
             interrupted = True
         if found or interrupted or (MESH, BEYOND_HOST) not in tally.found:
             break
-    key = _by_microbatch if largest_microbatch else _by_speed
+    key = _by_microbatch if options.largest_microbatch else _by_speed
     return Plan(
         config=config,
         gpu=gpu,
@@ -321,24 +183,15 @@ def search(
 
 
 def any_fits(
-    config: Config,
-    gpu: Gpu,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    *,
-    keep: Collection[str] = (),
-    across_hosts: bool | None = None,
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU,
-    estimate: EstimateMemory | None = None,
+    config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> bool:
-    """Whether the search would find anything. It stops at the first, and looks at meshes that take least first."""
-    per_host, _ = hosts_of(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate = estimate or _real_memory(gpu)
-    limits = Limits(FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu)
+    """Whether the search would find a candidate. It stops at the first, and tries meshes that need least memory first."""
+    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
+    keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or _real_memory(gpu)
     every = list(meshes(config, gpus, keep))
-    # Sharding the layers' work takes less than sharing out the batch.
+    # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
-    for across in (False, True) if across_hosts is None else (across_hosts,):
+    for across in options.reaches():
         for mesh in every:
             if why_not(config, mesh, per_host, across) is None:
                 for group in sorted(groups(config, mesh, keep), key=lambda group: -group.zero):
@@ -350,12 +203,12 @@ def any_fits(
 def _fitting(
     config: Config, group: Group, limits: Limits, estimate: EstimateMemory, tally: _Tally, prune: bool
 ) -> Iterator[tuple[Config, Memory]]:
-    """What fits of a group; the rest is counted."""
+    """The configurations of a group that fit; the others are counted."""
     if refused := group.refused_microbatches:
         example = group.choice(group.remats[0], refused[0])
         tally.add(CONFIGURATION, group.refused_because, len(group.remats) * len(refused), example)
     share = config.train.global_batch_sequences // group.mesh.data
-    # A step of one microbatch sums up no gradients, and so may take less than one of two smaller ones.
+    # A step of one microbatch accumulates no gradients, so it may need less memory than one of two smaller microbatches.
     several, one = (tuple(size for size in group.microbatches if (size == share) == is_one) for is_one in (False, True))
     for sizes in (several, one):
         yield from _fitting_of(config, group, sizes, limits, estimate, tally, prune)
@@ -370,7 +223,7 @@ def _fitting_of(
     tally: _Tally,
     prune: bool,
 ) -> Iterator[tuple[Config, Memory]]:
-    """The same, of some microbatches, ascending."""
+    """The same for some of the microbatch sizes, ascending."""
     first_over: dict[str, tuple[int, str]] = {}
     for remat in group.remats:
         name = remat_text(remat)
@@ -417,13 +270,13 @@ def _by_microbatch(candidate: Candidate) -> tuple[float, ...]:
 
 
 def _real_memory(gpu: Gpu) -> EstimateMemory:
-    from jaxllm.plan.memory import estimate_memory
+    from jaxllm.cost_model.memory import estimate_memory
 
     return partial(estimate_memory, gpu=gpu)
 
 
 def _real_time() -> EstimateTime:
-    from jaxllm.plan.step_time import estimate_step_time
+    from jaxllm.cost_model.step_time import estimate_step_time
 
     return estimate_step_time
 
@@ -431,35 +284,33 @@ def _real_time() -> EstimateTime:
 # ----------------------------------------------------------------------------------------------------- nothing fits
 
 
-def why_nothing(plan: Plan, **options: Any) -> str:
-    """One sentence for a plan without candidates: what was in the way, and the cheapest changes that would do; options as
-    any_fits().
-    """
+def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
+    """One sentence for a plan without candidates: the obstacle, and the cheapest changes that help."""
     config, gpu, gpus = plan.config, plan.gpu, plan.gpus
     if not plan.rejected:
-        return f"What --keep holds leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
+        return f"--keep leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
     if plan.leanest is None:
         worst = max(plan.rejected, key=lambda line: line.count)
         return (
-            f"No configuration for {gpus} x {gpu.name} can be had, mostly because {worst.reason} ({worst.count:,}, such as "
-            f"{worst.example}): change --gpus, train.global_batch_sequences or what --keep holds."
+            f"No configuration for {gpus} x {gpu.name} is possible, mostly because {worst.reason} ({worst.count:,}, such as "
+            f"{worst.example}): change --gpus, train.global_batch_sequences or --keep."
         )
     choice, size = plan.leanest
     needs = (
         f"Nothing fits on {gpus} x {gpu.name}: the leanest of {plan.configurations:,} configurations takes {readable(size)} of "
-        f"the {readable(FIT_SHARE * gpu.capacity_bytes)} there are for it ({choice})"
+        f"the {readable(FIT_SHARE * gpu.capacity_bytes)} available ({choice})"
     )
 
     def fits(changed: Config, devices: int = gpus) -> bool:
         per_host = None if devices % plan.gpus_per_host else plan.gpus_per_host
-        return any_fits(changed, gpu, devices, per_host, **options)
+        return any_fits(changed, gpu, devices, per_host, options)
 
     changes = list(_changes(config, gpus, fits))
     return f"{needs}: use {' or '.join(changes)}." if changes else f"{needs}: use a smaller model."
 
 
 def _changes(config: Config, gpus: int, fits: Callable[..., bool]) -> Iterator[str]:
-    """What would do; the first costs nothing but time, so if it does there is no second."""
+    """Changes that help. The first costs only time, so if it is enough there is no second."""
     states = ("none", "optimizer", "optimizer_and_master")
     for state in states[states.index(config.parallel.offload_state) + 1 :]:
         parallel = config.parallel.model_copy(update={"offload_state": state})

@@ -1,4 +1,4 @@
-"""A plan for a terminal, as `jaxllm plan` prints it, and for a notebook.
+"""A plan as terminal text, as `jaxllm plan` prints it, and as HTML for a notebook.
 
 Console().print(render(plan, rows=10))
 """
@@ -11,16 +11,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxllm.html_tables import preformatted, table
+from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.cost import TrainingCost
-from jaxllm.plan.hardware import readable
-from jaxllm.plan.search import FIT_SHARE, MESH, Candidate, Plan
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
+from jaxllm.plan.search import MESH
 from jaxllm.plan.space import remat_text, schedule_text
-from jaxllm.plan.sweep import PARAMETER_SERVER, Sweep
+from jaxllm.plan.sweep import Sweep
 
 GIB = 2**30
 WIDTH = 110
-"""Columns the whole table of candidates wants. On a narrower terminal it has NARROW_HEADINGS, and takes 80."""
+"""Columns that the full table of candidates needs. A narrower terminal gets NARROW_HEADINGS, which need 80."""
 HEADINGS = (
     *("#", "pipe", "data", "context", "tensor", "ZeRO", "micro-\nbatch", "schedule", "remat"),
     *("estimate\nGiB", "XLA\nGiB", "of\ncapacity", "tokens/s\n/GPU", "TFLOP/s\n/GPU (MFU)"),
@@ -30,11 +31,9 @@ NARROW_HEADINGS = (
     *("GiB", "of\ncapa-\ncity", "tokens/s\n/GPU", "TFLOP/s\n(MFU)"),
 )
 WORDS = ("schedule", "remat")
-"""Columns that are no numbers."""
+"""Columns that are not numbers."""
 NOTEBOOK_ROWS = 10
-SWEEP_HEADINGS = {PARAMETER_SERVER: "server"}
-SPLIT = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed", "hierarchical": "hier-\narchy"}
-NARROW_SWEEP_HEADINGS = {**SWEEP_HEADINGS, **SPLIT}
+NARROW_SWEEP_HEADINGS = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed", "hierarchical": "hier-\narchy"}
 
 
 def render(
@@ -45,10 +44,10 @@ def render(
     objective: str | None = None,
     width: int = WIDTH,
 ) -> Group:
-    """The plan for a terminal of so many columns, with so many candidates.
+    """The plan as terminal text of `width` columns, with `rows` candidates.
 
     Args:
-      objective: what was looked for, in words: a line below the heading.
+      objective: the objective in words, as a line below the heading.
       width: 80 or more.
     """
     narrow = width < WIDTH
@@ -80,7 +79,7 @@ def render(
 
 
 def as_html(plan: Plan) -> str:
-    """The plan for a notebook: the best candidates, and what was left out."""
+    """The plan as HTML for a notebook: the best candidates, and the rejected ones."""
     rows = [cells(plan, number, one) for number, one in enumerate(plan.candidates[:NOTEBOOK_ROWS], 1)]
     below = "\n".join(verdict_lines(plan, NOTEBOOK_ROWS, in_terminal=False))
     left_out = [(line.reason, line.example, f"{line.count:,}", line.unit) for line in plan.rejected]
@@ -92,10 +91,10 @@ def as_html(plan: Plan) -> str:
 
 
 def heading_lines(plan: Plan) -> Iterator[str]:
-    hosts, train = plan.gpus // plan.gpus_per_host, plan.config.train
+    train = plan.config.train
     yield (
-        f"{plan.config.model.name or 'The model'} on {plan.gpus} x {plan.gpu.name}, {hosts} "
-        f"{'host' if hosts == 1 else 'hosts'} of {plan.gpus_per_host} ({plan.hosts_because})"
+        f"{plan.config.model.name or 'The model'} on {plan.gpus} x {plan.gpu.name}, "
+        f"{hosts_text(plan.gpus, plan.gpus_per_host)} ({plan.hosts_because})"
     )
     yield (
         f"  {train.global_batch_sequences:,} sequences of {train.sequence_length:,} tokens a step; a step may take "
@@ -113,7 +112,7 @@ def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
 
 
 def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
-    """Of one candidate, under HEADINGS."""
+    """Cells of one candidate, under HEADINGS."""
     choice, compiled = one.choice, one.compiled_bytes
     peak_tflops = plan.gpu.peak_flops(plan.config.model.compute_dtype) / 1e12
     return [
@@ -132,7 +131,7 @@ def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
 
 
 def narrow_cells(plan: Plan, one: Candidate) -> list[str]:
-    """Of one candidate, under NARROW_HEADINGS: XLA's bytes where it was compiled, else the estimate, marked ~."""
+    """Cells of one candidate, under NARROW_HEADINGS: XLA's bytes if it was compiled, else the estimate, marked ~."""
     _, *where, schedule, remat, estimate, xla, share, speed, flops = cells(plan, 0, one)
     schedule = schedule.replace("interleaved", "inter-\nleaved")
     return [*where, schedule, remat, f"~{estimate}" if one.compiled_bytes is None else xla, share, speed, flops]
@@ -170,7 +169,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
     ways = list(next((row.reduction_s for row in sweep.rows if row.reduction_s), {}))
     headings = ["GPUs", "tokens/s", "efficiency", "exposed", *(["days"] if with_days else []), *ways, "best"]
     for heading in headings:
-        name = (NARROW_SWEEP_HEADINGS if narrow else SWEEP_HEADINGS).get(heading, heading)
+        name = NARROW_SWEEP_HEADINGS.get(heading, heading) if narrow else heading
         grid.add_column(name, justify="left" if heading == "best" else "right", overflow="fold")
     for row in sweep.rows:
         if row.best is None:
@@ -191,7 +190,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
 def sweep_lines(sweep: Sweep) -> Iterator[str]:
     yield (
         "efficiency: tokens/s/GPU beside the fewest that fit; exposed: share of the step that waits for communication; the "
-        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree, hierarchy, and a parameter server (analytic)"
+        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree and hierarchy (analytic)"
     )
     if sweep.interrupted:
         yield "INTERRUPTED: the last number of GPUs was not looked at to its end, and larger ones not at all"

@@ -1,10 +1,10 @@
-"""Every way to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, remat.
+"""All ways to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, remat.
 
-    for candidate in space(config, gpus=64): ...       resolved configs, each as if loaded from YAML
-    choices = list(choices_of(config, gpus=64))        the same, smaller, to draw from: random.Random(seed).sample(choices, 40)
+    for candidate in space(config, gpus=64): ...       resolved configs, as if loaded from YAML
+    choices = list(choices_of(config, gpus=64))        the same, smaller, for sampling: random.Random(seed).sample(choices, 40)
     choices[0].applied_to(config)
 
-Divisibility is plain arithmetic here, by the rules that Config checks, so that a config costs microseconds.
+Divisibility is plain arithmetic here, with the same rules that Config checks, so that a config costs microseconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from jaxllm.config import (
     divisors,
     sequence_unit,
 )
-from jaxllm.plan.cluster import hosts_of
-from jaxllm.plan.memory import parameters
-from jaxllm.plan.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.cost_model.parameters import parameters
+from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
-"""Those that take less memory first."""
+"""Ordered by memory, those that need least first."""
 ZEROS = (0, 1, 2, 3)
 MOST_VIRTUAL_STAGES = 8
-"""More chunks than that are one layer each for most models, with more messages than the bubble is worth."""
+"""With more chunks, most models have one layer per chunk, and the messages cost more than the bubble."""
 KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences")
-"""What a search can be told to leave as the config has it."""
+"""Settings that a search can leave as the config has them."""
 
 BEYOND_HOST = "context x tensor reaches beyond a host"
-UNEVEN = "the number of microbatches is no multiple of pipe, as interleaving needs"
-NOT_SHARED_OUT = "a parameter has no dim that divides over data x context, as ZeRO needs"
+UNEVEN = "the number of microbatches is not a multiple of pipe, as interleaving needs"
+NOT_SHARDABLE = "a parameter has no dim that divides over data x context, as ZeRO needs"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Choice:
-    """What tells one candidate from another."""
+    """The settings in which candidates differ."""
 
     mesh: Mesh
     zero: int
@@ -73,7 +73,7 @@ class Choice:
         )
 
     def applied_to(self, config: Config) -> Config:
-        """The config with these values, resolved. Nothing is checked again: a choice divides by construction."""
+        """The config with these values, resolved. Nothing is validated again: a choice divides by construction."""
         parallel = config.parallel.model_copy(
             update={
                 **asdict(self.mesh),
@@ -86,14 +86,14 @@ class Choice:
         train = config.train.model_copy(update={"microbatch_sequences": self.microbatch_sequences})
         update: dict[str, Any] = {"parallel": parallel, "train": train}
         if config.run.cpu_devices is not None:
-            # A recipe to try at home names CPU devices; a plan is for GPUs.
+            # A recipe for a small test names CPU devices; a plan is for GPUs.
             update["run"] = config.run.model_copy(update={"cpu_devices": None})
         return config.model_copy(update=update)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Choices that differ in remat and microbatch alone."""
+    """Choices that differ only in remat and microbatch."""
 
     mesh: Mesh
     zero: int
@@ -101,9 +101,9 @@ class Group:
     virtual_stages: int
     remats: tuple[Remat, ...]
     microbatches: tuple[int, ...]
-    """Sequences of a microbatch, ascending."""
+    """Sequences per microbatch, ascending."""
     refused_microbatches: tuple[int, ...] = ()
-    """Those that cannot be, for `refused_because`."""
+    """Those that are impossible, for the reason `refused_because`."""
     refused_because: str = ""
 
     def choice(self, remat: Remat, microbatch_sequences: int) -> Choice:
@@ -118,7 +118,7 @@ def space(
     keep: Collection[str] = (),
     across_hosts: bool = False,
 ) -> Iterator[Config]:
-    """Every config of the search, resolved, whether it fits or not; parameters as choices_of()."""
+    """Every config of the search, resolved, whether it fits or not; the parameters are those of choices_of()."""
     for choice in choices_of(config, gpus, gpus_per_host, keep=keep, across_hosts=across_hosts):
         yield choice.applied_to(config)
 
@@ -134,15 +134,15 @@ def choices_of(
     """Every choice that divides, in a fixed order.
 
     Args:
-      config: gives model, sequence length, global batch and all that is not searched.
+      config: gives model, sequence length, global batch and every setting that is not searched.
       gpus_per_host: default: the largest divisor of gpus not above 8.
-      keep: names of KEEPABLE, left as the config has them.
-      across_hosts: context x tensor may reach beyond a host (tensor alone never).
+      keep: names of KEEPABLE; these settings stay as the config has them.
+      across_hosts: context x tensor may cross hosts (tensor alone never).
 
     Raises:
-      ConfigError: gpus_per_host does not divide gpus; `keep` names what cannot be kept.
+      ConfigError: gpus_per_host does not divide gpus; `keep` has a name that is not KEEPABLE.
     """
-    per_host, _ = hosts_of(gpus, gpus_per_host)
+    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host)
     for mesh in meshes(config, gpus, keep):
         if why_not(config, mesh, per_host, across_hosts) is None:
             for group in groups(config, mesh, keep):
@@ -152,7 +152,7 @@ def choices_of(
 
 
 def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Mesh]:
-    """All products pipe x data x context x tensor = gpus, those with fewer stages and shorter axes of layers first.
+    """All products pipe x data x context x tensor = gpus, those with fewer stages and fewer tensor and context ranks first.
 
     Raises:
       ConfigError: as choices_of().
@@ -168,7 +168,8 @@ def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Me
 
 
 def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool = False) -> str | None:
-    """The first rule that a mesh breaks, None if it breaks none. The same for every mesh that breaks it, to be counted by."""
+    """The first rule that a mesh breaks; None if it breaks none. Meshes that break the same rule get the same text, which is
+    used to count them."""
     model, S, t, c = config.model, config.train.sequence_length, mesh.tensor, mesh.context
     if gpus_per_host % t:
         return "tensor reaches beyond a host"
@@ -192,27 +193,27 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
 
 
 def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[Group]:
-    """The choices of a mesh that why_not() has nothing against."""
+    """The choices of a mesh for which why_not() is None."""
     parallel = config.parallel
-    # With one rank to shard over, all levels are the same.
+    # With a single rank to shard over, all levels are equal.
     zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
     remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
     if "remat" in keep:
         remats = (parallel.remat,)
     overlaps = parallel.overlap_passes and mesh.pipe > 1
     if overlaps:
-        # Refused together, as is gpipe.
+        # overlap_passes excludes remat=none and gpipe.
         remats = tuple(remat for remat in remats if remat != "none")
     if not remats:
         return
-    # A microbatch is the same in every phase of train.batch_schedule.
+    # A microbatch has the same size in every phase of train.batch_schedule.
     shares = [batch // mesh.data for batch in config.batches]
     microbatches = divisors(math.gcd(*shares))
     if "zero" in keep:
         zeros = (parallel.zero,)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
-    shares_out = zero_divides(config.model, mesh)
+    shardable = zero_divides(config.model, mesh)
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
         if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
             continue
@@ -223,16 +224,16 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
             even = tuple(size for size in microbatches if all(share // size % mesh.pipe == 0 for share in shares))
         uneven = tuple(size for size in microbatches if size not in even)
         for zero in zeros:
-            if zero and not shares_out:
-                yield Group(mesh, zero, schedule, virtual_stages, remats, (), microbatches, NOT_SHARED_OUT)
+            if zero and not shardable:
+                yield Group(mesh, zero, schedule, virtual_stages, remats, (), microbatches, NOT_SHARDABLE)
             else:
                 yield Group(mesh, zero, schedule, virtual_stages, remats, even, uneven, UNEVEN)
 
 
 def zero_divides(model: ModelConfig, mesh: Mesh) -> bool:
-    """Whether every matrix has a dim that data x context divides and no other axis splits."""
+    """Whether every matrix has a dim that data x context divides and no other axis shards."""
     try:
-        # Checking what divides by construction would take longer than all of this.
+        # Full validation would take longer than the rest, and the values are valid by construction.
         parameters(model, ParallelConfig.model_construct(**asdict(mesh), zero=1))
     except ConfigError:
         return False
@@ -241,8 +242,8 @@ def zero_divides(model: ModelConfig, mesh: Mesh) -> bool:
 
 @cache
 def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
-    """(schedule, virtual stages) for so many stages: interleaved with every number of them that leaves no chunk without a layer
-    and makes chunks of another size than a smaller number does.
+    """(schedule, virtual stages) for a number of stages. Interleaved comes with every number of virtual stages that gives each
+    chunk a layer and another chunk size than every smaller number.
     """
     if pipe == 1:
         return ((ONE_F_ONE_B, 1),)
@@ -256,20 +257,22 @@ def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
 
 
 def check_keep(config: Config, keep: Collection[str]) -> None:
-    """Raises ConfigError for a name that is not searched, or one that the config leaves open."""
+    """Raises ConfigError for a name that is not searched, or one whose value the config leaves open."""
     for name in keep:
         if name not in KEEPABLE:
             nearest = difflib.get_close_matches(name, KEEPABLE, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"choose among {', '.join(KEEPABLE)}."
-            raise ConfigError(f"--keep={name} is nothing that is searched: {hint}")
+            raise ConfigError(f"--keep={name} is not a searched setting: {hint}")
     if "data" in keep and config.parallel.data == AUTO:
-        raise ConfigError("--keep=data needs a number there: set parallel.data, or leave it to the search.")
+        raise ConfigError("--keep=data needs a number: set parallel.data, or leave it to the search.")
     if "microbatch_sequences" in keep and config.train.microbatch_sequences is None:
-        raise ConfigError("--keep=microbatch_sequences needs it to be set: set train.microbatch_sequences, or leave it out.")
+        raise ConfigError(
+            "--keep=microbatch_sequences needs a value: set train.microbatch_sequences, or leave out this --keep."
+        )
 
 
 def choice_in(config: Config) -> Choice:
-    """What a resolved config has chosen."""
+    """The choice that a resolved config makes."""
     p = config.parallel
     mesh = Mesh(p.pipe, int(p.data), p.context, p.tensor)
     return Choice(mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences)

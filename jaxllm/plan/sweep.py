@@ -1,8 +1,8 @@
-"""Searches over more than one number of GPUs or sequence length.
+"""Searches over several numbers of GPUs or sequence lengths.
 
 sweep = sweep_gpus(config, gpu, 512)            the best config of 1, 2, 4 ... 512 GPUs, and where more stop paying
-smallest_cluster(config, gpu, 512)              the plan of the smallest number of GPUs that anything fits on
-longest_sequence(config, gpu, 64)               the plan of the longest sequence of which anything fits
+smallest_cluster(config, gpu, 512)              the plan of the smallest number of GPUs on which any config fits
+longest_sequence(config, gpu, 64)               the plan of the longest sequence with which any config fits
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.hardware import Gpu
-from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s
-from jaxllm.plan.search import Candidate, Plan, Progress, any_fits, search, why_nothing
+from jaxllm.plan.plan_result import Candidate, Plan
+from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
-"""What a plan is for; see objective_line()."""
+"""Objective of a plan; see objective_line()."""
 OBJECTIVES = get_args(Objective)
 PAYS = 0.5
-"""Of the speed that more GPUs could add, what they must add to pay in time: twice the GPUs, 1.5 times the tokens/s."""
+"""Share of the added GPUs' speed that must be gained for them to pay in time: twice the GPUs, 1.5 times the tokens/s."""
 STEPS_BETWEEN = 16
-"""Numbers of GPUs looked at between two powers of 2, at most."""
+"""Maximum numbers of GPUs tried between two powers of 2."""
 SEQUENCE_UNIT = 1024
-"""Longest sequences are multiples of that."""
+"""Longest sequences are multiples of this."""
 MOST_TOKENS = 2**26
-"""No longer sequence is looked at."""
-PARAMETER_SERVER = "parameter_server"
+"""No longer sequence is tried."""
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The best config of one number of GPUs."""
+    """The best config on one number of GPUs."""
 
     gpus: int
     gpus_per_host: int
     best: Candidate | None
     """None: nothing fits or divides."""
     efficiency: float | None
-    """tokens/s/GPU beside those of the smallest number that fits."""
+    """tokens/s/GPU relative to the smallest number of GPUs that fits."""
     days: float | None
-    """For the tokens asked for."""
+    """For the requested tokens."""
     reduction_s: dict[str, float]
-    """Of one sum of the float32 gradients over data x context, in closed form, not overlapped with anything: ring, tree,
-    hierarchical, and a parameter server with one server for each host, which jaxllm has not."""
+    """Seconds of one sum of the float32 gradients over data x context, in closed form, without overlap: ring, tree and
+    hierarchical."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -70,11 +70,11 @@ class SweepRow:
 class Sweep:
     rows: tuple[SweepRow, ...]
     stops_paying: int | None
-    """The first number of GPUs from which the next adds less than PAYS of what it could; None: all pay."""
+    """The first number of GPUs from which the next gains less than PAYS of what it could; None: all pay."""
     because: str
-    """In words, of the step after it."""
+    """The step after it, in words."""
     interrupted: bool = False
-    """The last search was not made to its end, and those that would have come after not at all."""
+    """Whether the last search was cut short and the later ones never ran."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "rows": [row.to_json() for row in self.rows]}
@@ -85,16 +85,16 @@ def sweep_gpus(
     gpu: Gpu,
     gpus: int,
     gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
     *,
     known: Plan | None = None,
     tokens: float | None = None,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Sweep:
-    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch; options as search().
+    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch.
 
     Args:
-      known: a plan of the same config and options, confirmed or not, to take for its number of GPUs.
+      known: a plan of the same config and options, confirmed or not, to use for its number of GPUs.
     """
     plans = []
     counts: list[int] = sorted({*_doubling(gpus), *([] if known is None else [known.gpus])})
@@ -102,7 +102,7 @@ def sweep_gpus(
         if known is not None and count == known.gpus:
             plans.append(known)
         else:
-            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), **options))
+            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), options))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:
@@ -113,10 +113,10 @@ def sweep_gpus(
 def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
     """Plans of one config for ascending numbers of GPUs, side by side."""
     least = next((plan.candidates[0] for plan in plans if plan.candidates), None)
-    told = [plan for plan in plans if plan.candidates or not plan.interrupted]
-    rows = [_row(plan, least, tokens) for plan in told]
-    # The best so far says nothing about the best.
-    whole = [row for row, plan in zip(rows, told, strict=True) if not plan.interrupted]
+    shown = [plan for plan in plans if plan.candidates or not plan.interrupted]
+    rows = [_row(plan, least, tokens) for plan in shown]
+    # An interrupted search's best candidate says nothing about the best one.
+    whole = [row for row, plan in zip(rows, shown, strict=True) if not plan.interrupted]
     return Sweep(tuple(rows), *_stops_paying(whole), interrupted=any(plan.interrupted for plan in plans))
 
 
@@ -146,34 +146,42 @@ def _stops_paying(rows: list[SweepRow]) -> tuple[int | None, str]:
 
 
 def gradient_reduction_s(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[str, float]:
-    """Seconds to sum a stage's and tensor rank's float32 gradients over data x context, by the way it is done, at the data
-    sheet's bandwidths."""
+    """Seconds to sum the float32 gradients of a stage's tensor rank over data x context, by algorithm, at the data sheet's
+    bandwidths."""
     p = config.parallel
     ranks = int(p.data) * p.context
     size_bytes = 4 * parameter_count(config.model) / (p.pipe * p.tensor)
     group, links = group_of(ranks, p.tensor, gpus_per_host), links_of(gpu)
-    seconds = {name: way(size_bytes, group, links) for name, way in ALL_REDUCES.items()}
-    return {**seconds, PARAMETER_SERVER: parameter_server_s(size_bytes, ranks, group.hosts, links)}
+    return {name: way(size_bytes, group, links) for name, way in ALL_REDUCES.items()}
 
 
-def smallest_cluster(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
-    """The plan of the smallest number of GPUs, up to `gpus`, that anything fits on: of 1, 2, 4 ..., and of whole hosts between
-    the last that does not do and the first that does. A KeyboardInterrupt after that first leaves the smallest so far.
+def smallest_cluster(
+    config: Config,
+    gpu: Gpu,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan of the smallest number of GPUs, up to `gpus`, on which any config fits: among 1, 2, 4 ..., and among complete
+    hosts between the last power that fails and the first that fits. A KeyboardInterrupt after that first one returns the
+    smallest so far.
 
     Raises:
       ConfigError: nothing fits on any of them.
-      KeyboardInterrupt: before any was found.
+      KeyboardInterrupt: interrupted before one was found.
     """
-    fits_options, steps = _for_any_fits(options), _Steps("numbers of GPUs", options.get("progress"))
+    steps = _Steps("numbers of GPUs", progress)
 
     def fits(count: int, left: int) -> bool:
-        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host), **fits_options), left)
+        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host), options), left)
 
     counts = _doubling(gpus)
     enough = next((count for number, count in enumerate(counts, 1) if fits(count, len(counts) - number)), None)
     if enough is None:
-        last = search(config, gpu, gpus, gpus_per_host, **options)
-        raise ConfigError(why_nothing(last, **fits_options))
+        last = search(config, gpu, gpus, gpus_per_host, options, progress=progress)
+        raise ConfigError(why_nothing(last, options))
     below = counts[counts.index(enough) - 1] if enough > 1 else 0
     host = gpus_per_host or gpu.gpus_per_host
     step = 1 if enough <= host else host * max(1, math.ceil((enough - below) / host / STEPS_BETWEEN))
@@ -182,34 +190,42 @@ def smallest_cluster(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
         smallest = next((count for number, count in enumerate(between, 1) if fits(count, len(between) - number)), enough)
     except KeyboardInterrupt:
         interrupted = True
-    found = search(config, gpu, smallest, host_size(smallest, gpus_per_host), **options)
+    found = search(config, gpu, smallest, host_size(smallest, gpus_per_host), options, progress=progress)
     return replace(found, interrupted=found.interrupted or interrupted)
 
 
-def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, **options: Any) -> Plan:
-    """The plan of the longest sequence of which anything fits, a multiple of SEQUENCE_UNIT (or of a power of 2, where the
-    config's own is shorter), with the config's global batch in sequences: by doubling, then by halving the interval. A
-    KeyboardInterrupt ends that, not the program, once one is known that fits: the longest so far is planned.
+def longest_sequence(
+    config: Config,
+    gpu: Gpu,
+    gpus: int,
+    gpus_per_host: int | None = None,
+    options: SearchOptions = SearchOptions(),
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan of the longest sequence with which any config fits, a multiple of SEQUENCE_UNIT (or of a power of 2, if the
+    config's own is shorter), with the config's global batch in sequences. It doubles the length, then halves the interval. Once
+    one length fits, a KeyboardInterrupt stops the search, not the program: the longest so far is planned.
 
     Raises:
       ConfigError: not even the shortest fits.
-      KeyboardInterrupt: before any was found.
+      KeyboardInterrupt: interrupted before one was found.
     """
-    fits_options, steps = _for_any_fits(options), _Steps("sequence lengths", options.get("progress"))
+    steps = _Steps("sequence lengths", progress)
     start, unit = config.train.sequence_length, length_unit(config)
 
     def of(units: int) -> Config:
         return config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": units * unit})})
 
     def fits(units: int, left: int) -> bool:
-        return steps.made(any_fits(of(units), gpu, gpus, gpus_per_host, **fits_options), left)
+        return steps.made(any_fits(of(units), gpu, gpus, gpus_per_host, options), left)
 
     low = start // unit
     while low and not fits(low, low.bit_length() - 1):
         low //= 2
     if not low:
-        last = search(of(1), gpu, gpus, gpus_per_host, **options)
-        raise ConfigError(why_nothing(last, **fits_options))
+        last = search(of(1), gpu, gpus, gpus_per_host, options, progress=progress)
+        raise ConfigError(why_nothing(last, options))
     high, interrupted = 2 * low, False
     try:
         while high * unit <= MOST_TOKENS and fits(high, low.bit_length()):
@@ -220,21 +236,21 @@ def longest_sequence(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | N
             low, high = (middle, high) if fits(middle, (high - low - 1).bit_length() - 1) else (low, middle)
     except KeyboardInterrupt:
         interrupted = True
-    found = search(of(low), gpu, gpus, gpus_per_host, **options)
+    found = search(of(low), gpu, gpus, gpus_per_host, options, progress=progress)
     return replace(found, interrupted=found.interrupted or interrupted)
 
 
 def length_unit(config: Config) -> int:
-    """Tokens of which the longest sequence is looked for in multiples."""
+    """The longest sequence is a multiple of this many tokens."""
     return min(SEQUENCE_UNIT, 2 ** (config.train.sequence_length.bit_length() - 1))
 
 
 def objective_line(objective: Objective, config: Config, gpus: int) -> str:
-    """What was looked for, in words.
+    """The objective in words.
 
     Args:
-      config: as it was given.
-      gpus: that there are; for objective=gpus, that there may be.
+      config: as given.
+      gpus: the present GPUs; for objective=gpus, the upper limit.
     """
     return {
         "speed": "The fastest of all that fit",
@@ -246,14 +262,14 @@ def objective_line(objective: Objective, config: Config, gpus: int) -> str:
 
 @dataclass
 class _Steps:
-    """Tells of tries, of which it is not known how many there will be."""
+    """Reports progress of tries, whose total number is unknown."""
 
     what: str
     progress: Progress | None
     done: int = 0
 
     def made(self, fits: bool, left: int) -> bool:
-        """What a try has found, passed on; about so many come after it."""
+        """Reports one try and returns its result; about `left` more follow."""
         self.done += 1
         if self.progress is not None:
             self.progress(self.what, self.done, self.done + left)
@@ -261,7 +277,7 @@ class _Steps:
 
 
 def host_size(gpus: int, gpus_per_host: int | None) -> int | None:
-    """The same hosts for another number of GPUs, or the largest part of one that divides it; None: not said."""
+    """The given GPUs per host for another number of GPUs, or its largest divisor that divides them; None if not given."""
     return None if gpus_per_host is None else math.gcd(gpus, gpus_per_host)
 
 
@@ -272,9 +288,3 @@ def _doubling(most: int) -> list[int]:
 
 def _powers(most: int) -> Iterator[int]:
     return (2**power for power in range(most.bit_length()))
-
-
-def _for_any_fits(options: dict[str, Any]) -> dict[str, Any]:
-    """Of search()'s options, those that say what fits."""
-    names = ("keep", "across_hosts", "host_bytes_per_gpu", "estimate")
-    return {name: options[name] for name in names if name in options}

@@ -1,16 +1,16 @@
-"""Folders that hold a model: Hugging Face's and jaxllm's own, read alike, in pieces, without JAX.
+"""Model folders on disk, Hugging Face's and jaxllm's own, with one interface. Reads parameters in pieces, without JAX.
 
     folder = open_folder("--model", "smollm2")
-    folder.model, folder.tokenizer                       # our `model` section; the folder with tokenizer.json
+    folder.model, folder.tokenizer                       # the `model` section; the folder with tokenizer.json
     folder.read(("layers", "mlp", "gate"), (slice(0, 1), slice(0, 8), slice(None)))
 
-jaxllm's own, format 2:
+jaxllm's own format 2:
 
-    model.json             the `model` section, where the weights came from, the files, what Hugging Face called its parts
-    weights*.safetensors   our parameters by their dotted paths, layers stacked in front, exactly vocab_size rows
+    model.json             the `model` section, the origin of the weights, the files, Hugging Face's dtypes and tied names
+    weights*.safetensors   parameters by dotted path, with a leading layers dim and exactly vocab_size rows
     tokenizer/             tokenizer files, generation_config.json and the original config.json
 
-Format 1, made of Orbax files, is read by train/weights.py.
+Format 1 consists of Orbax files; checkpoint/weights.py reads it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
-from jaxllm.hf_config import CONFIG, MODEL, model_section, read_json
+from jaxllm.config.errors import ConfigError
+from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_json
 from jaxllm.pretrained.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
 from jaxllm.pretrained.safetensors import DTYPES, Tensor, TensorFile
 
@@ -38,18 +38,18 @@ OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tekken.json"),
     *("chat_template*", "additional_chat_templates"),
 )
-"""Names of what travels with weights."""
+"""Names of the files that accompany weights."""
 BLOCK = 2**23
-"""Elements that are compared at once."""
+"""Number of elements compared at a time."""
 PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
 
 Index = Sequence[slice]
-"""One slice of step 1 for each dim of a parameter."""
+"""One slice with step 1 for each dim of a parameter."""
 
 
 @dataclass(frozen=True)
 class Slab:
-    """A run of a tensor's elements in a file: one layer's array, as it lies there."""
+    """Consecutive elements of a tensor in a file: the array of one layer, in the file's order."""
 
     tensor: Tensor
     first: int
@@ -60,26 +60,26 @@ class Slab:
         return self.tensor.dtype
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Elements [begin, end) of the run, flat."""
+        """Reads elements [begin, end) as a flat array."""
         elements = self.tensor.nbytes // self.dtype.itemsize
         return self.tensor.read([(self.first + begin, self.first + end)], (elements,))
 
 
 @dataclass
 class Folder:
-    """A model on disk. Subclasses say how its values are read."""
+    """A model on disk. Subclasses implement reading."""
 
     path: Path
     description: str
-    """For people: where it is and, of a run, the step."""
+    """Location for messages, with the step if it is a run."""
     model: dict[str, Any]
-    """Our `model` section; at least the keys of the shape."""
+    """The `model` section, with at least the keys of the shape."""
     companions: Path | None = None
-    """The folder that holds its tokenizer files, generation_config.json and config.json, if there is one."""
+    """The folder of its tokenizer files, generation_config.json and config.json, or None."""
     hugging_face: dict[str, Any] = field(default_factory=dict)
-    """Of weights that came from there: how the two matrices of the vocabulary and the dtypes were stored."""
+    """For weights from Hugging Face: names of the stored vocabulary matrices, and dtypes."""
     sequence_length: int | None = None
-    """It was trained with, where jaxllm trained it."""
+    """Sequence length of jaxllm's training run, if there was one."""
 
     def __post_init__(self):
         self.entries: dict[tuple[str, ...], Entry] = {entry.path: entry for entry in entries(self.model)}
@@ -97,7 +97,7 @@ class Folder:
 
     @property
     def original_config(self) -> dict[str, Any]:
-        """The content of the config.json that travelled with the weights; {} without one."""
+        """The content of the config.json that came with the weights; {} without one."""
         return self._read_companion(CONFIG)
 
     def _companion(self, name: str) -> Path | None:
@@ -110,7 +110,7 @@ class Folder:
 
     @property
     def common_dtype(self) -> np.dtype:
-        """Of most of its values."""
+        """The dtype of most values."""
         sizes: dict[np.dtype, int] = {}
         for entry in self.entries.values():
             dtype = self.dtype(entry.path)
@@ -118,11 +118,11 @@ class Folder:
         return max(sizes, key=sizes.__getitem__)
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
-        """Of `read`'s arrays."""
+        """The dtype of the arrays that `read` returns."""
         raise NotImplementedError
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
-        """A part of one of our parameters (default: all of it), layers in front, reading no other bytes.
+        """Reads a part of one parameter (default: all), with a leading layers dim. It reads no other bytes.
 
         Args:
           path: such as ("layers", "attention", "query").
@@ -130,11 +130,11 @@ class Folder:
         raise NotImplementedError
 
     def slab(self, entry: Entry, layer: int) -> Any:
-        """One layer's array (of a parameter without layers: 0) as it lies in the file: `size`, `dtype`, `read(begin, end)`."""
+        """The array of one layer in the file's order: `size`, `dtype`, `read(begin, end)`. Without layers, `layer` is 0."""
         raise NotImplementedError
 
     def box(self, path: tuple[str, ...], index: Index | None) -> list[tuple[int, int]]:
-        """[begin, end) of each dim that an index means."""
+        """Converts an index to [begin, end) of each dim."""
         shape = self.entries[path].shape
         index = (slice(None),) * len(shape) if index is None else index
         return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
@@ -144,7 +144,7 @@ class Folder:
 class HuggingFaceFolder(Folder):
     tensors: dict[str, Tensor] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
-    """Names of buffers that are no weights."""
+    """Names of buffers that are not weights."""
 
     def stored(self, entry: Entry) -> list[Tensor]:
         names = entry.tensors
@@ -154,7 +154,7 @@ class HuggingFaceFolder(Folder):
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
         found = {tensor.dtype for tensor in self.stored(self.entries[path])}
-        # Layers may differ; float32 holds every value of the others.
+        # Layers may differ. float32 represents all values of the other dtypes.
         return found.pop() if len(found) == 1 else DTYPES["F32"]
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
@@ -194,23 +194,23 @@ class JaxllmFolder(Folder):
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether it says of itself that it is one; whether it is whole, `open_folder` finds out."""
+    """Whether the path looks like a model folder. `open_folder` checks whether it is complete."""
     return (path / MODEL).is_file() or (path / CONFIG).is_file()
 
 
 def open_folder(key: str, text: str) -> Folder:
-    """The model in a folder, checked: every parameter is there once, with the right shape and a dtype that jaxllm takes, in
-    files as long as they say. The values are not read.
+    """Opens the model in a folder and checks it: each parameter exists once, with the right shape and a supported dtype, in
+    files of the stated length. It does not read values.
 
     Args:
-      key: what the user set to `text`, for errors.
+      key: the option or key that the user set to `text`, for error messages.
 
     Raises:
-      ConfigError: it is none, is damaged, or holds another network than ours; names what is wrong.
+      ConfigError: the folder is not a model, is damaged, or holds an unsupported network. The message names the problem.
     """
     path = Path(text)
     if not path.is_dir():
-        raise ConfigError(f"{key}={text} is no folder: give one with config.json and *.safetensors, or with model.json.")
+        raise ConfigError(f"{key}={text} is not a folder: give one with config.json and *.safetensors, or with model.json.")
     if (path / MODEL).is_file():
         return _open_jaxllm(key, path)
     if (path / CONFIG).is_file():
@@ -219,11 +219,11 @@ def open_folder(key: str, text: str) -> Folder:
 
 
 def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> None:
-    """What travels with weights, as it is; `target` is made if there is any.
+    """Copies the files that accompany weights. Creates `target` if there are any.
 
     Args:
       home: Folder.companions.
-      tokenizer: also the tokenizer's files, and the chat template.
+      tokenizer: also copy the tokenizer's files and the chat template.
     """
     patterns = (*BESIDE, *(OF_TOKENIZER if tokenizer else ()))
     for path in () if home is None else sorted({p for pattern in patterns for p in home.glob(pattern)}):
@@ -235,13 +235,13 @@ def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> 
 
 
 def versions() -> dict[str, str]:
-    """Of Python and what jaxllm stands on."""
+    """Versions of Python, jaxllm and its main dependencies."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            # jaxllm itself, run from a checkout that was never installed.
+            # jaxllm runs from a checkout without installation.
             found[package] = "not installed"
     return found
 
@@ -268,7 +268,7 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
             raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
         _require(tensors[name], entry.shape)
     if extra := sorted(tensors.keys() - expected.keys()):
-        raise ConfigError(f"{path} holds {extra[0]}, which its model has not: convert or export it again.")
+        raise ConfigError(f"{path} holds {extra[0]}, which is not in its model: convert or export it again.")
     companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
     theirs, length = said.get("hugging_face") or {}, said.get("sequence_length")
     return JaxllmFolder(path, str(path), section, companions, theirs, length, tensors=tensors)
@@ -291,13 +291,13 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     for name, entry in expected.items():
         if name not in tensors:
             hint = ", or set tie_word_embeddings to true if it is the embedding" if name == HEAD else ""
-            raise ConfigError(f"{path} has no tensor {name}, and its {CONFIG} asks for it: get the missing file{hint}.")
+            raise ConfigError(f"{path} has no tensor {name}, which its {CONFIG} requires: get the missing file{hint}.")
         _require(tensors[name], entry.their_shape)
     if extra := sorted(tensors.keys() - expected.keys()):
         count = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise ConfigError(
-            f"{path} holds {extra[0]}{count}, which jaxllm's Llama has not ({CONFIG} says {section['num_layers']} layers): "
-            f"it is another network, or {CONFIG} is another model's."
+            f"{path} holds {extra[0]}{count}, which jaxllm's Llama does not have ({CONFIG} says {section['num_layers']} "
+            f"layers): it is another network, or {CONFIG} belongs to another model."
         )
     if section["tie_embeddings"] and len(stored) == 2:
         _require_equal(path, tensors[EMBEDDING], tensors[HEAD])
@@ -305,7 +305,7 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
 
 
 def _vocabulary(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Which of the two names of a tied matrix are stored: mostly the embedding alone, but both and the head alone occur."""
+    """Names under which a tied matrix is stored. Usually the embedding only, but both names or the head only also occur."""
     if not section["tie_embeddings"]:
         return [EMBEDDING, HEAD]
     return [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
@@ -314,12 +314,12 @@ def _vocabulary(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> li
 def _require(tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ConfigError(
-            f"{tensor.name} in {tensor.file.path} has shape {list(tensor.shape)}, and the config asks for {list(shape)}: "
-            f"weights and config are of two models."
+            f"{tensor.name} in {tensor.file.path} has shape {list(tensor.shape)}, and the config requires {list(shape)}: "
+            f"weights and config belong to different models."
         )
     if tensor.code not in DTYPES:
         raise ConfigError(
-            f"{tensor.name} in {tensor.file.path} has dtype {tensor.code}, and jaxllm takes {', '.join(DTYPES)}: cast it first."
+            f"{tensor.name} in {tensor.file.path} has dtype {tensor.code}, jaxllm supports {', '.join(DTYPES)}: cast it."
         )
 
 
@@ -330,12 +330,12 @@ def _require_equal(path: Path, one: Tensor, other: Tensor) -> None:
         if one.code != other.code or one.read(span, (size,)).tobytes() != other.read(span, (size,)).tobytes():
             raise ConfigError(
                 f"{path} holds a {HEAD} that differs from {EMBEDDING}, while its {CONFIG} says tie_word_embeddings=true: "
-                f"set it to false to take both."
+                f"set it to false to load both."
             )
 
 
 def _files_and_promises(key: str, path: Path) -> tuple[list[str], str, dict[str, str]]:
-    """Names of the weight files, what to do about a damaged one, and which tensor the index promises in which."""
+    """Finds the names of the weight files, the fix for a damaged one, and the file in which the index promises each tensor."""
     again = "get the file again"
     if (path / SINGLE).is_file():
         return [SINGLE], again, {}
@@ -344,7 +344,7 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], str, dict[str,
         if not isinstance(promises, dict) or not promises or not all(isinstance(f, str) for f in promises.values()):
             raise ConfigError(f"{path / INDEX} has no weight_map of tensors and files: get the file again.")
         return sorted(set(promises.values())), again, promises
-    # Mistral's own format lies beside transformers' in some folders, with the same weights in it.
+    # Some folders also hold the same weights in Mistral's own format.
     found = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if found and not any("-of-" in name for name in found):
         return found, again, {}
@@ -352,18 +352,18 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], str, dict[str,
         raise ConfigError(f"{path} holds shards such as {found[0]} but no {INDEX}: get that file too.")
     if others := sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth")):
         raise ConfigError(
-            f"{path} holds {others[0]} but no safetensors file: load the model with transformers and save_pretrained it, which "
-            f"writes one."
+            f"{path} holds {others[0]} but no safetensors file: load the model with transformers and call save_pretrained, "
+            f"which writes one."
         )
     raise ConfigError(f"{key}={path} has a {CONFIG} but no *.safetensors: get the weights too.")
 
 
 def _tensors(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """All tensors of the files of a folder, each name once."""
+    """Lists all tensors of the files in a folder. Each name must be unique."""
     found: dict[str, Tensor] = {}
     for name in files:
         if Path(name).name != name:
-            raise ConfigError(f"{path} names a file {name} outside itself: {again}.")
+            raise ConfigError(f"{path} names a file {name} outside the folder: {again}.")
         if not (path / name).is_file():
             raise ConfigError(f"{path / name} is missing: {again}.")
         for tensor in TensorFile(path / name).tensors.values():
@@ -373,5 +373,5 @@ def _tensors(path: Path, files: Sequence[str], again: str, promises: Mapping[str
             found[tensor.name] = tensor
     for tensor, name in (promises or {}).items():
         if tensor not in found or found[tensor].file.path.name != name:
-            raise ConfigError(f"{path / name} does not hold {tensor}, as {INDEX} says it does: get both files again.")
+            raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
     return found

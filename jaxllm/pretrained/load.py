@@ -1,4 +1,4 @@
-"""A model folder into sharded arrays: every process reads the bytes that its devices hold, and no others."""
+"""Loads a model folder into sharded arrays. Each process reads only the bytes that its devices hold."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.pretrained.folder import Folder
 
 AT_ONCE_BYTES = 8 * 2**30
-"""Of one parameter: what a process's devices hold of it is read in one go up to here, runs of bytes being longest then; a
-larger parameter is read device by device."""
+"""Limit for reading one parameter in one go. Up to this size a process reads all that its devices hold at once, in the
+longest possible runs of bytes. It reads a larger parameter device by device."""
 
 Box = tuple[tuple[int, int], ...]
 """[begin, end) of each dim."""
 
 
 def load_params(folder: Folder, like: Any) -> Any:
-    """The parameters in a folder, laid out as `like` and cast to its dtypes. Where the mesh wants more rows in embedding and
-    head, or more layers, than the model has, they are zero.
+    """Loads the parameters of a folder with the shardings and dtypes of `like`. Rows of embedding and head, or layers, that
+    the mesh adds as padding are zero.
 
     Args:
-      like: nested dict of ShapeDtypeStructs with shardings, as Parallelized.table has the parameters: stacks of layers may be
-        cut for a pipeline's virtual stages.
+      like: nested dict of ShapeDtypeStructs with shardings, such as Parallelized.table. Layer stacks may be split for the
+        virtual stages of a pipeline.
 
     Raises:
-      ConfigError: a parameter is not in the folder, or has another shape; names it.
+      ConfigError: a parameter is missing in the folder or has another shape. The message names it.
     """
     wanted = {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
     if missing := sorted(wanted ^ folder.entries.keys()):
@@ -47,14 +47,14 @@ def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> 
         raise ConfigError(
             f"{'.'.join(path)} has shape {plain} in {folder.description} and {like.shape} in this config: use the same model."
         )
-    source = _Padded(folder, path, like.shape, extra)
+    source = _PaddedParameter(folder, path, like.shape, extra)
     places = like.sharding.addressable_devices_indices_map(like.shape)
-    # JAX annotates indices that may be None, and gives none.
+    # JAX's annotation allows None in indices, but it never occurs.
     boxes = {device: _box(index, like.shape) for device, index in places.items()}  # pyright: ignore[reportArgumentType]
     read = source.read
     hull = tuple((min(a for a, _ in spans), max(b for _, b in spans)) for spans in zip(*boxes.values(), strict=True))
     nbytes = _size(hull) * folder.dtype(path).itemsize
-    # The hull of boxes that tile it holds nothing that is not wanted.
+    # If the boxes tile their hull, reading the hull reads no unneeded bytes.
     if sum(map(_size, set(boxes.values()))) == _size(hull) and nbytes <= AT_ONCE_BYTES:
         whole = source.read(hull)
 
@@ -70,8 +70,8 @@ def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> 
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
-class _Padded:
-    """A parameter as a mesh stores it: its first dim filled up with zeros, and cut in three where there are virtual stages."""
+class _PaddedParameter:
+    """A parameter in the layout of a mesh: its first dim padded with zeros, and split in three for virtual stages."""
 
     def __init__(self, folder: Folder, path: tuple[str, ...], shape: tuple[int, ...], extra: int):
         self._folder, self._path, self._shape, self._extra = folder, path, shape, extra
@@ -88,7 +88,7 @@ class _Padded:
         return out
 
     def _runs(self, box: Box) -> Iterator[tuple[tuple[int, ...], int]]:
-        """(place in the box, its chunk's first layer) of each [virtual stage, stage]; one run where layers are one dim."""
+        """(position in the box, first layer of its chunk) of each [virtual stage, stage]. One run if layers are one dim."""
         outer = box[: self._extra]
         for where in itertools.product(*(range(a, b) for a, b in outer)):
             place = tuple(i - a for i, (a, _) in zip(where, outer, strict=True))

@@ -1,8 +1,8 @@
-"""Between Hugging Face's tensors and our parameters.
+"""Maps Hugging Face's tensors to jaxllm's parameters.
 
-They keep one tensor a layer where we stack layers in front, write every projection [out, in], and merge heads with head size.
-So each of their matrices is one of ours transposed, once ours is seen as a matrix: `columns` of its dims are its rows here and
-their columns.
+Hugging Face stores one tensor per layer, each projection as [out, in], with heads and head size merged. jaxllm stacks layers in
+a leading dim. Each Hugging Face matrix is the transpose of a jaxllm parameter that is viewed as a matrix: the first `columns`
+dims of the parameter are the matrix's columns in Hugging Face, and the other dims are its rows.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BUFFERS = (".rotary_emb.inv_freq",)
-"""Ends of the names of tensors that are no weights: old folders hold the rotary frequencies, which follow from the config."""
+"""Name suffixes of tensors that are not weights: old folders store the rotary frequencies, which follow from the config."""
 
-# Ours; theirs; our dims in the letters of the design, those before the bar being their columns. No bar: the same order.
+# jaxllm's path; Hugging Face's name; jaxllm's dims. Dims before the bar are Hugging Face's columns. No bar: the same order.
 TABLE = (
     ("embedding", EMBEDDING, "VD"),
     ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "D"),
@@ -35,16 +35,16 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One of our parameters, and what it is called over there."""
+    """One jaxllm parameter and its Hugging Face tensors."""
 
     path: tuple[str, ...]
     template: str
     layers: int | None
-    """L for a stack, whose tensors are template.format(layer); None for a parameter that is one tensor."""
+    """L for a stack, whose tensors are template.format(layer). None for a parameter that is one tensor."""
     dims: tuple[int, ...]
-    """Sizes of one layer's array, or of the whole where there are no layers."""
+    """Sizes of one layer's array, or of the complete array if there are no layers."""
     columns: int
-    """How many of these dims, from the first, are the columns of their matrix; 0: the same order on both sides."""
+    """Number of leading dims that are the columns of Hugging Face's matrix. 0: both sides have the same order."""
 
     @property
     def name(self) -> str:
@@ -52,32 +52,32 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of our parameter."""
+        """Shape of jaxllm's parameter."""
         return self.dims if self.layers is None else (self.layers, *self.dims)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Their names, in the order of the layers."""
+        """Hugging Face's names, in the order of the layers."""
         return (self.template,) if self.layers is None else tuple(self.template.format(i) for i in range(self.layers))
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of one layer's array as a matrix, with `columns` above 0."""
+        """Rows and columns of one layer's array as a matrix, if `columns` is above 0."""
         return math.prod(self.dims[: self.columns]), math.prod(self.dims[self.columns :])
 
     @property
     def their_dims(self) -> tuple[int, ...]:
-        """Their tensor's dims with heads and head size apart, as ours are."""
+        """Dims of Hugging Face's tensor, with heads and head size separate."""
         return self.dims[self.columns :] + self.dims[: self.columns]
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """Of each of their tensors."""
+        """Shape of each Hugging Face tensor."""
         return self.matrix[::-1] if self.columns else self.dims
 
 
 def entries(model: Mapping[str, Any]) -> list[Entry]:
-    """Every parameter of the network that a `model` section describes."""
+    """All parameters of the network that a `model` section describes."""
     sizes = {
         "V": model["vocab_size"],
         "D": model["hidden_size"],

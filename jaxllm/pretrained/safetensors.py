@@ -1,9 +1,9 @@
-"""safetensors files, read and written in pieces: any box of a tensor by its bytes alone, in any order, into files that are laid
-out before the first value is known.
+"""Reads and writes safetensors files in pieces: any box of a tensor, in any order. The layout of a file is fixed before its
+values are known.
 
-A file is 8 bytes (the header's length, little-endian), the header (JSON: name -> dtype, shape, [begin, end) behind it) and the
-values. Plain reads and writes, no memory map: the pages of a map count as the process's own. The library's reader hands out
-rows only through NumPy, which knows no bfloat16, and its writer wants all tensors in memory.
+A file has 8 bytes (header length, little-endian), the header (JSON: name -> dtype, shape, [begin, end) after the header) and
+the values. This module uses plain reads and writes, because the pages of a memory map count as the process's own memory. The
+library reads rows only through NumPy, which does not support bfloat16, and its writer needs all tensors in memory.
 
 Source of the format: https://huggingface.co/docs/safetensors
 """
@@ -22,13 +22,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 
 DTYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
-"""The dtypes of weights that jaxllm takes, by their names in a header."""
+"""Supported dtypes of weights, by their names in a header."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
-"""Bytes; what the library's reader accepts."""
+"""Bytes; the limit of the library's reader."""
 
 Box = Sequence[tuple[int, int]]
 """[begin, end) of each dim."""
@@ -40,11 +40,11 @@ class Tensor:
 
     name: str
     code: str
-    """Of its dtype, as the header spells it; not always one of DTYPES."""
+    """Name of the dtype in the header. It may be missing in DTYPES."""
     shape: tuple[int, ...]
     file: TensorFile
     begin: int
-    """Its first byte, from the beginning of the file."""
+    """Position of its first byte in the file."""
     end: int
 
     @property
@@ -56,10 +56,10 @@ class Tensor:
         return self.end - self.begin
 
     def read(self, box: Box | None = None, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """A box of a tensor of at least one dim; default: all of it. Reads the bytes of the box and no others.
+        """Reads a box of the tensor (default: all of it), and no other bytes. The tensor has at least one dim.
 
         Args:
-          shape: one of the same size, in which `box` is meant; default: its own.
+          shape: a shape of the same size that `box` refers to; default: the tensor's shape.
         """
         shape = self.shape if shape is None else shape
         box = [(0, size) for size in shape] if box is None else box
@@ -67,7 +67,7 @@ class Tensor:
         out = np.empty(lengths, self.dtype)
         if out.size == 0:
             return out
-        # The dims behind `last` are whole, so a run of bytes spans them and the box's part of `last`.
+        # The box covers the dims after `last` completely, so a run of bytes spans them and the box's part of `last`.
         last = max((d for d, size in enumerate(shape) if lengths[d] != size), default=0)
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         rows = out.reshape(math.prod(lengths[:last]), -1).view(np.uint8)
@@ -79,11 +79,11 @@ class Tensor:
 
 
 class TensorFile:
-    """A safetensors file, open for reading. Its header is checked when it is opened: every tensor within the file, as many
-    bytes as shape and dtype say, no gap between them.
+    """An open safetensors file. Opening checks the header: each tensor is within the file, has as many bytes as its shape and
+    dtype need, and follows the previous one without a gap.
 
     Raises:
-      ConfigError: it cannot be read, or is damaged; names file and reason.
+      ConfigError: the file cannot be read or is damaged. The message names file and reason.
     """
 
     def __init__(self, path: Path):
@@ -96,10 +96,10 @@ class TensorFile:
         self.tensors = {tensor.name: tensor for tensor in self._header()}
 
     def read_into(self, row: np.ndarray, offset: int) -> None:
-        """Fills an array of bytes from the file.
+        """Fills a byte array from the file.
 
         Raises:
-          ConfigError: the file ends before, or cannot be read.
+          ConfigError: the file ends too early or cannot be read.
         """
         assert self._descriptor is not None, "closed"
         view, done = row.data, 0
@@ -109,7 +109,7 @@ class TensorFile:
             except OSError as error:
                 raise ConfigError(f"{self.path} cannot be read ({error.strerror}): check the disk.") from None
             if not got:
-                raise self._damaged("it ends before its last tensor does")
+                raise self._damaged("it ends before its last tensor")
             done += got
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class TensorFile:
         self.read_into(length, 0)
         header_bytes = int(length.view("<u8")[0])
         if header_bytes > min(LONGEST_HEADER, self.size - 8):
-            raise self._damaged(f"its header is said to be {header_bytes:,} bytes of {self.size:,}")
+            raise self._damaged(f"its header claims {header_bytes:,} bytes of {self.size:,}")
         header = np.zeros(header_bytes, np.uint8)
         self.read_into(header, 8)
         try:
@@ -149,24 +149,24 @@ class TensorFile:
                 raise self._damaged(f"{name} does not begin where the tensor before it ends")
             reached = start + end
             if reached > self.size:
-                raise self._damaged(f"it has {self.size:,} bytes, and {name} ends at {reached:,}; it was cut off")
+                raise self._damaged(f"it has {self.size:,} bytes, and {name} ends at {reached:,}; it is truncated")
             if code in DTYPES and end - begin != math.prod(shape) * DTYPES[code].itemsize:
-                raise self._damaged(f"{name} has {end - begin:,} bytes, which {code} of shape {list(shape)} is not")
+                raise self._damaged(f"{name} has {end - begin:,} bytes, which does not match {code} of shape {list(shape)}")
             yield Tensor(name, code, shape, self, start + begin, start + end)
         if reached != self.size:
             raise self._damaged(f"it has {self.size:,} bytes, and its tensors end at {reached:,}")
 
 
 class TensorWriter:
-    """A safetensors file that is laid out first and filled after: `write` puts values anywhere, in any order. Larger dtypes
-    come first, so that every tensor lies at a multiple of its item's size.
+    """Writes a safetensors file whose layout is fixed at the start. `write` puts values at any position, in any order. Larger
+    dtypes come first, so each tensor is aligned to its item size.
 
     Args:
-      tensors: name -> (dtype, shape) of all that the file will hold.
-      metadata: strings for the header; transformers wants {"format": "pt"}.
+      tensors: name -> (dtype, shape) of all tensors of the file.
+      metadata: strings for the header. transformers requires {"format": "pt"}.
 
     Raises:
-      OSError: from any method, where the file cannot be written.
+      OSError: the file cannot be written (any method).
     """
 
     def __init__(
@@ -192,12 +192,12 @@ class TensorWriter:
             raise
 
     def write(self, name: str, values: np.ndarray, first: int = 0) -> None:
-        """Puts `values` at element `first` of a tensor, in C order."""
+        """Writes `values` from element `first` of a tensor on, in C order."""
         view = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         self._write_all(view, self._start + self._begin[name] + first * values.dtype.itemsize)
 
     def close(self, sync: bool = True) -> None:
-        """Returns when all is on the disk: some file systems say only then that there is no room."""
+        """Closes the file when all of it is on the disk. Some file systems report a full disk only at this point."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             try:

@@ -1,4 +1,4 @@
-"""A new folder, whole or not at all: it is written under another name and gets its own when nothing is left to do."""
+"""Atomic creation of a folder: it is written under a temporary name and renamed at the end."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 
 
 def require_new(destination: str, force: bool = False) -> Path:
-    """The destination as an absolute path.
+    """Returns the destination as an absolute path.
 
     Args:
-      force: an existing folder is no reason to refuse; `new_folder` will move it aside.
+      force: accept an existing folder. `new_folder` will move it aside.
 
     Raises:
-      ConfigError: it exists.
+      ConfigError: the destination exists.
     """
     target = Path(destination).absolute()
     if force and target.exists() and not target.is_dir():
-        raise ConfigError(f"{destination} exists already and is no folder: choose another.")
+        raise ConfigError(f"{destination} exists already and is not a folder: choose another.")
     if not force and os.path.lexists(target):
         raise ConfigError(
-            f"{destination} exists already, and nothing is overwritten: choose another folder, or --force, which moves the old "
-            f"one aside."
+            f"{destination} exists already, and nothing is overwritten: choose another folder, or use --force, which moves the "
+            f"old one aside."
         )
     return target
 
 
 @contextmanager
 def new_folder(destination: str, size_bytes: int, force: bool = False) -> Iterator[Path]:
-    """A folder to write into, which becomes `destination` at the end of the block. If the block fails, nothing of it is left.
+    """Yields a folder to write into. It becomes `destination` at the end of the block. If the block fails, it is deleted.
 
     Args:
-      size_bytes: what it will take, about; refused at once where the disk has less.
-      force: an existing folder becomes DESTINATION.before-1, -2 ...: it is moved, not deleted.
+      size_bytes: approximate size. Refused at once if the disk has less space.
+      force: an existing folder is moved to DESTINATION.before-1, -2 ..., not deleted.
 
     Raises:
       ConfigError: the destination exists or cannot be written.
@@ -50,7 +50,7 @@ def new_folder(destination: str, size_bytes: int, force: bool = False) -> Iterat
         aside.mkdir(parents=True)
         if (free := shutil.disk_usage(aside).free) < size_bytes:
             raise ConfigError(
-                f"{destination} would take {size_bytes / 1e9:.3g} GB, and its disk has {free / 1e9:.3g} GB left: make room, or "
+                f"{destination} needs {size_bytes / 1e9:.3g} GB, and its disk has {free / 1e9:.3g} GB left: make room, or "
                 f"choose another."
             )
         yield aside

@@ -1,7 +1,7 @@
-"""Tensors from one set of files into another, one at a time, each with a checksum that the result is held against.
+"""Copies tensors from one set of files to another, one at a time, and verifies a checksum of each result.
 
-Memory: the largest tensor that is transposed on the way (a matrix is read whole, since its columns lie all over it), plus
-blocks of BLOCK_BYTES. Straight copies take blocks alone.
+Memory: the largest tensor that is transposed (a matrix is read completely, because its columns are not contiguous), plus
+blocks of BLOCK_BYTES. Direct copies need only blocks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.pretrained.folder import FORMAT, Slab, versions
 from jaxllm.pretrained.safetensors import DTYPES, TensorFile, TensorWriter
 
 BLOCK_BYTES = 32 * 2**20
 TILE = 64
 LARGEST_FILE = 5 * 10**9
-"""Bytes; a tensor that is larger has a file of its own."""
+"""Limit in bytes. A larger tensor gets its own file."""
 EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80), DTYPES["F16"]: ("<u2", 0x7C00)}
-"""Bits that are all set in values that are not finite."""
+"""The exponent bits. All of them are set in values that are not finite."""
 
 Advance = Callable[[int], Any]
-"""Told how many bytes more have passed."""
+"""Called with the number of bytes processed since the last call."""
 
 
 class Elements(Protocol):
-    """A run of elements that can be read in pieces; folder.Slab is one."""
+    """Consecutive elements that can be read in pieces, such as folder.Slab."""
 
     @property
     def size(self) -> int: ...
@@ -46,31 +46,31 @@ class Elements(Protocol):
 
 @dataclass(frozen=True)
 class Move:
-    """One tensor on its way."""
+    """The copy of one tensor."""
 
     name: str
-    """Hugging Face's, or ours where only ours is known."""
+    """Hugging Face's name, or jaxllm's if only that is known."""
     source: Elements
     matrix: tuple[int, int] | None
-    """Rows and columns of the source, where the target is its transpose."""
+    """Rows and columns of the source if the target is its transpose, else None."""
     dtype: np.dtype
-    """What the values pass through: the narrower of both sides."""
+    """The narrower dtype of both sides. Values are cast through it."""
     target: str
-    """The tensor of the target file that receives them,"""
+    """Tensor in the target file that receives the values."""
     first: int = 0
-    """from this element on."""
+    """First element of the target tensor to write."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A set of files to be written: names of files, and what each holds."""
+    """A set of files to write: file names and the tensors of each."""
 
     files: Mapping[str, Mapping[str, tuple[np.dtype, tuple[int, ...]]]]
     metadata: Mapping[str, str]
 
     @property
     def home(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """Name of the file of each tensor."""
         return {tensor: file for file, tensors in self.files.items() for tensor in tensors}
 
     @property
@@ -85,7 +85,7 @@ def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 def in_files(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], stem: str, largest: int, metadata: Mapping[str, str]
 ) -> Layout:
-    """Tensors in their order, dealt to files of at most `largest` bytes; STEM.safetensors if one does."""
+    """Distributes tensors, in order, over files of at most `largest` bytes. A single file is named STEM.safetensors."""
     groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -104,10 +104,10 @@ def stream(moves: Iterable[Move], layout: Layout, folder: Path, advance: Advance
     """Writes the files of `layout` into `folder`, reads them again and compares.
 
     Args:
-      advance: told twice of each tensor: when it is written and when it is read again.
+      advance: called twice per tensor: after writing and after reading it again.
 
     Raises:
-      ConfigError: a value is not finite, or does not fit into its dtype, or what was written is not what was read; names the
+      ConfigError: a value is not finite, does not fit into its dtype, or reads back differently. The message names the
         tensor.
       OSError: the files cannot be written.
     """
@@ -119,7 +119,7 @@ def stream(moves: Iterable[Move], layout: Layout, folder: Path, advance: Advance
         matrix = None if move.matrix is None else (move.matrix[1], move.matrix[0])
         found = checksum(Slab(tensor, move.first, move.source.size), matrix, move.dtype)
         if found != expected:
-            raise ConfigError(f"{move.name} does not read back as it was written to {folder}: check the disk and the memory.")
+            raise ConfigError(f"{move.name} reads back differently from {folder}: check the disk and the memory.")
         advance(move.source.size * move.source.dtype.itemsize)
 
 
@@ -139,10 +139,10 @@ def _write(moves: list[Move], layout: Layout, folder: Path, advance: Advance) ->
 
 
 def _move(move: Move, writer: TensorWriter, dtype: np.dtype) -> int:
-    """Writes one tensor; returns the checksum of its values in the source's order."""
+    """Writes one tensor and returns the checksum of its values in the source's order."""
     crc, whole = 0, _whole(move.source, move.matrix)
     for begin, values in _blocks(move.source, whole):
-        _require_finite(values, move.name, "holds values that are not finite (NaN or infinite): get whole weights")
+        _require_finite(values, move.name, "holds values that are not finite (NaN or infinite): get intact weights")
         passed = _cast(values, move.dtype)
         if passed is not values:
             _require_finite(passed, move.name, f"holds values too large for {move.dtype.name}: choose another --dtype")
@@ -156,7 +156,7 @@ def _move(move: Move, writer: TensorWriter, dtype: np.dtype) -> int:
 
 
 def checksum(source: Elements, matrix: tuple[int, int] | None, dtype: np.dtype) -> int:
-    """CRC32 of the elements as `dtype`; of their transpose, where they are a `matrix`."""
+    """CRC32 of the elements as `dtype`, or of their transpose if `matrix` is given."""
     crc, whole = 0, _whole(source, matrix)
     for _, values in _blocks(source, None) if whole is None else _transposed(whole):
         crc = zlib.crc32(_cast(values, dtype).view(np.uint8).data, crc)
@@ -168,7 +168,7 @@ def _whole(source: Elements, matrix: tuple[int, int] | None) -> np.ndarray | Non
 
 
 def _blocks(source: Elements, whole: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
-    """(first element, values) of each block, in the source's order."""
+    """Yields (first element, values) of each block, in the source's order."""
     step = BLOCK_BYTES // source.dtype.itemsize
     flat = None if whole is None else whole.reshape(-1)
     for begin in range(0, source.size, step):
@@ -177,7 +177,7 @@ def _blocks(source: Elements, whole: np.ndarray | None) -> Iterator[tuple[int, n
 
 
 def _transposed(whole: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(first element, values) of each block of the transpose, in its order."""
+    """Yields (first element, values) of each block of the transpose, in its order."""
     rows, columns = whole.shape
     step = max(1, BLOCK_BYTES // (rows * whole.dtype.itemsize))
     for begin in range(0, columns, step):
@@ -185,8 +185,8 @@ def _transposed(whole: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def transpose(matrix: np.ndarray) -> np.ndarray:
-    """The transpose in C order, copied tile by tile: row by row NumPy would fetch a line of cache for each element, and for
-    bfloat16 call a function for each.
+    """Transposes into C order, tile by tile. Row by row, NumPy would load a cache line for each element and, for bfloat16,
+    call a function for each element.
     """
     unsigned = matrix.view(f"u{matrix.dtype.itemsize}")
     rows, columns = matrix.shape
@@ -200,7 +200,7 @@ def transpose(matrix: np.ndarray) -> np.ndarray:
 def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if values.dtype == dtype:
         return values
-    # What overflows is infinite, and refused for that.
+    # Overflow gives infinity, which is refused later.
     with np.errstate(over="ignore"):
         return values.astype(dtype)
 
@@ -215,6 +215,6 @@ def _require_finite(values: np.ndarray, name: str, what: str) -> None:
 def describe_model(
     model: Mapping[str, Any], source: str, dtype: np.dtype, layout: Layout, more: Mapping[str, Any] | None = None
 ) -> str:
-    """The text of model.json beside the files of `layout`."""
+    """Returns the text of model.json for the files of `layout`."""
     said = {"format": FORMAT, "model": dict(model), "source": source, "dtype": dtype.name, "files": list(layout.files)}
     return json.dumps({**said, **(more or {}), "versions": versions()}, indent=2) + "\n"

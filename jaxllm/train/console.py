@@ -1,7 +1,7 @@
-"""What a run prints: a live bar on a terminal, a live line in a notebook, plain lines anywhere else.
+"""Console output of a run: a live bar on a terminal, a live line in a notebook, plain lines anywhere else.
 
-Colours and the bar are rich's. NO_COLOR turns colours off; where output is no terminal, or one that moves no cursor
-(TERM=dumb), there is neither.
+The rich package draws colours and the bar. NO_COLOR turns colours off. Output that is not a terminal, or a terminal that cannot
+move its cursor (TERM=dumb), gets neither.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from jaxllm.html_tables import escaped
+from jaxllm.display import escaped
 from jaxllm.plan.cost import short
 from jaxllm.train.metrics import Record
 
 NOTEBOOK_REFRESH_S = 0.2
-"""Between two changes of a notebook's line: each is a message, and a tiny model makes hundreds of steps a second."""
+"""Minimum time between two updates of a notebook's line. Each is a message, and a tiny model makes hundreds of steps/s."""
 
 
 def in_notebook() -> bool:
     """Whether output goes to a Jupyter kernel's front end."""
-    # Only a kernel has brought it in already, and has a shell.
+    # In a kernel IPython is already imported and has a shell.
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class Console:
-    """Says lines and shows steps, on one process of a run. On the others (main=False) it is silent."""
+    """Prints lines and shows steps, on one process of a run. On the others (main=False) it prints nothing."""
 
     def __init__(self, total_steps: int, main: bool = True):
         self._total, self._main = total_steps, main
@@ -44,8 +44,8 @@ class Console:
         if self._main and in_notebook():
             self._line = NotebookLine(self._total)
         elif self._main and self._console.is_terminal and not self._console.is_dumb_terminal:
-            # A column of its own kind may wrap: on 80 columns a long line takes two, where it would have lost its end, the bar
-            # and the time left.
+            # A separate column may wrap: on 80 columns a long line takes two rows. Otherwise its end, the bar and the time
+            # left would be cut off.
             line = TextColumn("{task.description}", table_column=Column())
             columns = (line, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, console=self._console, transient=True)
@@ -68,7 +68,7 @@ class Console:
             print(line, flush=True)
 
     def step(self, record: Record, mfu: float | None, due: bool) -> None:
-        """Shows one step's metrics; `due` says whether it gets a line of its own."""
+        """Shows the metrics of one step. With `due` it prints a line of its own."""
         if not self._main:
             return
         line = (
@@ -97,7 +97,7 @@ class Console:
 
 
 class NotebookLine:
-    """One output of a cell that changes in place: a bar and the newest step's line. The last of them is saved with the cell."""
+    """One output of a cell that is updated in place: a bar and the newest step's line. The last one is saved with the cell."""
 
     def __init__(self, total: int):
         self._total = total
@@ -111,7 +111,7 @@ class NotebookLine:
             self.flush()
 
     def flush(self) -> None:
-        """Shows what came since."""
+        """Shows the latest step that is not shown yet."""
         if self._newest is None:
             return
         from IPython.display import display  # type: ignore[import-not-found]

@@ -1,10 +1,10 @@
-"""Instability: steps that are skipped, spikes, and the norms of each layer.
+"""Instability: skipped steps, spikes, and the norms of each layer.
 
-A step whose loss or gradient norm is not finite is skipped in the step itself, on all devices alike: weights and moments stay
-as they are bit for bit, the step counts, and its samples are not read again. A spike is a loss or gradient norm that lies
-train.spike_deviations standard deviations above the mean of the last WINDOW steps (the rule of OLMo-core's SkipStepAdamW). The
-host marks it as metrics arrive. With train.skip_spikes the step finds it and skips it too; the last losses and norms are then
-part of the state, so that a run taken up again skips the same steps.
+If the loss or the gradient norm of a step is not finite, the step itself skips the update, on all devices alike: weights and
+moments stay the same bit for bit, the step counts, and its samples are not read again. A spike is a loss or gradient norm more
+than train.spike_deviations standard deviations above the mean of the last WINDOW steps (the rule of OLMo-core's
+SkipStepAdamW). The host marks spikes as metrics arrive. With train.skip_spikes the step detects and skips them too; the last
+losses and norms are then part of the state, so that a resumed run skips the same steps.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.sharding import stack_dims
 
 WINDOW = 128
-"""Steps that say what is usual."""
+"""Number of past steps that define the usual level."""
 FEWEST = WINDOW // 2
-"""Steps before which nothing is a spike."""
+"""Number of steps before which no step counts as a spike."""
 LAYER_GRAD_NORM, LAYER_ACTIVATION_NORM = "layer_grad_norm", "layer_activation_norm"
 
 
 class Recent(NamedTuple):
-    """Loss and gradient norm of the last steps in which both were finite, spikes included: where the level changes for good,
-    what was a spike is usual soon. Arrays of numpy or of JAX."""
+    """Loss and gradient norm of the last steps in which both were finite, including spikes: after a permanent change of level,
+    former spikes soon become usual. Arrays of numpy or JAX."""
 
     values: Any
-    """[2, WINDOW], a ring."""
+    """[2, WINDOW], a ring buffer."""
     count: Any
-    """Of steps written so far."""
+    """Number of steps written so far."""
 
     @staticmethod
     def empty(xp: Any = jnp, dtype: Any = jnp.float32) -> Recent:
         return Recent(xp.zeros((2, WINDOW), dtype), xp.zeros((), xp.int32))
 
     def is_spike(self, new_2: Any, deviations: float, xp: Any = jnp) -> Any:
-        """Whether one of (loss, gradient norm) is far above the usual. Not what is not finite, and none before FEWEST steps."""
+        """Whether loss or gradient norm is far above the usual level. False if not finite, and before FEWEST steps."""
         known = xp.arange(WINDOW) < self.count
         number = known.sum().astype(self.values.dtype)
         mean_2 = xp.where(known[None], self.values, 0).sum(axis=1) / xp.maximum(number, 1)
@@ -84,10 +84,10 @@ def skip_spikes(deviations: float) -> SkipPolicy:
 
 
 def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:
-    """gradients -> each layer's norm, float32 [num_layers].
+    """Makes a function: gradients -> norm of each layer, float32 [num_layers].
 
     Args:
-      table: the parameters as a nested dict of Parameter; those of layers are stacked (parallel/stacking.py).
+      table: nested dict of Parameter. The parameters of layers are stacked (parallel/layer_stacking.py).
     """
 
     def squares(parameter: Any, gradient: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:
         return jnp.sum(jnp.square(gradient), axis=axes).reshape(-1)
 
     def norms(gradients: Any) -> jax.Array:
-        # Stacks in chunks are in the order of layers when flattened, and identity layers come last.
+        # Flattened chunk stacks are in the order of layers, with identity layers at the end.
         total: Any = sum(jax.tree.leaves(jax.tree.map(squares, table["layers"], gradients["layers"])))
         return jnp.sqrt(total[:num_layers])
 
@@ -106,10 +106,10 @@ def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:
 
 
 class Watch:
-    """Reads each step's metrics: counts skipped steps, marks spikes, and ends a run that does nothing but skip.
+    """Reads each step's metrics: counts skipped steps, marks spikes, and stops a run that only skips.
 
     Attributes:
-      skipped_steps: of the whole run.
+      skipped_steps: number of skipped steps in the complete run.
     """
 
     def __init__(self, config: Config):
@@ -117,23 +117,23 @@ class Watch:
         self.begin(0)
 
     def begin(self, skipped_steps: int) -> None:
-        """Anew, or from a checkpoint that says how many steps were skipped before it."""
+        """Starts a new run, or a resumed one whose checkpoint records the number of skipped steps."""
         self.skipped_steps, self._in_a_row, self._step = skipped_steps, 0, 0
         self._recent = Recent.empty(np, np.float64)
 
     def recall(self, metrics: Path) -> None:
-        """Takes up what was usual from the last lines of a run's metrics.jsonl."""
+        """Restores the usual level from the last lines of a run's metrics.jsonl."""
         if not metrics.exists():
             return
         with metrics.open(encoding="utf-8") as lines:
-            # Evaluations and others have lines too.
+            # Other lines, such as those of evaluations, are in between.
             last = [json.loads(line) for line in deque(lines, maxlen=4 * WINDOW)]
         for line in last:
             if line.get("loss") is not None and line.get("grad_norm") is not None:
                 self._recent = self._recent.after(np.array([line["loss"], line["grad_norm"]]), np)
 
     def see(self, step: int, values: Mapping[str, float]) -> dict[str, int]:
-        """What a step's line says of it: skipped and loss_spike (0 or 1), and skipped_steps so far."""
+        """Returns the keys for a step's line: skipped and loss_spike (0 or 1), and skipped_steps so far."""
         skipped, new_2 = int(values["skipped"]), np.array([values["loss"], values["grad_norm"]])
         spike = values.get("loss_spike")
         if spike is None:
@@ -144,7 +144,7 @@ class Watch:
         return {"skipped": skipped, "skipped_steps": self.skipped_steps, "loss_spike": int(spike)}
 
     def require_progress(self) -> None:
-        """Raises ConfigError if the last steps that were seen were skipped, train.max_skips_in_a_row of them."""
+        """Raises ConfigError if the last train.max_skips_in_a_row steps were all skipped."""
         if self._in_a_row < self._most:
             return
         last, first = self._step, self._step - self._in_a_row + 1
@@ -157,8 +157,8 @@ class Watch:
 
 
 def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] | None:
-    """A line for run.dir/spikes.jsonl: what is needed to replay the step of a record; None if it was a usual one. The samples
-    that it read are first_sequence and those that follow, as Trainer.train_batch(step - 1) lays them out.
+    """Makes a line for run.dir/spikes.jsonl with the data to replay a step; None for a usual step. The step read the samples
+    from first_sequence on, in the layout of Trainer.train_batch(step - 1).
     """
     if not (record.get("skipped") or record.get("loss_spike")):
         return None
@@ -169,7 +169,7 @@ def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] 
 
 
 def by_layer(record: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as numbers: those of all layers in one array get a name each, such as layer_grad_norm/0."""
+    """Metrics as numbers. An array over all layers becomes one entry per layer, such as layer_grad_norm/0."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         if np.ndim(value) == 0:

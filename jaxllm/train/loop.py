@@ -1,61 +1,56 @@
-"""`jaxllm train`: the loop round the trainer. Resumes, logs, evaluates, saves, and says at the end what came out."""
+"""`jaxllm train`: the training loop. It resumes, logs, evaluates and saves, and prints results at the end."""
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
 
-from jaxllm import distributed, exits, progress, watchdog
+from jaxllm.checkpoint.files import describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import Config
-from jaxllm.data.baselines import ngram_baseline
-from jaxllm.inference.generate import sample
-from jaxllm.inference.text_stream import printable
-from jaxllm.plan.flops import mfu
-from jaxllm.plan.hardware import gpu_from_device_kind
-from jaxllm.train.checkpoint import Checkpoints, describe_run, require_shared, saved_steps
+from jaxllm.cost_model.flops import mfu
+from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.runtime import distributed, exit_codes, progress, watchdog
 from jaxllm.train.console import Console
-from jaxllm.train.fence import alone_in
-from jaxllm.train.fits import explaining_out_of_memory
-from jaxllm.train.interrupt import Interrupt
+from jaxllm.train.epilogue import conclude, record_evaluation
+from jaxllm.train.memory_check import explain_out_of_memory
+from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong
 from jaxllm.train.metrics import Record, Sink, open_sinks
-from jaxllm.train.notes import announce, by_source, describe_phase, noise_note, what_went_wrong
-from jaxllm.train.run_clock import RunClock
-from jaxllm.train.run_dir import has_evaluation, keep_companions, make_run_dir, require_same_run, write_config
+from jaxllm.train.run_dir import keep_companions, make_run_dir, require_same_run, write_config
+from jaxllm.train.run_timer import RunTimer
+from jaxllm.train.signals import SignalHandler
 from jaxllm.train.stragglers import Stragglers
-from jaxllm.train.trainer import Evaluation, Trainer
-
-FINAL_EVAL_TOKENS = 2**24
-"""Of each source, in the evaluation at the end: a hundredth of a large corpus would take days."""
+from jaxllm.train.trainer import Trainer
 
 
 def fit(config: Config) -> Trainer:
-    """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it before:
-    then Trainer.stopped_by names it. Where somebody restarts the run and the signal comes before the first step, the process
-    ends instead, with exits.RESTART.
+    """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it earlier;
+    Trainer.stopped_by then names the signal. If a supervisor restarts the run and the signal comes before the first step, the
+    process exits with exit_codes.RESTART instead.
     """
-    clock = RunClock()
-    place, minutes = distributed.place(), config.checkpoint.every_minutes
-    watchdog.beat(place.beat_fd)
-    interrupt = Interrupt(minutes * 60 if minutes else None, leave_early if place.restarts else None)
-    # The others hear of an error before anything is closed here: that may wait for them.
-    with ExitStack() as stack, distributed.leaving_on_errors(), explaining_out_of_memory(config) as explaining:
-        stack.enter_context(watchdog.Watchdog(config.run, distributed.line))
+    timer = RunTimer()
+    launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
+    watchdog.beat(launch.beat_fd)
+    signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
+    # Announce an error to the other processes before closing anything, because closing may wait for them.
+    with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
+        stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
         folder = make_run_dir(config)
-        if place.restarts:
-            stack.enter_context(interrupt)
-        trainer = explaining.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
+        if launch.restarts:
+            stack.enter_context(signals)
+        trainer = advice.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
-        require = stack.enter_context(alone_in(folder))
+        require = stack.enter_context(hold_run_dir(folder))
         config = trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint, require)
         stack.callback(checkpoints.close)
-        announce(console, trainer)
+        print_header(console, trainer)
         if checkpoints.latest is not None:
             require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
             trainer.restore(checkpoints)
@@ -75,17 +70,17 @@ def fit(config: Config) -> Trainer:
             require()
             write_config(folder, config)
             keep_companions(folder, trainer)
-        if not place.restarts:
-            # Until here a signal does what it does to any program.
-            stack.enter_context(interrupt)
+        if not launch.restarts:
+            # Before this point a signal has its default effect.
+            stack.enter_context(signals)
         with progress.phase("step"):
-            stopped_by = train(trainer, checkpoints, interrupt, console, sinks, clock)
+            stopped_by = train(trainer, checkpoints, signals, console, sinks, timer)
         with progress.phase("save"):
             checkpoints.wait()
         with progress.phase("finish"):
-            stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, interrupt, console, sinks)
+            stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, signals, console, sinks)
         if stopped_by and trainer.step:
-            console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; the same command goes on from there")
+            console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; rerun the same command to resume")
         elif stopped_by:
             console.say(f"stopped before the first step by {stopped_by}; there is nothing to save")
         console.say(f"run directory {folder}")
@@ -93,16 +88,16 @@ def fit(config: Config) -> Trainer:
 
 
 def leave_early(name: str) -> None:
-    """For Interrupt: the signal `name` came when nothing was trained yet, and somebody restarts this run."""
+    """Callback of SignalHandler: the signal `name` came before any training, and a supervisor restarts this run."""
     distributed.leave_at_once(
-        f"told to stop by {name} before the first step of this start: there is nothing to save", exits.RESTART
+        f"stopped by {name} before the first step of this start: there is nothing to save", exit_codes.RESTART
     )
 
 
 def train(
-    trainer: Trainer, checkpoints: Checkpoints, interrupt: Interrupt, console: Console, sinks: list[Sink], clock: RunClock
+    trainer: Trainer, checkpoints: Checkpoints, signals: SignalHandler, console: Console, sinks: list[Sink], timer: RunTimer
 ) -> str | None:
-    """The loop itself. Metrics arrive one step late; evaluation, saving and profiling wait for the step under way. Returns the
+    """The training loop. Metrics arrive one step late; evaluation, saving and profiling wait for the running step. Returns the
     signal that stopped it, or None at the last step.
     """
     config, first = trainer.config, trainer.step
@@ -112,7 +107,7 @@ def train(
     def publish(record: Record | None) -> None:
         if record is None:
             return
-        record |= clock.of_line(trainer, peak_flops)
+        record |= timer.record_keys(trainer, peak_flops)
         for sink in sinks:
             sink.write(record)
         if record["skipped"] or record["loss_spike"]:
@@ -132,7 +127,7 @@ def train(
         trainer.prepare()
         if trainer.compile_s is not None:
             console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
-    stopped_by = interrupt.begin()
+    stopped_by = signals.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()
         if trainer.step > 0 and (phase := config.phase_at(trainer.step)).first_step == trainer.step:
@@ -140,10 +135,10 @@ def train(
         with profile(config, trainer.step + 1, first + 1):
             publish(trainer.advance())
             step, last = trainer.step, trainer.step == config.train.steps
-            due = interrupt.due(step)
-            stopped_by = None if last else due.stopped_by
+            actions = signals.actions_after(step)
+            stopped_by = None if last else actions.stopped_by
             periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
-            saves = last or due.save or any(is_multiple(step, period) for period in periods)
+            saves = last or actions.save or any(is_multiple(step, period) for period in periods)
             evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)
             stragglers.look()
             if saves or evaluates or ends_profile(config, step):
@@ -154,11 +149,11 @@ def train(
             console.say(note)
         if saves:
             save(step)
-            interrupt.saved()
+            signals.saved()
         if evaluates:
-            found = record_evaluation(trainer, sinks, interrupt, config.train.eval_batches)
+            found = record_evaluation(trainer, sinks, signals, config.train.eval_batches)
             if found is None:
-                stopped_by = interrupt.asked()
+                stopped_by = signals.agreed_signal()
                 if not saves:
                     save(step)
             else:
@@ -168,50 +163,9 @@ def train(
     return stopped_by
 
 
-def record_evaluation(
-    trainer: Trainer, sinks: list[Sink], interrupt: Interrupt, max_batches: int | None = None
-) -> Evaluation | None:
-    """Evaluates; writes eval_loss, and for a mixture each source's, to the sinks. None: a signal came in between."""
-    found = trainer.evaluate(max_batches, stop=lambda: interrupt.asked() is not None)
-    if found is None:
-        return None
-    record: Record = {"step": trainer.step, "eval_loss": found.loss}
-    if len(found.by_source) > 1:
-        record |= {f"eval_loss/{name}": loss for name, loss in found.by_source.items()}
-    for sink in sinks:
-        sink.write(record)
-    return found
-
-
-def conclude(trainer: Trainer, interrupt: Interrupt, console: Console, sinks: list[Sink]) -> str | None:
-    """Held-out loss over all held-out text, n-gram baselines on the same split, and a sample. Returns the signal that stopped
-    the evaluation, or None.
-    """
-    data, unit, config = trainer.data, trainer.data.unit, trainer.config
-    if data.held_out_tokens > 1:
-        batch_tokens = config.microbatch_rows * config.parallel.pipe * config.train.sequence_length
-        # A run that is started once more, with nothing to train, has its line already.
-        known = has_evaluation(Path(config.run.dir) / "metrics.jsonl", trainer.step)
-        found = record_evaluation(trainer, [] if known else sinks, interrupt, -(-FINAL_EVAL_TOKENS // batch_tokens))
-        if found is None:
-            return interrupt.asked()
-        (source, *_) = data.sources
-        for order, name in ((2, "bigrams"), (3, "trigrams")) if config.log.baselines else ():
-            baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)
-            console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
-        documents = sum(len(source.held_out) for source in data.sources)
-        console.say(f"{found.tokens:,} held-out {unit}s scored in {documents:,} document{'s' if documents > 1 else ''}")
-        console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
-    if (length := config.log.sample_tokens) and data.tokenizer is not None:
-        begun = config.log.sample_prompt
-        new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
-        console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
-    return None
-
-
 @contextmanager
 def profile(config: Config, step: int, first_step: int):
-    """Traces steps log.profile_steps = [first, last] into run.dir/profile; from `first_step` where a run resumes in between."""
+    """Traces steps log.profile_steps = [first, last] into run.dir/profile; starts at `first_step` if a run resumes inside."""
     span = config.log.profile_steps
     if span and step == max(span[0], first_step) and step <= span[1]:
         jax.profiler.start_trace(str(Path(config.run.dir) / "profile"))
@@ -229,6 +183,6 @@ def is_multiple(step: int, every: int | None) -> bool:
 
 
 def peak_flops_of(trainer: Trainer) -> float | None:
-    """Dense peak of this chip in the compute dtype, FLOP/s, or None where the chip is unknown."""
+    """Dense peak of this chip in the compute dtype, in FLOP/s; None for an unknown chip."""
     gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
     return gpu.peak_flops(trainer.config.model.compute_dtype) if gpu else None

@@ -1,4 +1,4 @@
-"""Where the numbers go: metrics.jsonl always, TensorBoard and Weights & Biases on request."""
+"""Metrics sinks: metrics.jsonl always, TensorBoard and Weights & Biases on request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.fence import unfenced
 from jaxllm.train.instability import spike_line
 
 Record = dict[str, float | int]
@@ -26,12 +26,12 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One object per line, flushed, after those an earlier start of the run wrote for steps up to `last_step`.
+    """Writes one JSON object per line and flushes it. A resumed run appends to the lines up to `last_step`.
 
-    Lines of later steps, which will be done again, go to a file beside it: metrics-1.jsonl and so on.
+    Lines of later steps, which will run again, move to a file beside it: metrics-1.jsonl and so on.
 
     Args:
-      require: called before anything is written; Fence.require where the run holds the directory.
+      require: called before anything is written; RunDirLock.require where the run holds the directory.
     """
 
     def __init__(self, path: Path, last_step: int, require: Callable[[], None] = unfenced):
@@ -48,14 +48,14 @@ class JsonLines:
         if len(kept) < len(before):
             new = path.with_suffix(".new")
             new.write_text("".join(kept), encoding="utf-8")
-            # Linked, then replaced: a kill in between leaves a copy too many, never a line too few.
+            # Link first, then replace: a kill in between leaves an extra copy, but loses no line.
             aside = next(a for n in itertools.count(1) if not (a := path.with_stem(f"{path.stem}-{n}")).exists())
             os.link(path, aside)
             new.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        # JSON has no NaN or infinity: null.
+        # JSON has no NaN or infinity, so they become null.
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         try:
             self._require()
@@ -68,13 +68,13 @@ class JsonLines:
         try:
             self._file.close()
         except OSError:
-            # `write` has said so; what it could not flush is tried again here.
+            # `write` has reported the error. Closing tries to flush again.
             pass
 
 
 class Spikes:
-    """Beside metrics.jsonl a file of the steps that were skipped or spikes alone, with the samples they read. It is made with
-    the first of them.
+    """Writes the steps that were skipped or are spikes, with their samples, to a file beside metrics.jsonl. The first such
+    step creates it.
     """
 
     def __init__(self, path: Path, config: Config, last_step: int, require: Callable[[], None] = unfenced):
@@ -119,7 +119,7 @@ class WeightsAndBiases:
 
 
 def open_sinks(config: Config, last_step: int, require: Callable[[], None] = unfenced) -> list[Sink]:
-    """The sinks a config asks for, for a run that goes on after `last_step`; the run directory must exist, and `require` is
+    """Opens the sinks of a config, for a run that continues after `last_step`. The run directory must exist. `require` is
     called before its metrics.jsonl is written.
 
     Raises:
@@ -131,17 +131,17 @@ def open_sinks(config: Config, last_step: int, require: Callable[[], None] = unf
         sinks.append(TensorBoard(folder / "tensorboard"))
     if config.log.wandb_project:
         sinks.append(WeightsAndBiases(config.log.wandb_project, config))
-    # Last, so that a missing package touches nothing.
+    # Opened last, so that a missing package changes no file.
     sinks.append(JsonLines(folder / "metrics.jsonl", last_step, require))
     return [*sinks, Spikes(folder / "spikes.jsonl", config, last_step, require)]
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be written ({error.strerror}): remove the cause; the same command goes on.")
+    return ConfigError(f"{path} cannot be written ({error.strerror}): remove the cause and rerun the same command to resume.")
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinity for one that a crash cut short."""
+    """The step of a line; infinity for a truncated line."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError):

@@ -1,10 +1,10 @@
-"""Optimizer state in the host's memory: AdamW's moments, and the fp32 master weights if wanted, lie there between steps.
+"""Optimizer state in host memory: AdamW's moments, and optionally the fp32 master weights, stay there between steps.
 
-The update brings in a piece at a time (a layer; a part of the embedding or the head), so that the device never holds more
-than a few: a loop reads from the arrays on the host and writes back into them. Within a piece XLA reads one parameter while it
-writes another. To read the next piece at the same time would be a read and a write of one array, and cost a copy of all of it.
-Every rank works on its own share, in a region that is manual over all axes: left to the compiler, a stack of layers that is
-split over `pipe` would be gathered.
+The update loads one piece at a time (a layer, or a part of the embedding or the head), so that the device never holds more
+than a few. A loop reads from the arrays on the host and writes back into them. Within a piece XLA reads one parameter while it
+writes another. Prefetching the next piece would read and write one array at the same time, which costs a copy of all of it.
+Each rank works on its own shard, in a region that is manual over all axes: the compiler would otherwise gather a layer stack
+that is sharded over `pipe`.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from jaxllm.train.state import TrainState
 from jaxllm.train.step import Update, make_update
 
 PIECE_BYTES = 64 * 2**20
-"""Of an embedding or head, at most: 1.2 ms of a PCIe 5 link, far above what it takes to start a copy."""
+"""Maximum size of a piece of the embedding or head: 1.2 ms on a PCIe 5 link, far above the start-up cost of a copy."""
 
 Space = jax.memory.Space
 Tree = Any
 
 
 def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Mesh) -> Update:
-    """The optimizer's update with moments (and params) on the host. Its numbers are those of the plain update.
+    """The optimizer's update with moments (and params) on the host. It gives the same numbers as the plain update.
 
     Args:
       table: nested dict of Parameter.
-      shardings: where the state lies.
+      shardings: shardings of the state.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     params_on_host = config.parallel.offload_state == "optimizer_and_master"
 
     def update(gradients: Tree, opt_state: Tree, params: Tree, rate: jax.Array, apply_update: jax.Array) -> tuple[Tree, Tree]:
-        anatomy = Anatomy.of(opt_state, table)
-        moments, counters = anatomy.take_apart(opt_state)
-        moment_specs, counter_specs = anatomy.take_apart(specs.opt_state)
+        structure = StateStructure.of(opt_state, table)
+        moments, counters = structure.take_apart(opt_state)
+        moment_specs, counter_specs = structure.take_apart(specs.opt_state)
         parts = {}
         for name, part in table.items():
             state_specs = (specs.params[name], [tree[name] for tree in moment_specs], counter_specs)
-            run = partial(_update_part, make_update(make_optimizer(config, part)), anatomy, part, params_on_host)
+            run = partial(_update_part, make_update(make_optimizer(config, part)), structure, part, params_on_host)
             in_specs = (specs.params[name], *state_specs, PartitionSpec(), PartitionSpec())
             mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=state_specs, check_vma=False)
             parts[name] = mapped(gradients[name], params[name], [tree[name] for tree in moments], counters, rate, apply_update)
         new_moments = [{name: new[i] for name, (_, new, _) in parts.items()} for i in range(len(moments))]
-        # Every part has counted the step.
+        # Each part has counted the step.
         *_, (_, _, new_counters) = parts.values()
-        return {name: new for name, (new, _, _) in parts.items()}, anatomy.assemble(new_moments, new_counters)
+        return {name: new for name, (new, _, _) in parts.items()}, structure.assemble(new_moments, new_counters)
 
     return update
 
 
 def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Parallelized:
-    """The functions for master weights on the host: what comes to the device is a copy in the compute dtype."""
+    """Wraps the functions for master weights on the host. The device gets a copy in the compute dtype."""
     specs = jax.tree.map(lambda sharding: sharding.spec, functions.master_shardings)
 
     def load(params: Tree) -> Tree:
@@ -84,23 +84,23 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """How an optimizer state is made of trees like the parameters (Adam: two) and of other arrays (a counter)."""
+class StateStructure:
+    """Structure of an optimizer state: trees with the shape of the parameters (Adam: two), and other arrays (a counter)."""
 
     structure: Any
     is_tree: tuple[bool, ...]
-    """For each entry of the structure."""
+    """For each entry of the structure, whether it is such a tree."""
 
     @staticmethod
-    def of(opt_state: Tree, table: Tree) -> Anatomy:
+    def of(opt_state: Tree, table: Tree) -> StateStructure:
         def is_tree(x: Any) -> bool:
             return isinstance(x, dict) and x.keys() == table.keys()
 
         entries, structure = jax.tree.flatten(opt_state, is_leaf=is_tree)
-        return Anatomy(structure, tuple(map(is_tree, entries)))
+        return StateStructure(structure, tuple(map(is_tree, entries)))
 
     def take_apart(self, opt_state: Tree) -> tuple[list[Tree], list[Any]]:
-        """(trees, others); the trees may be a part of those the structure is of."""
+        """Splits a state into (trees, others)."""
         entries = list(zip(self.structure.flatten_up_to(opt_state), self.is_tree, strict=True))
         return [x for x, is_tree in entries if is_tree], [x for x, is_tree in entries if not is_tree]
 
@@ -112,8 +112,10 @@ class Anatomy:
 # ------------------------------------------------------------------------------------------- one part, on a rank's own share
 
 
-def _update_part(update: Update, anatomy: Anatomy, part, params_on_host: bool, gradients, params, moments, counters, *how):
-    """One top-level entry of the parameters, a piece after the other: (params, moments, counters)."""
+def _update_part(
+    update: Update, structure: StateStructure, part, params_on_host: bool, gradients, params, moments, counters, *how
+):
+    """Updates one top-level entry of the parameters, piece by piece: (params, moments, counters)."""
     count = _pieces(part, params)
     shapes = jax.tree.map(jnp.shape, (params, moments))
     gradients, params, *moments = (_cut(part, count, tree) for tree in (gradients, params, *moments))
@@ -121,10 +123,10 @@ def _update_part(update: Update, anatomy: Anatomy, part, params_on_host: bool, g
     def body(carry, number):
         params, moments = carry
         at = partial(_read, number)
-        # Not the carry's counters: every piece counts the same step.
-        state = anatomy.assemble(at(moments, True), counters)
+        # Not the carry's counters, because all pieces belong to the same step.
+        state = structure.assemble(at(moments, True), counters)
         new_params, state = update(at(gradients, False), state, at(params, params_on_host), *how)
-        new_moments, new_counters = anatomy.take_apart(state)
+        new_moments, new_counters = structure.take_apart(state)
         params = _write(number, params, new_params, params_on_host)
         return (params, _write(number, moments, new_moments, True)), new_counters
 
@@ -133,7 +135,7 @@ def _update_part(update: Update, anatomy: Anatomy, part, params_on_host: bool, g
 
 
 def _cast_part(dtype: str, part: Tree, params: Tree) -> Tree:
-    """One top-level entry of the parameters in `dtype` on the device, from the host."""
+    """Copies one top-level entry of the parameters from the host to the device in `dtype`."""
     count = _pieces(part, params)
     pieces = _cut(part, count, params)
     body = lambda _, number: (None, jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True)))  # noqa: E731
@@ -142,16 +144,16 @@ def _cast_part(dtype: str, part: Tree, params: Tree) -> Tree:
 
 
 def _pieces(part: Tree, params: Tree) -> int:
-    """How many pieces to cut a rank's share into: its layers, or as few as keep each within PIECE_BYTES."""
+    """Number of pieces of a rank's shard: its layers, or the fewest pieces of at most PIECE_BYTES."""
     (first, *_), (array, *_) = jax.tree.leaves(part), jax.tree.leaves(params)
     if stacked := stack_dims(first.dims):
         return math.prod(array.shape[:stacked])
-    # Anywhere in a row: a vocabulary may have no small divisor, a width always has.
+    # Cut across the flattened array: a vocabulary may have no small divisor, but a width always does.
     return next(n for n in range(1, array.size + 1) if array.size % n == 0 and 4 * array.size // n <= PIECE_BYTES)
 
 
 def _cut(part: Tree, count: int, arrays: Tree) -> Tree:
-    """Arrays of a part as [piece, ...]."""
+    """Reshapes the arrays of a part to [piece, ...]."""
 
     def cut(parameter: Parameter, x: jax.Array) -> jax.Array:
         stacked = stack_dims(parameter.dims)

@@ -19,7 +19,7 @@ LearningRate = Callable[[jax.Array], jax.Array]
 def make_optimizer(config: Config, table: Any) -> optax.GradientTransformation:
     """AdamW without the learning rate, which the step multiplies in. `table`: nested dict of Parameter.
 
-    Decay is on matrices only: parameters with at least two dims besides the layer stack's.
+    Weight decay applies only to matrices: parameters with at least two dims besides the layers dim.
     """
     adamw = config.optimizer
     decayed = jax.tree.map(lambda p: len(unstacked(p.dims)) >= 2, table)
@@ -30,19 +30,19 @@ def make_optimizer(config: Config, table: Any) -> optax.GradientTransformation:
 
 
 def make_learning_rate(config: Config) -> LearningRate:
-    """step (int, the first is 0) -> learning rate, from the tokens consumed once that step is done.
+    """Makes the schedule: step (int, the first is 0) -> learning rate, from the tokens consumed at the end of that step.
 
-    Warm-up is linear from 0. With p the share of the tokens after it: cosine f + (1-f)(1+cos(pi p))/2, linear 1-(1-f)p, wsd
-    constant and then linear to f over decay_tokens; f is final_learning_rate_fraction. All of it times (batch / last batch of
-    train.batch_schedule) to the power that train.batch_lr names.
+    Warm-up is linear from 0. Let p be the fraction of the tokens after warm-up: cosine is f + (1-f)(1+cos(pi p))/2, linear is
+    1-(1-f)p, wsd is constant and then linear to f over decay_tokens, with f = final_learning_rate_fraction. The result is
+    multiplied by (batch / last batch of train.batch_schedule) to the power that train.batch_lr names.
     """
     o = config.optimizer
-    # Floats: int32 would overflow at 2 billion tokens.
+    # Floats, because int32 would overflow at 2 billion tokens.
     total, warmup_tokens = float(config.total_tokens), float(o.warmup_tokens)
     decay_tokens = float(o.decay_tokens if o.decay_tokens is not None else total / 5)
     final = o.final_learning_rate_fraction
     phases, power = config.phases, {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.train.batch_lr]
-    # One entry a phase. float32 is exact to 1e-7 of the run.
+    # One entry per phase. float32 is exact to 1e-7 of the run.
     first_step = np.array([min(phase.first_step, 2**31 - 1) for phase in phases], np.int32)
     first_token = np.array([config.tokens_before(phase.first_step) for phase in phases], np.float32)
     step_tokens = np.array([phase.sequences * config.train.sequence_length for phase in phases], np.float32)
@@ -66,7 +66,7 @@ def make_learning_rate(config: Config) -> LearningRate:
 
 
 def clip_by_norm(gradients: Any, norm: jax.Array, limit: float | None) -> Any:
-    """Gradients scaled down so that their global norm, given as `norm`, is at most `limit`."""
+    """Scales gradients down so that their global norm, given as `norm`, is at most `limit`."""
     if limit is None:
         return gradients
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))

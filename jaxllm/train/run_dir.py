@@ -1,4 +1,4 @@
-"""A run's directory: what it keeps beside metrics and checkpoints, and whether a config may go on with what it holds."""
+"""The run directory: its config and tokenizer files, and whether a config may resume its run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import yaml
 
-from jaxllm.batch_schedule import done_by, phases_of
+from jaxllm.checkpoint.files import Meta
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
-from jaxllm.train.checkpoint import Meta
 from jaxllm.train.trainer import Trainer
 
 
 def make_run_dir(config: Config) -> Path:
-    """run.dir, made if it is not there; ConfigError if it cannot be written."""
+    """Creates run.dir if it does not exist; ConfigError if it cannot be written."""
     folder = Path(config.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,28 +30,28 @@ def make_run_dir(config: Config) -> Path:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """config.yaml, the old one or the new one at any moment."""
+    """Writes config.yaml atomically: a reader sees the old file or the new one."""
     aside = folder / ".config.yaml"
     aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     aside.replace(folder / "config.yaml")
 
 
 def keep_companions(folder: Path, trainer: Trainer) -> None:
-    """run.dir/tokenizer, for exports and for whoever resumes elsewhere: the run's own tokenizer, none for bytes, and what came
-    beside the weights that it started from, whose folder may be gone one day.
+    """Writes run.dir/tokenizer, for exports and for resuming elsewhere: the run's own tokenizer (no files for bytes) and the
+    files that accompanied its initial weights, whose folder may be deleted later.
     """
     home, aside, before = folder / TOKENIZER, folder / ".tokenizer", folder / ".tokenizer-before"
     beside = None if trainer.weights is None else trainer.weights.outline().companions
     if trainer.step:
-        # Killed between the two renames below, an earlier start left it there.
+        # Left by a start that was killed between the two renames below.
         beside = home if home.exists() else before
     shutil.rmtree(aside, ignore_errors=True)
-    # Where data is token ids alone, the weights' tokenizer is theirs.
+    # If the data is only token IDs, the tokenizer is that of the weights.
     copy_companions(beside, aside, tokenizer=trainer.data.tokenizer is None)
     if trainer.data.tokenizer is not None:
         trainer.data.tokenizer.save(aside)
         if (template := trainer.data.chat_template) is not None and aside.exists():
-            # What the model has learnt to answer to, wherever it came from.
+            # Save the template of training, wherever it came from.
             (aside / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
     if home.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -62,49 +62,51 @@ def keep_companions(folder: Path, trainer: Trainer) -> None:
 
 
 def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str) -> None:
-    """Refuses to go on with a run under a config that would change its model, its text or where each step reads.
+    """Refuses to resume a run under a config that would change its model, its text or the batch of any step.
 
     Args:
-      meta: what the checkpoint says of itself.
-      fingerprint: of the text as it is now.
+      meta: the checkpoint's description of itself.
+      fingerprint: fingerprint of the present text.
 
     Raises:
-      ConfigError: names the first such key, with both values, or says that the text is another.
+      ConfigError: names the first such key, with both values, or says that the text differs.
     """
     before, now = meta["config"], config.model_dump(mode="json")
-    # What the text is, its fingerprint says, wherever it lies now.
+    # The fingerprint identifies the text, whatever its path.
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
     free |= {("data", key) for key in ("paths", "tokenizer", "chat_template")}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
     keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
     for section, key in keys:
-        # A key that is newer than the run had its default.
+        # A key that is newer than the run had its default value.
         default = type(getattr(config, section)).model_fields[key].get_default()
         old, new = before.get(section, {}).get(key, default), now[section][key]
         if key == "mixture":
             old, new = ([{k: v for k, v in part.items() if k != "paths"} for part in parts] for parts in (old, new))
         if old != new:
             raise ConfigError(
-                f"{folder} holds a run with {section}.{key}={old}, not {new}: go on with that value, or choose another run.dir."
+                f"{folder} holds a run with {section}.{key}={old}, not {new}: resume with that value, or choose another "
+                f"run.dir."
             )
     require_same_batches(folder, meta, config)
     if meta["fingerprint"] != fingerprint:
         raise ConfigError(
-            f"{folder} holds a run on other text: what data names has changed since; bring it back, or choose another run.dir."
+            f"{folder} holds a run on other text: the files of data.* have changed since; restore them, or choose "
+            f"another run.dir."
         )
 
 
 def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
-    """Refuses a train.batch_schedule that says other of the steps that are done; what comes later may be changed."""
+    """Refuses a train.batch_schedule that differs for the steps already done; later steps may change."""
     train, step = meta["config"]["train"], meta["step"]
     first, length = train["global_batch_sequences"], train["sequence_length"]
     before = done_by(phases_of(first, train.get("batch_schedule", ()), length), step)
     if before != done_by(config.phases, step):
-        told = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
+        schedule = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
         raise ConfigError(
             f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
-            f"train.batch_schedule=[{told}], and the one given says otherwise of them: begin it with these, or choose another "
-            f"run.dir."
+            f"train.batch_schedule=[{schedule}], but the given schedule differs for them: begin it with these, or choose "
+            f"another run.dir."
         )
 
 

@@ -1,9 +1,9 @@
-"""Which host the others wait for.
+"""Finds the host that the others wait for.
 
-In a step all processes wait for each other, so they all take the same time, and the log of one does not tell who is slow. Two
-measures do: the seconds of each step that a process spends by itself, reading data or in Python, rather than waiting for its
-devices; and, on GPUs, a fixed piece of work that needs no other process, done where a run stands still anyway, before a save.
-Each process puts its medians up once a minute; process 0 looks at them, and says it when one is far from the rest.
+In a step all processes wait for each other, so all take the same time, and the log of one does not show which is slow. Two
+measures do: the time of each step that a process spends on its own, reading data or in Python, rather than waiting for its
+devices; and, on GPUs, a fixed piece of work that needs no other process, run where the run pauses anyway, before a save. Each
+process publishes its medians once a minute; process 0 compares them, and reports a process that is far from the rest.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm import distributed, progress
+from jaxllm.runtime import distributed, progress
 
 LOOK_EVERY_S = 60.0
 AGAIN_S = 600.0
-"""Between two lines about the same process."""
-FAR = 0.1
-"""Over the median of the others: of a step for time by itself, of the work for a device's speed."""
-FEWEST_STEPS = 5
+"""Minimum time between two reports about the same process."""
+SLOW_SHARE = 0.1
+"""Reported above the others' median by this share: of a step for a process's own time, of the work for a device's speed."""
+MIN_STEPS = 5
 PROBE_SIZE, PROBE_PRODUCTS = 2048, 64
-"""24 MB, and 1.1 TFLOP: about 2 ms on an H100. Shorter would measure the launch, larger might not fit."""
+"""24 MB, and 1.1 TFLOP: about 2 ms on an H100. Less would measure the launch, more might not fit."""
 
 log = logging.getLogger(__name__)
 
@@ -41,29 +41,29 @@ class Times(NamedTuple):
 
     host: str
     step_s: float
-    """All of it."""
+    """The whole step."""
     own_s: float
-    """Not waiting for devices: what the others, if they have less of it, wait for."""
+    """Time without waiting for devices. Processes with less of it wait for the one with most."""
     data_s: float
-    """Of own_s, waiting for data."""
+    """Part of own_s: the wait for data."""
     probe_s: float | None = None
-    """The work that needs no other process, on the slowest device of this one. None: not measured."""
+    """Time of the work that needs no other process, on the slowest device of this one. None: not measured."""
 
 
 class Stragglers:
-    """Every process makes one at the same place, and calls `look` after each step.
+    """Compares processes. Every process constructs one at the same point, and calls `look` after each step.
 
     Args:
-      say: takes process 0's lines.
+      printer: prints process 0's lines.
     """
 
-    def __init__(self, say: Callable[[str], None], every_s: float = LOOK_EVERY_S):
-        self._say, self._every_s = say, every_s
+    def __init__(self, printer: Callable[[str], None], every_s: float = LOOK_EVERY_S):
+        self._print, self._every_s = printer, every_s
         self._board = distributed.Board()
         self._alone = jax.process_count() == 1
         self._next_s = time.monotonic() + every_s
         self._probe_s: float | None = None
-        self._said: dict[int, float] = {}
+        self._reported_s: dict[int, float] = {}
 
     def look(self) -> None:
         now_s = time.monotonic()
@@ -75,38 +75,40 @@ class Stragglers:
         if not distributed.is_main_process():
             return
         found = {int(rank): Times(*json.loads(text)) for rank, text in self._board.read().items()}
-        for rank, sentence in verdicts(found).items():
-            if now_s - self._said.get(rank, -AGAIN_S) >= AGAIN_S:
-                self._said[rank] = now_s
-                self._say(sentence)
+        for rank, sentence in straggler_sentences(found).items():
+            if now_s - self._reported_s.get(rank, -AGAIN_S) >= AGAIN_S:
+                self._reported_s[rank] = now_s
+                self._print(sentence)
 
     def measure(self) -> None:
-        """To be called by all while no step is under way. A few milliseconds; on the first call a second to compile."""
+        """Measures the devices' speed. All processes call it while no step is running. A few milliseconds; on the first call a
+        second to compile.
+        """
         if not self._alone:
             self._probe_s = probe()
 
 
 def usual_times(probe_s: float | None = None) -> Times | None:
-    """Of this process; None before it has done FEWEST_STEPS."""
+    """Medians of this process; None before it has done MIN_STEPS."""
     steps = progress.last_steps()
-    if len(steps) < FEWEST_STEPS:
+    if len(steps) < MIN_STEPS:
         return None
     whole = statistics.median(one.step_s + one.data_s for one in steps)
     own = statistics.median(one.step_s + one.data_s - one.wait_s for one in steps)
     return Times(socket.gethostname(), whole, own, statistics.median(one.data_s for one in steps), probe_s)
 
 
-def verdicts(found: Mapping[int, Times]) -> dict[int, str]:
-    """By rank, a sentence about the process that takes longest by itself, and one about that whose device is slowest, where it
-    is far from the rest; where it is one process, one about both.
+def straggler_sentences(found: Mapping[int, Times]) -> dict[int, str]:
+    """By rank, a sentence about the process with the most time of its own, and one about the process with the slowest device,
+    if it is far from the rest; if both are the same process, one sentence.
     """
-    said: dict[int, list[str]] = {}
+    parts_by_rank: dict[int, list[str]] = {}
     if len(found) < 2:
         return {}
     slow = max(found, key=lambda rank: found[rank].own_s)
     mine, others_s = found[slow], statistics.median(times.own_s for rank, times in found.items() if rank != slow)
-    if mine.own_s - others_s > FAR * mine.step_s:
-        said.setdefault(slow, []).append(
+    if mine.own_s - others_s > SLOW_SHARE * mine.step_s:
+        parts_by_rank.setdefault(slow, []).append(
             f"is busy by itself for {_s(mine.own_s)} of each step ({_s(mine.data_s)} of it waiting for data), the others for "
             f"{_s(others_s)}"
         )
@@ -114,18 +116,21 @@ def verdicts(found: Mapping[int, Times]) -> dict[int, str]:
     if len(probed) > 1:
         slow = max(probed, key=probed.__getitem__)
         others_s = statistics.median(seconds for rank, seconds in probed.items() if rank != slow)
-        if probed[slow] > (1 + FAR) * others_s:
+        if probed[slow] > (1 + SLOW_SHARE) * others_s:
             percent = 100 * (probed[slow] / others_s - 1)
-            said.setdefault(slow, []).append(f"computes {percent:.0f}% slower than the others (hot, throttled, or shared?)")
+            parts_by_rank.setdefault(slow, []).append(
+                f"computes {percent:.0f}% slower than the others (hot, throttled, or shared?)"
+            )
     return {
         rank: f"slowest host: {found[rank].host} (process {rank}) {' and '.join(parts)}; steps take {_s(found[rank].step_s)}"
-        for rank, parts in said.items()
+        for rank, parts in parts_by_rank.items()
     }
 
 
 def probe() -> float | None:
-    """Seconds that a chain of matrix products takes on all local devices at once, the best of three; None on CPUs, whose cores
-    are shared."""
+    """Seconds for a chain of matrix products on all local devices at once, the best of three; None on CPUs, whose cores are
+    shared.
+    """
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
         return None
@@ -145,13 +150,13 @@ def probe() -> float | None:
 @functools.cache
 def _work(devices: tuple[jax.Device, ...]):
     mesh = Mesh(np.array(devices), ("device",))
-    place = NamedSharding(mesh, PartitionSpec("device"))
-    matrix = jax.device_put(np.full((len(devices), PROBE_SIZE, PROBE_SIZE), 1 / PROBE_SIZE, jnp.bfloat16), place)
+    sharding = NamedSharding(mesh, PartitionSpec("device"))
+    matrix = jax.device_put(np.full((len(devices), PROBE_SIZE, PROBE_SIZE), 1 / PROBE_SIZE, jnp.bfloat16), sharding)
 
     def products(x):
         return jax.lax.fori_loop(0, PROBE_PRODUCTS, lambda _, y: x @ y, x)
 
-    return jax.jit(products, in_shardings=place, out_shardings=place), matrix
+    return jax.jit(products, in_shardings=sharding, out_shardings=sharding), matrix
 
 
 def _s(seconds: float) -> str:

@@ -1,20 +1,18 @@
-"""A Trainer: mesh, model, state and data of one run, and the step that moves them on.
+"""The Trainer: mesh, model, state and data of one run, and the step that advances them.
 
     trainer = Trainer(load_config("configs/quickstart.yaml"))
     for metrics in trainer.steps(20):
         print(metrics["loss"])
 
-Metrics come one step behind the device: step n+1 is under way before the numbers of step n are read, so reading never makes
-the device wait. Ctrl-C, or a notebook's stop button, leaves the state that of a whole step: `trainer.steps` goes on from there.
+Metrics come one step behind the device: step n+1 runs when the numbers of step n are read, so reading never makes the device
+wait. After Ctrl-C, or a notebook's stop button, the state is that of a complete step, and `trainer.steps` continues from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,37 +22,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm import distributed, progress, xla_flags
+from jaxllm.checkpoint.files import Meta
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.weights import WeightsSource, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
-from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
-from jaxllm.mesh import make_mesh, replicated
+from jaxllm.mesh import replicated
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.batches import put_global_batch
+from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
+from jaxllm.placement import mesh_on_hosts
+from jaxllm.runtime import distributed, progress
 from jaxllm.train import diloco
+from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
-from jaxllm.train.checkpoint import Checkpoints, Meta
+from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
-from jaxllm.train.fits import require_fit
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
-from jaxllm.train.interrupt import undisturbed
+from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
+from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import on_device
-from jaxllm.train.weights import Source, initial_weights, read_weights
 
 log = logging.getLogger(__name__)
 
 
 class Evaluation(NamedTuple):
-    """What was measured on held-out text."""
+    """Losses on held-out text."""
 
     loss: float
     """Nats per token."""
     tokens: int
-    """How many were scored."""
+    """Number of scored tokens."""
     by_source: dict[str, float]
     """The loss of each source of a mixture."""
 
@@ -63,7 +64,7 @@ ATTENTION_TOLERANCE = 0.03
 
 
 def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
-    """cuDNN in blocks goes through a private binding of JAX: on a GPU it is held against plain XLA before anything is trained.
+    """Compares blockwise cuDNN, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
 
     Raises:
       ConfigError: they differ.
@@ -82,44 +83,43 @@ def require_right_attention(config: Config, attention: str, mesh: jax.sharding.M
 
 
 class Trainer:
-    """One run on the devices at hand (or on run.cpu_devices). Writes nothing; `fit` in loop.py does.
+    """One run on the local devices (or on run.cpu_devices). It writes no files; `fit` in loop.py does.
 
     Args:
-      resumes: `restore` comes next, so train.init_from is not read.
+      resumes: `restore` will be called, so train.init_from is not read.
 
     Raises:
       ConfigError: the config does not fit the devices, their memory or the data.
 
     Attributes:
-      config: with parallel.data filled in.
-      data: the sources, and what of them is held out.
+      config: the config with parallel.data filled in.
+      data: the sources and their held-out documents.
       stream: the training samples.
-      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; of several islands with replica before them.
-      state: TrainState, or in rounds DilocoState; replaced by each step (the old one's memory is reused).
-      rounds: when islands are brought together, once they train on their own (diloco.py); None before, and without.
-      step: steps done, as a Python int.
-      memory_fit: the estimate beside the devices' memory; None where that is not known, as on CPU.
-      weights: where train.init_from found them; None without it.
-      compile_s: seconds it took to compile the train step, for the present batch; None until then.
+      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; with several replicas `replica` comes first.
+      state: TrainState, or DilocoState during rounds. Each step replaces it and reuses the old one's memory.
+      rounds: schedule of DiLoCo's outer steps (diloco.py) once rounds have begun; None before, and without DiLoCo.
+      step: number of steps done, as a Python int.
+      memory_fit: the estimate and the devices' memory; None if that is not known, as on CPU.
+      weights: the weights that train.init_from names; None without it.
       noise: the gradient noise scale so far, with log.noise_scale_every.
-      stopped_by: the name of the signal that stopped `fit`; None if none did.
-      watch: what is known of skipped steps and spikes.
+      stopped_by: the name of the signal that stopped `fit`, or None.
+      watch: the state of skipped steps and spikes.
     """
 
     def __init__(self, config: Config, *, resumes: bool = False):
-        # A wrong path is found before a device is touched.
+        # A wrong path is reported before any device is used.
         self.weights = None if resumes else initial_weights(config)
         with progress.phase("meet"):
             distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
-        self.memory_fit = require_fit(config.at_largest_batch, jax.local_devices()[0])
+        self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
-        self.mesh = make_mesh(config.parallel)
-        self.traces = 0
-        # Rounds begin later, if only with the first step.
+        self.mesh = mesh_on_hosts(config.parallel)
+        self.programs = CompiledSteps(config, self.mesh)
+        # Rounds begin later, at the first step at the earliest.
         training = self._use(in_rounds=False)
         require_right_attention(config, self.parallelized.attention, self.mesh)
         with jax.set_mesh(self.mesh):
@@ -127,14 +127,10 @@ class Trainer:
         if self.weights is not None:
             self._start_from(self.weights)
         self.step = 0
-        self.compile_s: float | None = None
         self.stopped_by: str | None = None
-        self._compiled_step: Any = None
         self.watch = Watch(config)
         self.noise = NoiseScale()
-        self._batches: Any = None
-        self._next_read: int | None = None
-        self._first_batch: Any = None
+        self.batches = BatchQueue(self.train_batch)
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None
 
@@ -142,24 +138,14 @@ class Trainer:
         return f"<Trainer at step {self.step} of {self.config.train.steps}, on {self.mesh.size} devices>"
 
     def _use(self, in_rounds: bool) -> Training:
-        """Makes the programs of steps in rounds (diloco.py), or of those without, the run's; each is compiled when it is
-        needed. The state is the caller's affair.
+        """Switches to the programs of steps in rounds (diloco.py), or of ordinary steps. Each is compiled when it is needed.
+        The caller converts the state.
         """
         config = self.config if in_rounds else diloco.without(self.config)
         self._training = training = build_training(config, self.mesh)
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
-
-        def jitted(step: Callable) -> Any:
-            def counted(state, batch):
-                self.traces += 1
-                return step(state, batch)
-
-            return jax.jit(counted, donate_argnums=0, out_shardings=(self.shardings, training.metrics_sharding))
-
-        self.jitted_step = jitted(training.step)
-        self._jitted_measuring: Any = jitted(training.measuring_step) if training.measuring_step else None
-        self._programs: dict[tuple[int, bool], Any] = {}
+        self.programs.use(training)
         self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=replicated(self.mesh))
         self._layer_norms = jax.jit(self.parallelized.layer_norms, out_shardings=replicated(self.mesh))
         return training
@@ -167,12 +153,12 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------ training
 
     def steps(self, count: int, *, show: bool = False) -> Iterator[Record]:
-        """Trains `count` steps; yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
-        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and what else the config asks for. Stopping early is safe,
-        by `break` or by ctrl-C: the state is that of the last step started. Ctrl-C may cost the metrics of one step.
+        """Trains `count` steps. Yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
+        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and the keys that the config asks for. Stopping early by
+        `break` or Ctrl-C is safe: the state is that of the last step started. Ctrl-C may lose the metrics of one step.
 
         Args:
-          show: a live line in a notebook or on a terminal, elsewhere a line for every log.every_steps.
+          show: show a live line in a notebook or on a terminal, elsewhere a line every log.every_steps.
         """
         last = self.step + count
         with Console(last, main=show and distributed.is_main_process()) as console:
@@ -184,82 +170,65 @@ class Trainer:
                     yield record
 
     def prepare(self) -> None:
-        """Reads a batch and compiles the step with it, if that was not done yet; trains nothing. Where the first round begins
-        (train.diloco_steps), hands each island its copy of the state.
+        """Reads a batch and compiles the step for it, if that was not done yet. Does not train. At the start of the first round
+        (train.diloco_steps) it gives each replica its copy of the state.
         """
         train = self.config.train
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
-            with undisturbed():
+            with defer_sigint():
                 training = self._use(in_rounds=True)
                 share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
                 with jax.set_mesh(self.mesh), progress.phase("compile"):
                     self.state = jax.jit(share_out, out_shardings=training.shardings)(self.state)
-        if self._compiled_step is None:
-            self._first_batch = batch = self._next_batch()
-            self._take_program(batch)
-
-    def _next_batch(self) -> Any:
-        if self._first_batch is not None:
-            batch, self._first_batch = self._first_batch, None
-            return batch
-        if self._batches is None or self._next_read != self.step:
-            # After ctrl-C a batch may have left the queue for a step that was never taken.
-            self.close()
-            self._batches = ahead(self.train_batch, start=self.step)
-        self._next_read = None
-        with progress.phase("data"):
-            batch = next(self._batches)
-        self._next_read = self.step + 1
-        return batch
+        if self.programs.current is None:
+            self._take_program(self.batches.peek(self.step))
 
     def _take_program(self, batch: Any) -> Record | None:
-        """Makes the compiled step that of this batch's number of microbatches; each number is compiled once, before its first
-        step, and once more for steps that measure the noise scale, if not all do. Returns the metrics of the step under way, if
-        that had to be waited for: compiling is none of its time.
+        """Selects the compiled step for this batch's number of microbatches. Each number is compiled once, before its first
+        step, and once more for steps that measure the noise scale, if not all do. If it has to compile, it first waits for the
+        running step and returns that step's metrics, so that compilation does not count as its time.
         """
-        if (program := self._program_of(batch)) in self._programs:
-            self._compiled_step = self._programs[program]
+        if self.programs.select(batch, self.step):
             return None
         record = self.finish()
         with jax.set_mesh(self.mesh), progress.phase("compile"):
             self.compile_step(batch)
         return record
 
-    def _program_of(self, batch: Any) -> tuple[int, bool]:
-        """Of the step that is about to begin: (its microbatches, whether it takes the program that measures)."""
-        every = self.config.log.noise_scale_every
-        measures = every is not None and self._jitted_measuring is not None and (self.step + 1) % every == 0
-        return len(batch["tokens"]), measures
-
     def advance(self) -> Record | None:
-        """Starts one step; returns the metrics of the one before (None if there are none to read).
+        """Starts one step. Returns the metrics of the previous one (None if there are none to read).
 
         Raises:
-          ConfigError: train.max_skips_in_a_row steps were skipped.
+          ConfigError: train.max_skips_in_a_row steps in a row were skipped.
         """
         self.watch.require_progress()
         self.prepare()
-        batch = self._next_batch()
+        batch = self.batches.take(self.step)
         if self.config.phase_at(self.step).first_step == self.step:
-            # A larger batch takes longer: the watchdog measures it by none before.
+            # A larger batch takes longer, so the watchdog must not compare it with earlier steps.
             progress.forget_steps()
         finished = self._take_program(batch)
         norms = self._layer_norms_if_due(batch)
         with jax.set_mesh(self.mesh), progress.phase("step"):
-            progress.at_step(self.step + 1)
-            self._last_finish_s = self._last_finish_s or time.perf_counter()
-            # The step takes the old state's memory: whatever came between it and the assignment would lose both.
-            with undisturbed():
-                self.state, metrics = self._compiled_step(self.state, batch)
-                self.step += 1
-                if self.rounds is not None and self.rounds.end_with(self.step):
-                    self.state, outer = self.rounds.bring_together(self.state)  # type: ignore[arg-type]
-                    metrics |= outer
-                previous, self._pending = self._pending, (self.step, metrics | norms)
+            previous = self._start_step(batch, norms)
             return finished or self._read(previous)
 
+    def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
+        """Returns the previous step, whose metrics are not read yet: (its number, its metrics)."""
+        progress.at_step(self.step + 1)
+        self._last_finish_s = self._last_finish_s or time.perf_counter()
+        # The step donates the old state. An interrupt between the call and the assignment would lose both states.
+        with defer_sigint():
+            self.state, metrics = self.programs.current(self.state, batch)
+            self.step += 1
+            if self.rounds is not None and self.rounds.end_with(self.step):
+                self.state, outer = self.rounds.bring_together(self.state)  # type: ignore[arg-type]
+                metrics |= outer
+            previous, self._pending = self._pending, (self.step, metrics | norms)
+        return previous
+
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
-        """By log.layer_norms_every, of the step that is about to begin: before it, as it uses up the state."""
+        """Layer norms by log.layer_norms_every, computed before the step that they belong to, because it donates the state."""
         every = self.config.log.layer_norms_every
         if every is None or (self.step + 1) % every:
             return {}
@@ -267,36 +236,39 @@ class Trainer:
             return {LAYER_ACTIVATION_NORM: self._layer_norms(self.state.params, batch)}
 
     def finish(self) -> Record | None:
-        """Waits for the step under way; returns its metrics. The clock of tokens_per_s_per_device stops until the next."""
+        """Waits for the running step and returns its metrics. The timer of tokens_per_s_per_device stops until the next."""
         pending, self._pending = self._pending, None
         with progress.phase("step"):
             record, self._last_finish_s = self._read(pending), None
         return record
 
     def compile_step(self, batch: Any) -> None:
-        started = time.perf_counter()
-        options = xla_flags.compile_options(self.config, self.mesh.devices.flat[0].platform)
-        program = self._program_of(batch)
-        lowered = (self._jitted_measuring if program[1] else self.jitted_step).lower(self.state, batch)
-        if jax.process_count() > 1:
-            what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
-            distributed.require_same(fingerprint(lowered.as_text(), options), what)
-        self._compiled_step = self._programs[program] = lowered.compile(compiler_options=options)
-        self.compile_s = time.perf_counter() - started
+        """Compiles the next step, for a batch of this number of microbatches."""
+        self.programs.compile(self.state, batch, self.step)
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
-        """The train step, for the present batch; None until `prepare` or the first step."""
-        return self._compiled_step
+        """The compiled train step for the present batch; None until `prepare` or the first step."""
+        return self.programs.current
+
+    @property
+    def compile_s(self) -> float | None:
+        """Seconds to compile the train step for the present batch; None until then."""
+        return self.programs.compile_s
+
+    @property
+    def traces(self) -> int:
+        """Number of times a train step was traced."""
+        return self.programs.traces
 
     def _read(self, pending) -> Record | None:
         if pending is None:
             return None
         step, arrays = pending
         with progress.waiting():
-            values = diloco.joined(arrays)  # waits for that step
+            values = diloco.combine_replicas(arrays)  # waits for that step
         if LAYER_ACTIVATION_NORM not in values:
-            # The step has them always, as it costs next to nothing; they are wanted where the other norms are.
+            # The step always returns them, at little cost. They are logged together with the other norms.
             values.pop(LAYER_GRAD_NORM, None)
         values = by_layer(values)
         assert self._last_finish_s is not None, "set when that step was started"
@@ -313,21 +285,21 @@ class Trainer:
         return record
 
     def restore(self, checkpoints: Checkpoints) -> None:
-        """Takes up the newest saved state; data goes on from its step."""
-        # Zero layers are added and taken away as pipelines want them: their number alone does not tell another model.
+        """Restores the newest saved state. The data resumes at its step."""
+        # Pipelines add or remove zero layers, so only the number of real layers identifies the model.
         meta = checkpoints.meta()
         saved, wanted = meta["config"]["model"]["num_layers"], self.config.model.num_layers
         if saved != wanted:
             raise ConfigError(
                 f"{checkpoints.folder} has a model of {saved} layers, not {wanted}: set model.num_layers={saved}."
             )
-        diloco.require_same_islands(meta, self.config)
+        diloco.require_same_replicas(meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
         layouts = {self.rounds is not None: _give_up(self.state)}
 
         def like(meta: Meta) -> State:
-            """The state as a checkpoint has it. Where the newest is damaged, it may be one from before the first round."""
+            """State with the structure of a checkpoint, which may be an older one from before the first round."""
             in_rounds = diloco.in_rounds(meta)
             if in_rounds != (self.rounds is not None):
                 self._use(in_rounds)
@@ -340,23 +312,23 @@ class Trainer:
         self.state = checkpoints.restore(like, self.parallelized.table)
         recent = layouts[self.rounds is not None].recent
         if self.state.recent is None and recent is not None:
-            # The checkpoint had none: what is usual is learnt anew.
+            # The checkpoint has no recent values, so the usual level is learnt again.
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), recent)
             self.state = self.state.with_recent(zeros)
         self.step = int(self.state.step)
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
         self.noise = NoiseScale()
 
-    def _start_from(self, weights: Source) -> None:
+    def _start_from(self, weights: WeightsSource) -> None:
         params = read_weights(weights, _give_up(self.state.params), self.parallelized.table)
         self.state = dataclasses.replace(self.state, params=params)
 
     # ---------------------------------------------------------------------------------------------------------------- data
 
     def train_batch(self, step: int) -> dict[str, jax.Array]:
-        """The samples of the step that follows `step` steps: as many as its batch has, from the first that no step before it
-        read. Laid out [microbatch, sequence, position] on the mesh; each host reads its share. Positions are in zigzag order
-        (parallel/zigzag.py) where parallel.context is above 1.
+        """The batch of the step that follows `step` steps. Its samples start at the first one that no earlier step has read. It
+        is laid out [microbatch, sequence, position] on the mesh; each host reads its part. Positions are in zigzag order
+        (parallel/zigzag.py) if parallel.context is above 1.
         """
         config = self.config
         samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
@@ -366,13 +338,13 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Held-out loss of the present state: all held-out text, unless max_batches (of each source) is given. None if `stop`
-        says so after a batch; it must answer all processes alike.
+        """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
+        True after a batch; it must return the same on all processes.
 
         Raises:
           ConfigError: nothing is held out.
         """
-        # A pipeline takes as many microbatches as it has stages, or it would stand still most of the time.
+        # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
         M, R = self.config.parallel.pipe, self.config.microbatch_rows
         length = self.config.train.sequence_length
         sums: dict[str, tuple[float, int]] = {}
@@ -380,11 +352,11 @@ class Trainer:
             for source in self.data.held_out():
                 total, count = 0.0, 0
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    # Each batch is progress: an evaluation may take hours.
+                    # Each batch counts as progress for the watchdog, because an evaluation may take hours.
                     with progress.phase("evaluate"):
                         batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
                         part, tokens = self._loss_sum(self.state.params, batch)
-                        # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
+                        # Summed in float64, because a float32 sum over a million tokens would lose its last digits.
                         total, count = total + float(part), count + int(tokens)
                     if stop():
                         return None
@@ -401,22 +373,12 @@ class Trainer:
         return merge_model(self.config, on_device(self.state.params))
 
     def close(self) -> None:
-        """Stops the thread that reads ahead."""
-        self._first_batch = None
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
-
-
-def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
-    """Of a program before XLA compiles it, the same in all processes that lower the same one for the same devices."""
-    # Where a custom partitioner is (cuDNN's attention has one), JAX writes the address of a Python object.
-    text = re.sub(r'backend_config = "\d+"', "", stablehlo)
-    return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()
+        """Stops the prefetching thread."""
+        self.batches.close()
 
 
 def _give_up(arrays: Any) -> Any:
-    """Where arrays lay, as ShapeDtypeStructs. Their memory is free: two states would not fit where one does."""
+    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
     layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     jax.tree.map(lambda x: x.delete(), arrays)
     return layout

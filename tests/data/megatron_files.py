@@ -1,4 +1,4 @@
-"""Writes Megatron-LM's .bin and .idx, from the format's definition."""
+"""Writes Megatron-LM's .bin and .idx by the definition of the format."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""Documents in which every token says where it stands."""
+"""Documents in which each token id gives its position."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from jaxllm.data.documents import Documents
 
 
 class NumberedDocuments(Documents):
-    """Document d of the given lengths; token ids count through all of them."""
+    """Document d of the given lengths. Token ids count through all documents."""
 
     tokenizer, description, fingerprint = None, "numbers", "0"
 
@@ -23,5 +23,5 @@ class NumberedDocuments(Documents):
         return [np.arange(a, b) for a, b in zip(first + starts, first + stops, strict=True)]
 
     def ends(self):
-        """Ids of the last token of each document."""
+        """Ids of the last tokens of all documents."""
         return (self.starts + self.lengths - 1)[self.lengths > 0]

@@ -8,7 +8,7 @@ from jaxllm.data.baselines import ngram_baseline
 
 
 def brute_force(train, held_out, order):
-    """The same formula over dictionaries, one byte at a time."""
+    """The same formula with dictionaries, one byte at a time."""
     followers = defaultdict(Counter)
     for i in range(len(train)):
         for n in range(min(order, i + 1)):
@@ -52,7 +52,7 @@ def test_equals_brute_force(train, held_out, order):
 @pytest.mark.parametrize("order", [1, 2])
 def test_random_bytes_cost_log_256(order):
     train, held_out = np.random.default_rng(0).integers(0, 256, (2, 2_000_000), np.uint8)
-    # A bigram model learns its 65,536 frequencies from 30 draws each: about 1/60 nats too sure.
+    # A bigram model learns its 65,536 frequencies from 30 draws each: its loss is about 1/60 nat too low.
     assert ngram_baseline(train, held_out, order) == pytest.approx(math.log(256), abs=0.02)
 
 

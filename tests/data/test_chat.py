@@ -38,7 +38,7 @@ LLAMA_3 = """\
     {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + (m.content | trim) + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-# Earlier turns lose what comes before </think>, as in models that reason.
+# Earlier turns lose the text before </think>, as in reasoning models.
 FORGETS = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>') | last)")
 FORGETS_WITH_MARKS = """\
 {%- for m in messages %}
@@ -67,7 +67,7 @@ THOUGHTFUL = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small byte-level tokenizer. Its post-processor adds a mark, and takes white space off the offsets."""
+    """A small byte-level tokenizer. Its post-processor adds a BOS token, and removes white space from the offsets."""
     path = tmp_path_factory.mktemp("tokenizer")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,7 +95,7 @@ def tokenizer(folder):
 
 @pytest.fixture
 def read(folder, tokenizer, tmp_path):
-    """read(records, template) -> Documents of a .jsonl file; a record that is a string is a line as it is."""
+    """read(records, template) -> Documents of a .jsonl file. A record that is a string becomes a line unchanged."""
 
     def do(records, template=CHATML, name="chat.jsonl", open_file=open):
         lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
@@ -124,7 +124,7 @@ def decoder_of(folder):
 
 
 def answers(documents, folder, number=0):
-    """What the scored tokens of a document spell, run by run."""
+    """The text of each run of scored tokens."""
     ids, scored = whole(documents, number)
     cuts = np.flatnonzero(np.diff(scored.astype(int))) + 1
     runs = [run for run, is_answer in zip(np.split(ids, cuts), np.split(scored, cuts), strict=True) if is_answer[0]]
@@ -167,7 +167,7 @@ def test_special_tokens_of_the_rendering_are_single_tokens(read, tokenizer):
     ids, scored = whole(read([{"messages": CONVERSATION}]))
     spelled = [tokenizer.special_tokens[i] for i in ids if i < len(SPECIAL)]
     assert spelled == ["<|im_start|>", "<|im_end|>"] * 5
-    # The end of both answers and no other.
+    # The end of both answers, and of nothing else.
     assert (ids[scored] == SPECIAL.index("<|im_end|>")).sum() == 2
     assert (ids[scored] == SPECIAL.index("<|im_start|>")).sum() == 0
 
@@ -184,7 +184,7 @@ def test_several_answers_in_a_row_and_other_roles(read, folder):
 
 
 def test_a_token_that_straddles_the_beginning_of_an_answer_is_not_scored(read, folder):
-    """ "four" is one token; cut in the middle, it begins in the prompt."""
+    """ "four" is one token. Cut in the middle, it begins in the prompt."""
     documents = read([{"prompt": "It is  fo", "completion": "ur."}], template=None)
     assert answers(documents, folder) == [".</s>"]
 
@@ -233,12 +233,12 @@ def test_all_spellings_of_a_conversation_are_the_same_document(read):
 BROKEN = [
     ("nothing", "not JSON (Expecting value at column 1)"),
     ({"text": "x"}, "it has neither messages nor conversations nor prompt and completion"),
-    ({"messages": "x"}, "messages is no list of messages"),
-    ({"messages": []}, "messages is no list of messages"),
-    ({"messages": ["x"]}, "message 1 of messages is no object"),
+    ({"messages": "x"}, "messages is not a list of messages"),
+    ({"messages": []}, "messages is not a list of messages"),
+    ({"messages": ["x"]}, "message 1 of messages is not an object"),
     ({"messages": [{"role": "user", "content": None}]}, "message 1 of messages has no text as its content"),
-    ({"messages": CONVERSATION, "tools": [{"type": "function"}]}, "it offers tools, which would not be written"),
-    ({"messages": CONVERSATION[:2]}, "no message of an assistant, so nothing to learn from"),
+    ({"messages": CONVERSATION, "tools": [{"type": "function"}]}, "it offers tools, which are not supported"),
+    ({"messages": CONVERSATION[:2]}, "no message of an assistant, so there is nothing to learn"),
     ({"prompt": "a", "completion": " "}, "message 2 is an empty answer"),
     ({"prompt": "<|im_end|>", "completion": "b"}, "message 1 spells the special token <|im_end|>"),
     (
@@ -246,7 +246,7 @@ BROKEN = [
         "message 1 spells the special token </s>",
     ),
     ('{"prompt": "\\ud800", "completion": "b"}', "message 1 holds half a surrogate pair"),
-    ({"prompt": CONVERSATION[:2], "completion": CONVERSATION[3:4]}, "no message of an assistant, so nothing to learn from"),
+    ({"prompt": CONVERSATION[:2], "completion": CONVERSATION[3:4]}, "no message of an assistant, so there is nothing to learn"),
 ]
 
 
@@ -274,20 +274,20 @@ def test_a_template_that_forgets_and_has_no_marks_is_refused(read):
     with pytest.raises(ConfigError) as refused:
         read([{"messages": THOUGHTFUL}], FORGETS)
     assert (
-        "The chat template of a test writes message 2 otherwise once other messages follow, and has no {% generation %} marks "
-        "to say what the answer is" in str(refused.value)
+        "The chat template of a test writes message 2 differently once other messages follow, and has no {% generation %} "
+        "marks to show the answer" in str(refused.value)
     )
 
 
 def test_characters_that_unicode_reserves_do_not_confuse_the_marks():
     messages = [*THOUGHTFUL[:3], {"role": "assistant", "content": "\ufdd1 \ufdd0"}]
-    with pytest.raises(ChatTemplateError, match="finds a character in the conversation that no text may hold"):
+    with pytest.raises(ChatTemplateError, match="finds a character in the conversation that no text may contain"):
         template_of(FORGETS_WITH_MARKS).render_answers(messages, [1, 3], SPECIAL)
 
 
 def test_a_template_whose_prompt_is_no_beginning_of_the_answer_is_refused():
     template = template_of(CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"))
-    with pytest.raises(ChatTemplateError, match="writes what comes before message 3 otherwise once that answer follows"):
+    with pytest.raises(ChatTemplateError, match="writes the text before message 3 differently once that answer follows"):
         template.render_answers(CONVERSATION, [2], SPECIAL)
 
 
@@ -321,7 +321,7 @@ def test_a_file_that_is_cut_short_gives_what_can_be_read(read, tmp_path, folder)
 
 def test_other_kinds_of_file_are_refused(tmp_path, tokenizer):
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ConfigError, match=r"a\.csv is not \.jsonl: conversations are read from JSON lines"):
+    with pytest.raises(ConfigError, match=r"a\.csv is not \.jsonl: conversations must be JSON lines"):
         read_conversations([str(tmp_path / "*")], tokenizer, None)
 
 
@@ -350,8 +350,8 @@ def test_the_template_of_a_folder(tmp_path):
     ("found", "sentence"),
     [
         ([{"name": "tools", "template": "x"}], "has no chat template named default, but tools: save the one you mean"),
-        (7, "The chat_template in .*tokenizer_config.json is no text: mend it"),
-        ("{% if %}", r"tokenizer_config.json is not Jinja \(line 1: .*\): mend it, or name another template"),
+        (7, "The chat_template in .*tokenizer_config.json is not text: fix it"),
+        ("{% if %}", r"tokenizer_config.json is not Jinja \(line 1: .*\): fix it, or name another template"),
     ],
 )
 def test_no_template_where_there_should_be_one(tmp_path, found, sentence):
@@ -385,7 +385,7 @@ TRAIN = {"steps": 1, "sequence_length": 192, "global_batch_sequences": 2}
 
 @pytest.fixture
 def conversations(tmp_path):
-    """Sixty short ones, all different."""
+    """Sixty short conversations, all different."""
     path = tmp_path / "chat.jsonl"
     records = [{"prompt": f"What is {n} + {n}?", "completion": f"It is {2 * n}."} for n in range(60)]
     path.write_text("\n".join(map(json.dumps, records)))
@@ -414,14 +414,14 @@ def test_packed_rows_count_the_answers_alone(folder, conversations):
     assert segments.max() > 1
     counted = decoder_of(folder).decode(rows["targets"][mask].tolist(), skip_special_tokens=False)
     assert sorted(counted.split("<|im_end|>")[:-1]) == sorted(f"It is {2 * n}." for n in said_in(source, source.train))
-    # What predicts a target lies in the same conversation.
+    # The input of a target is in the same conversation.
     np.testing.assert_array_equal(rows["targets"][:, :-1][mask[:, :-1]], rows["tokens"][:, 1:][mask[:, :-1]])
     np.testing.assert_array_equal(segments[:, :-1][mask[:, :-1]], segments[:, 1:][mask[:, :-1]])
     assert not mask[:, -1].any()
 
 
 def said_in(source, which):
-    """The numbers that conversations of `conversations` are about."""
+    """The numbers in the questions of these conversations."""
     keys = {key_of(n): n for n in range(60)}
     return [keys[int(source.documents.keys[document])] for document in which]
 
@@ -461,7 +461,7 @@ def test_a_template_changes_the_fingerprint(folder, conversations, tmp_path):
     template.write_text(LLAMA_3)
     chatml, llama = (load_data(config_of(folder, conversations, **d)) for d in ({}, {"chat_template": str(template)}))
     assert chatml.fingerprint != llama.fingerprint
-    # Which tokens are scored is part of it, though the text is the same.
+    # The fingerprint includes which tokens are scored, even if the text is the same.
     template.write_text(CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"))
     assert load_data(config_of(folder, conversations, chat_template=str(template))).fingerprint == chatml.fingerprint
 
@@ -476,7 +476,7 @@ def test_conversations_mix_with_texts(folder, conversations, text_file):
     ks = np.arange(40)
     rows = stream.samples(ks)
     of_chat = np.array([stream.locate(k)[0] == 0 for k in ks])
-    # All but the ends of the text.
+    # All texts but their EOS tokens.
     assert rows["mask"][~of_chat].mean() > 0.99
     share = rows["mask"][of_chat].mean()
     assert 0.1 < share < 0.5
@@ -487,7 +487,7 @@ def test_conversations_mix_with_texts(folder, conversations, text_file):
     [
         ({"paths": None}, "data.source=chat needs data.paths: give files of JSON lines or glob patterns."),
         ({"paths": ["nowhere/*.jsonl"]}, "data.paths: no file matches 'nowhere/*.jsonl'"),
-        ({"chat_template": "nowhere.jinja"}, "data.chat_template=nowhere.jinja is no file"),
+        ({"chat_template": "nowhere.jinja"}, "data.chat_template=nowhere.jinja is not a file"),
         ({"source": "files"}, "data.chat_template belongs to data.source=chat: name that source, or remove the template."),
         ({"tokenizer": None}, "data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model."),
     ],

@@ -9,14 +9,14 @@ from numbered import NumberedDocuments
 
 from jaxllm.config import ConfigError
 from jaxllm.data import loader
-from jaxllm.data.loader import PERIOD, PackedDocuments, SampleStream, ahead, document_order, shares
+from jaxllm.data.loader import PERIOD, PackedDocuments, SampleStream, ahead, apportion, document_order
 
 S = 16
 NAMES = ["tokens", "targets", "positions", "mask", "segments"]
 
 
 def stream(*sources, seed=0, weights=None, sequence_length=S, packing="concat", masks=True, vocab_size=2**31):
-    """A SampleStream over lists of lengths or NumberedDocuments."""
+    """A SampleStream of NumberedDocuments, given as such or as lists of lengths."""
     documents = [s if isinstance(s, NumberedDocuments) else NumberedDocuments(s) for s in sources]
     packed = [
         PackedDocuments(
@@ -28,7 +28,7 @@ def stream(*sources, seed=0, weights=None, sequence_length=S, packing="concat", 
 
 
 def epoch(samples, number=0, source=0):
-    """Sample numbers of one epoch of a stream of one source."""
+    """Sample numbers of one epoch of a stream with one source."""
     n = samples.sources[source].packing.num_samples
     return np.arange(number * n, (number + 1) * n)
 
@@ -49,7 +49,7 @@ def epoch(samples, number=0, source=0):
 def test_every_token_of_every_document_appears_exactly_once_per_epoch(
     lengths, sequence_length, seed, hosts, batch, packing, masks
 ):
-    """Read by any number of hosts, each its share of each batch, and stopped and begun again after every batch."""
+    """The samples do not depend on the number of hosts, nor on a restart after each batch."""
     documents = NumberedDocuments(lengths, first=1)
     masks = masks or packing == "best_fit"
 
@@ -63,7 +63,7 @@ def test_every_token_of_every_document_appears_exactly_once_per_epoch(
             global_batch = ks[first : first + batch]
             for host in range(hosts):
                 rows = make().samples(global_batch[host::hosts])
-                # Room is filled with 0, which no token of these documents is.
+                # Free space is filled with 0, which is not the id of any token here.
                 read += rows["tokens"][rows["tokens"] > 0].tolist()
         assert sorted(read) == list(range(1, documents.total))
 
@@ -76,19 +76,19 @@ def test_every_token_of_every_document_appears_exactly_once_per_epoch(
     packing=st.sampled_from(["concat", "best_fit"]),
 )
 def test_targets_are_the_next_token_of_the_same_document(lengths, sequence_length, seed, packing):
-    """And every token but the last of its document has one."""
+    """Each token but the last of its document is the input of one target."""
     documents = NumberedDocuments(lengths)
     samples = stream(documents, seed=seed, sequence_length=sequence_length, packing=packing)
     rows = samples.samples(epoch(samples, 1))
     assert list(rows) == NAMES
     mask, segments, positions = rows["mask"], rows["segments"], rows["positions"]
     np.testing.assert_array_equal(rows["targets"][mask], rows["tokens"][mask] + 1)
-    # A target is missing at the ends of documents alone, and where there is room.
+    # Targets are missing only at the ends of documents and in free space.
     ends = rows["tokens"][(segments > 0) & ~mask]
     assert sorted(ends.tolist()) == sorted(documents.ends().tolist())
     assert not rows["tokens"][segments == 0].any()
     assert not rows["targets"][~mask].any()
-    # Inside a segment ids and positions count up by one; a segment begins at position 0.
+    # Inside a segment ids and positions count up by one. A segment begins at position 0.
     same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     np.testing.assert_array_equal(np.diff(rows["tokens"])[same], 1)
     np.testing.assert_array_equal(np.diff(positions)[same], 1)
@@ -102,7 +102,7 @@ def test_without_masks_a_sequence_is_one_text(lengths, sequence_length):
     rows = samples.samples(epoch(samples))
     assert list(rows) == NAMES[:-1]
     np.testing.assert_array_equal(rows["positions"], np.broadcast_to(np.arange(sequence_length), rows["tokens"].shape))
-    # The target of every token in a row but the last is the token after it.
+    # The target of each token in a row, except the last, is the next token.
     inner = rows["mask"][:, :-1] & rows["mask"][:, 1:]
     np.testing.assert_array_equal(rows["targets"][:, :-1][inner], rows["tokens"][:, 1:][inner])
     full = rows["mask"].sum(axis=1) >= sequence_length - 1
@@ -110,7 +110,7 @@ def test_without_masks_a_sequence_is_one_text(lengths, sequence_length):
 
 
 class EveryThird(NumberedDocuments):
-    """Scores the tokens whose id is a multiple of three."""
+    """Scores the tokens with an id divisible by three."""
 
     def scored(self, documents, starts, stops):
         return [ids % 3 == 0 for ids in self.read(documents, starts, stops)]
@@ -124,7 +124,7 @@ class EveryThird(NumberedDocuments):
     masks=st.booleans(),
 )
 def test_only_scored_targets_count(lengths, sequence_length, packing, masks):
-    """Those of a source that scores all, less those that this one does not score; everything else stays."""
+    """The mask loses exactly the tokens that the source does not score. Everything else stays."""
     masks = masks or packing == "best_fit"
     every, third = (
         stream(kind(lengths, first=1), sequence_length=sequence_length, packing=packing, masks=masks)
@@ -150,7 +150,7 @@ def test_sample_k_depends_on_seed_and_k_alone():
 
 
 def test_order_is_pinned():
-    # A resumed run must go on with the order it began with, on any numpy and Grain: a change here breaks users' runs.
+    # A resumed run must keep its order on any numpy and Grain version: a change here breaks users' runs.
     one = stream([40, 100, 60], seed=1).samples(np.arange(26))["tokens"][:, 0].tolist()
     assert one == [
         *(174, 190, 110, 126, 94, 62, 158, 78, 142, 2, 46, 34, 18),
@@ -161,7 +161,7 @@ def test_order_is_pinned():
         *(1072, 1271, 33, 1232, 58, 1257, 1191, 1234, 20, 1298),
         *(1029, 1256, 83, 1283, 1254, 1199, 1148, 1039, 1142, 1285),
     ]
-    # Beyond 65,536 samples Grain's index_shuffle orders them.
+    # Above 65,536 samples Grain's index_shuffle orders them.
     many = stream([10**6], seed=1, sequence_length=4).samples(np.arange(8))["tokens"][:, 0].tolist()
     assert many == [138726, 579606, 465450, 884434, 659166, 84586, 936594, 356350]
 
@@ -173,7 +173,7 @@ def test_seeds_and_epochs_differ():
 
     runs = [order(seed, number) for seed in (0, 1, 2**31 - 1) for number in range(4)]
     assert len(set(runs)) == len(runs)
-    # The places where it is cut move too.
+    # The cuts move too.
     assert len({frozenset(run) for run in runs}) > 6
 
 
@@ -221,7 +221,7 @@ def test_ids_that_the_vocabulary_lacks_are_refused_by_source(vocab_size, ids):
 )
 def test_a_mixture_keeps_its_weights_in_every_period_and_reads_each_source_in_turn(weights, seed, period):
     samples = stream(*([1000] for _ in weights), weights=weights, seed=seed)
-    # Within a period, sources alternate at random; what each gives are its own next samples, every one once.
+    # Within a period sources alternate at random. Each source gives its own next samples, each once.
     places = [samples.locate(period * PERIOD + p) for p in range(PERIOD)]
     counts = np.bincount([source for source, *_ in places], minlength=len(weights))
     np.testing.assert_allclose(counts / PERIOD, np.array(weights) / sum(weights), atol=1 / PERIOD)
@@ -229,14 +229,14 @@ def test_a_mixture_keeps_its_weights_in_every_period_and_reads_each_source_in_tu
     for source, count in enumerate(samples.counts):
         n = samples.sources[source].packing.num_samples
         read = sorted(sample for s, sample, _ in places if s == source)
-        # Consecutive numbers of the source: whole epochs, and parts of two.
+        # Consecutive numbers of the source: complete epochs, and parts of two.
         numbers = np.bincount(read, minlength=n)
         assert numbers.max() - numbers.min() <= 2
         assert len(read) == count
 
 
 def test_a_mixture_reads_every_token_of_an_epoch_once():
-    """Of the smallest source, whose epoch ends with a period, 2048 samples: read out of a mixture, it is whole."""
+    """The epoch of the smallest source ends with a period, at 2048 samples. In a mixture it is read completely."""
     first, second = NumberedDocuments([2048 * S]), NumberedDocuments([5000, 300], first=10**6)
     samples = stream(first, second, seed=3)
     rows = samples.samples(np.arange(PERIOD))
@@ -252,7 +252,7 @@ def test_a_mixture_of_many_sources_makes_each_permutation_once(monkeypatch):
     made.clear()
     for k in range(PERIOD):
         samples.locate(k)
-    # Of the mixture's first period, and of each source's first epoch.
+    # One word for the first period of the mixture, and those of the first epoch of each source.
     assert sorted(made) == [50] * 150 + [PERIOD]
 
 
@@ -271,15 +271,13 @@ def test_epochs_are_those_read():
 
 @given(weights=st.lists(st.floats(0.001, 1000), min_size=1, max_size=20))
 def test_shares_add_up_and_are_within_one_of_exact(weights):
-    counts = shares(weights, PERIOD)
+    counts = apportion(weights, PERIOD)
     assert sum(counts) == PERIOD
     assert (np.abs(np.array(counts) - np.array(weights) / sum(weights) * PERIOD) < 1).all()
 
 
 def test_a_weight_below_one_sample_in_a_period_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"^The weight of source1 in data\.mixture is less than one in 4096: raise it or leave"
-    ):
+    with pytest.raises(ConfigError, match=r"^The weight of source1 in data\.mixture is less than 1/4096: raise it or leave"):
         stream([100], [100], weights=[1, 1e-5])
 
 
@@ -315,7 +313,7 @@ def test_ahead_yields_in_order_and_works_two_ahead():
     deadline = time.monotonic() + 20
     while len(made) < 22 and time.monotonic() < deadline:
         time.sleep(0.01)
-    # More would come now.
+    # Further errors would come now.
     time.sleep(0.1)
     assert made == list(range(5, 27))
     results.close()

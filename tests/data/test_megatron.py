@@ -42,7 +42,7 @@ def test_another_order_has_another_fingerprint(tmp_path):
 
 
 class Named:
-    """A tokenizer as far as fingerprints look."""
+    """The part of a tokenizer that fingerprints read."""
 
     def __init__(self, sha256):
         self.sha256 = sha256
@@ -50,10 +50,10 @@ class Named:
 
 @pytest.mark.parametrize("tokens", [10, 1_000_000])
 def test_other_ids_of_the_same_lengths_have_another_fingerprint(tmp_path, tokens):
-    """Whole files as large as the usual one's blocks, and beyond that the first and last block and one between."""
+    """A small file is hashed completely; of a large one the first and last block, and one between."""
     ids = np.zeros(tokens, np.uint16)
     prints = set()
-    # Of 65 even steps the 13th ends a fifth of the way.
+    # Of 65 equal steps the 13th ends at a fifth of the file.
     for number, place in enumerate((None, 0, (2 * tokens - 4096) * 13 // 65 // 2 + 1, tokens - 1)):
         changed = ids.copy()
         if place is not None:
@@ -95,7 +95,7 @@ def floats(index, tokens):
 
 def out_of_order(index, tokens):
     raw = bytearray(index.read_bytes())
-    raw[34] = 2  # the first sequence's length, a token less
+    raw[34] = 2  # the length of the first sequence, one token less
     index.write_bytes(raw)
 
 
@@ -106,12 +106,12 @@ def no_tokens(index, tokens):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (cut_index, r"x\.idx has \d+ bytes and should have \d+: it was cut short; copy it again\.$"),
-        (empty_index, r"x\.idx has 0 bytes, less than the header of an index: it was cut short; copy it again\.$"),
-        (cut_tokens, r"x\.bin has 196 bytes and x\.idx lists 198: it was cut short or belongs to another index"),
-        (other_format, r"x\.idx is no index of Megatron-LM's present format: make it again"),
-        (floats, r"x\.idx holds ids of type 7, which is no integer type: make it again"),
-        (out_of_order, r"x\.idx does not list sequences one after another: make it again"),
+        (cut_index, r"x\.idx has \d+ bytes and should have \d+: the file is truncated; copy it again\.$"),
+        (empty_index, r"x\.idx has 0 bytes, fewer than an index header: the file is truncated; copy it again\.$"),
+        (cut_tokens, r"x\.bin has 196 bytes and x\.idx lists 198: the file is truncated or belongs to another index"),
+        (other_format, r"x\.idx is not an index in Megatron-LM's current format: make it again"),
+        (floats, r"x\.idx holds ids of type 7, which is not an integer type: make it again"),
+        (out_of_order, r"x\.idx does not list contiguous sequences: make it again"),
         (no_tokens, r"There is no file .*x\.bin: data\.paths names Megatron-LM files without their \.bin or \.idx\.$"),
     ],
 )
@@ -125,5 +125,5 @@ def test_damaged_files_are_refused_by_name(tmp_path, damage, sentence):
 
 @pytest.mark.parametrize("documents", [[], [[[]]]])
 def test_an_empty_data_set_is_refused(tmp_path, documents):
-    with pytest.raises(ConfigError, match=r"x\.idx lists no documents: name files that hold some\.$"):
+    with pytest.raises(ConfigError, match=r"x\.idx lists no documents: name files that contain documents\.$"):
         MegatronDocuments(write(tmp_path / "x", documents))

@@ -11,7 +11,7 @@ PACKINGS = pytest.mark.parametrize("packed", [Concat, BestFit])
 
 
 def slots(pieces):
-    """(document, token) of everything a sample holds, in order."""
+    """(document, token) of all tokens in a sample, in order."""
     return [(d, t) for d, a, b in zip(*map(list, pieces), strict=True) for t in range(a, b)]
 
 
@@ -65,7 +65,7 @@ def test_best_fit_cuts_no_document_that_fits(lengths, sequence_length, window):
             else:
                 assert start % sequence_length == 0
                 assert stop == min(start + sequence_length, lengths[d])
-        # A sample holds documents of one window alone.
+        # All documents of a sample are from one window.
         assert len({d // window for d in found.pieces(n).documents.tolist()}) == 1
 
 
@@ -74,9 +74,9 @@ def test_best_fit_cuts_no_document_that_fits(lengths, sequence_length, window):
     word_bits=st.sampled_from([1, 2, 9]),
 )
 def test_best_fit_takes_the_fullest_bin_with_room(sizes, word_bits):
-    """Against the definition, a search through all bins; equally full bins are alike."""
+    """Compares with the definition: a search through all bins. Equally full bins are equivalent."""
     with pytest.MonkeyPatch.context() as patch:
-        # Rooms of a few words, as those of longer sequences are.
+        # Free sizes that need several words, as with longer sequences.
         patch.setattr(packing, "_WORD_BITS", word_bits)
         bins, count = best_fit(sizes, 20)
     room, choices = [], []
@@ -95,14 +95,14 @@ def test_best_fit_takes_the_fullest_bin_with_room(sizes, word_bits):
 
 
 def test_best_fit_packs_real_lengths_tightly():
-    """Log-normal lengths, as of web pages: the sum of lengths bounds the number of sequences from below."""
+    """Log-normal lengths, similar to web pages. The sum of lengths is a lower bound for the number of sequences."""
     lengths = np.random.default_rng(0).lognormal(6, 1, 5000).astype(int) + 1
     found = BestFit(lengths, np.arange(5000), 2048)
     assert found.num_samples < 1.002 * lengths.sum() / 2048 + 1
 
 
 def test_best_fit_bins_are_those_of_a_search_in_one_number():
-    """A run must not change its samples with the way bins are looked for."""
+    """The samples of a run must not depend on the algorithm that searches the bins."""
     sizes = np.sort(np.random.default_rng(0).integers(1, 20_000, 3000))[::-1].tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_WORD_BITS", 20)

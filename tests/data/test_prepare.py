@@ -31,20 +31,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def made_up(count, seed=0):
-    """So many short texts, some with line ends, quotes and letters of several bytes."""
+    """Short texts, some with line ends, quotes and characters of several bytes."""
     words = ["law", "mesh", "ring", "axis\n", "shärd", '"gather"', "日本", "🜁", "tick", "\u2028"]
     draw = random.Random(seed)
     return [f"{i} " + " ".join(draw.choices(words, k=draw.randrange(1, 30))) for i in range(count)]
 
 
 def lines(texts, key="text"):
-    """ASCII escapes and plain letters take turns."""
+    """JSON with and without ASCII escapes, alternating."""
     return "".join(json.dumps({"id": i, key: text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(texts)).encode()
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """The folder of a byte-level BPE with 400 ids."""
+    """Folder of a byte-level BPE tokenizer with 400 ids."""
     folder = tmp_path_factory.mktemp("tokenizer") / "small"
     folder.mkdir()
     bpe = Tokenizer(models.BPE())
@@ -59,14 +59,14 @@ def tokenizer(tmp_path_factory):
 
 
 def here(inputs, out, tokenizer="bytes", **options):
-    """prepare() in this process, silent."""
+    """Runs prepare() in this process without output."""
     return prepare(
         [str(path) for path in inputs], out, tokenizer=str(tokenizer), **{"workers": 1, "progress": False, **options}
     )
 
 
 def contents(folder):
-    """All documents, as lists of ids."""
+    """All documents as lists of ids."""
     documents = PreparedDocuments(folder)
     lengths = np.asarray(documents.lengths)
     found = documents.read(np.arange(len(lengths)), np.zeros(len(lengths), int), lengths)
@@ -78,7 +78,7 @@ def encoded(tokenizer, texts):
 
 
 def files_of(folder):
-    """Name to content of everything in a folder."""
+    """Content of each file in a folder, by name."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -220,7 +220,7 @@ def test_ranges_outside_a_document_are_refused(tmp_path):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder with a large file that is split, one that cannot be, and small ones; 14 shards of 2000 bytes."""
+    """A folder with a large file that is split, one that cannot be split, and small ones; 14 shards of 2000 bytes."""
     data = tmp_path / "data"
     data.mkdir()
     (data / "large.jsonl").write_bytes(lines(made_up(150)))
@@ -274,7 +274,7 @@ def test_a_lost_or_short_shard_is_made_again_and_no_other(tmp_path, corpus, lost
 
 
 def test_killed_runs_go_on(tmp_path, corpus):
-    """A process killed outright, again and again, each time with one more shard done."""
+    """The process is killed again and again, each time after one more shard."""
     out = tmp_path / "out"
     code = (
         "import sys, time; from jaxllm.data import prepare, shards, tokenizer\n"
@@ -325,12 +325,12 @@ def test_a_killed_command_with_workers_leaves_nothing_behind(tmp_path):
         process.send_signal(how)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == code, errors
-        # Workers whose parent is gone notice, and clear away what they were writing.
+        # Workers notice that their parent is gone, and delete their unfinished files.
         while list((tmp_path / "out").glob(".tokens-*")) and time.monotonic() < deadline:
             time.sleep(0.005)
         assert list((tmp_path / "out").glob(".*")) == []
     assert errors.count("\n") == 1
-    assert "shards are prepared: run the same command again to go on." in errors
+    assert "shards are prepared: run the same command again to resume." in errors
     result = run(*arguments, "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["documents"] == 120_000
@@ -397,7 +397,7 @@ EMPTY, BLANK = 25, 30
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """50 lines, those of BROKEN broken, one text empty, one line blank; and the good texts."""
+    """50 lines: those in BROKEN are broken, one text is empty, one line is blank. Also returns the good texts."""
     monkeypatch.chdir(tmp_path)
     texts = made_up(50)
     content = lines(texts).splitlines(keepends=True)
@@ -431,7 +431,7 @@ def test_only_the_first_broken_records_are_shown_and_kept(tmp_path, monkeypatch)
 
 
 def test_strict_stops_at_the_first_also_when_an_earlier_run_passed_it(broken):
-    sentence = r"^a\.jsonl:3: not JSON \(.*\); mend it, or leave out --strict to skip such records\.$"
+    sentence = r"^a\.jsonl:3: not JSON \(.*\); fix it, or leave out --strict to skip such records\.$"
     with pytest.raises(ConfigError, match=sentence):
         here(["a.jsonl"], "out", strict=True)
     assert list(Path("out").iterdir()) == []
@@ -441,7 +441,7 @@ def test_strict_stops_at_the_first_also_when_an_earlier_run_passed_it(broken):
 
 
 def test_strict_in_workers_ends_with_the_one_sentence(broken):
-    with pytest.raises(ConfigError, match=r"^a\.jsonl:\d+: .*; mend it, or leave out --strict"):
+    with pytest.raises(ConfigError, match=r"^a\.jsonl:\d+: .*; fix it, or leave out --strict"):
         here(["a.jsonl"], "out", strict=True, workers=2, shard_bytes=1000)
     assert list(Path("out").glob(".*")) == []
 
@@ -514,7 +514,7 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path):
     assert str(error.value).endswith("): delete it and run the same jaxllm data prepare again.")
 
     record.unlink()
-    with pytest.raises(ConfigError, match=r"\.array_record is missing: prepare it again, or copy the whole folder\.$"):
+    with pytest.raises(ConfigError, match=r"\.array_record is missing: prepare it again, or copy the complete folder\.$"):
         PreparedDocuments(out)
     here([tmp_path / "a.jsonl"], out)
     assert contents(out) == encoded("bytes", made_up(50))
@@ -562,7 +562,7 @@ def test_names_that_are_no_utf8_are_kept_and_shown(tmp_path, monkeypatch):
     try:
         Path(name).write_bytes(lines(["one"]) + b"{\n")
     except OSError:
-        pytest.skip("this file system holds UTF-8 names alone")
+        pytest.skip("this file system accepts only UTF-8 names")
     for written in (1, 0):
         summary = here([name], "out")
         assert (summary.documents, summary.shards_written) == (1, written)
@@ -585,7 +585,7 @@ def test_texts_the_tokenizer_cannot_encode_end_with_the_one_sentence(tmp_path, w
     done = run(*command)
     assert done.returncode == 2
     reason = "WordLevel error: Missing [UNK] token from the vocabulary"
-    sentence = f"The tokenizer words cannot encode a text ({reason}): mend its tokenizer.json or choose another."
+    sentence = f"The tokenizer words cannot encode a text ({reason}): fix its tokenizer.json or choose another."
     assert done.stderr.strip().endswith(sentence)
     assert "Traceback" not in done.stderr
 
@@ -614,9 +614,9 @@ def test_another_shards_records_are_noticed(tmp_path):
 
 def test_folders_that_are_not_whole_or_not_ours_are_refused(tmp_path, tokenizer, corpus):
     here([corpus], tmp_path / "out", tokenizer, shard=(0, 2), shard_bytes=5000)
-    with pytest.raises(ConfigError, match=r"is not complete, \d of \d shards are prepared: run jaxllm data prepare again \(it"):
+    with pytest.raises(ConfigError, match=r"is not complete, \d of \d shards are prepared: run jaxllm data prepare again to"):
         PreparedDocuments(tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"is no prepared folder \(it has no manifest\.json\): run jaxllm data prepare"):
+    with pytest.raises(ConfigError, match=r"is not a prepared folder \(it has no manifest\.json\): run jaxllm data prepare"):
         PreparedDocuments(tmp_path)
     here([corpus], tmp_path / "out", tokenizer, shard_bytes=5000)
     shutil.copy(Path(tokenizer) / "tokenizer.json", tmp_path / "out" / "tokenizer" / "tokenizer.json")
@@ -647,7 +647,7 @@ def test_what_cannot_be_written_or_found_is_one_sentence(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("text")
     for out in (text / "out", Path("/proc/out")):
-        with pytest.raises(ConfigError, match=r"cannot be written \(.*\): mend that and run the command again, or choose anot"):
+        with pytest.raises(ConfigError, match=r"cannot be written \(.*\): fix that and run the command again, or choose anot"):
             here([text], out)
     with pytest.raises(ConfigError, match=r"^No file matches '.*nothing\*': check the path"):
         here([text, tmp_path / "nothing*"], tmp_path / "out")
@@ -656,7 +656,7 @@ def test_what_cannot_be_written_or_found_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"--workers=0 is not valid: it should be at least 1"):
         here([text], tmp_path / "out", workers=0)
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match=r"b\.parquet cannot be read as Parquet \(.*\): mend it or leave it out"):
+    with pytest.raises(ConfigError, match=r"b\.parquet cannot be read as Parquet \(.*\): fix it or leave it out"):
         here([tmp_path / "b.parquet"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -669,7 +669,7 @@ def test_without_pyarrow_parquet_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_sentence_and_damages_nothing(tmp_path):
-    """A limit on the size of files stands for the full disk: the first shard fits, the second does not."""
+    """A limit on the file size stands in for a full disk: the first shard fits, the second does not."""
     draw = random.Random(0)
     noise = "".join(chr(draw.randrange(0x4E00, 0x9000)) for _ in range(100_000))
     (tmp_path / "a.txt").write_text("small")
@@ -683,8 +683,7 @@ def test_a_full_disk_is_one_sentence_and_damages_nothing(tmp_path):
     command = [sys.executable, "-c", code, tmp_path / "*.txt", tmp_path / "out"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert result.stdout == (
-        f"{tmp_path / 'out'} cannot be written (File too large): mend that and run the command again, "
-        "or choose another --out.\n"
+        f"{tmp_path / 'out'} cannot be written (File too large): fix that and run the command again, or choose another --out.\n"
     ), result.stderr
     assert list((tmp_path / "out").glob(".*")) == []
     assert here([tmp_path / "*.txt"], tmp_path / "out", shard_bytes=5).shards_written == 1

@@ -19,7 +19,7 @@ TRAIN = {"steps": 1, "sequence_length": 16, "global_batch_sequences": 1}
 
 
 class Read:
-    """What a data section reads, as bytes."""
+    """The bytes that a data section reads."""
 
     def __init__(self, vocab_size=256, **data):
         config = load_config({"model": MODEL | {"vocab_size": vocab_size}, "train": TRAIN, "data": data})
@@ -42,7 +42,7 @@ def place(name):
 
 @pytest.fixture
 def books(tmp_path, monkeypatch):
-    """Twenty texts, each holding its own name, in the working directory."""
+    """Twenty texts in the working directory, each with its own name as content."""
     for i in range(20):
         path = tmp_path / "books" / f"shelf{i % 3}" / f"{i}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def test_library_leaves_out_and_counts_what_is_not_utf8(tmp_path, monkeypatch):
 
 def test_library_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"^There is no Python source beneath .*: use data\.source=files with data\.paths\.$"):
+    with pytest.raises(ConfigError, match=r"^There is no Python source below .*: use data\.source=files with data\.paths\.$"):
         Read()
 
 
@@ -162,7 +162,7 @@ def test_no_file_held_out_names_a_fraction_that_works(books):
         from_files("books/**", held_out_fraction=0.0001)
     smallest = min(place(p.relative_to(books).as_posix()) for p in books.rglob("*.txt"))
     prefix = "data.held_out_fraction=0.0001 holds out none of the 20 documents: raise it to "
-    suffix = ", give more, or set it to 0 to go without held-out text."
+    suffix = ", give more documents, or set it to 0 to train without held-out text."
     message = str(error.value)
     assert message.startswith(prefix)
     assert message.endswith(suffix)
@@ -207,7 +207,7 @@ def test_files_without_text_are_refused(books):
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """A folder with fifty texts as prepared bytes, the same as 300-id tokens, and as Megatron files."""
+    """Fifty texts as prepared bytes, as tokens of a 300-id tokenizer, and as Megatron files."""
     folder = tmp_path_factory.mktemp("shelf")
     lines = [json.dumps({"text": f"text number {i} " * (1 + i % 7)}) for i in range(50)]
     (folder / "lines.jsonl").write_text("\n".join(lines))
@@ -242,7 +242,7 @@ def test_a_prepared_folder_holds_its_texts_and_tokenizer(shelf):
 
 
 def test_held_out_documents_are_those_of_their_texts_hash(shelf, tmp_path):
-    """In another order and beside other texts, the same ones are held out."""
+    """The same documents are held out in another order and beside other texts."""
     lines = (shelf / "lines.jsonl").read_text().splitlines()
     more = [json.dumps({"text": f"more {i}"}) for i in range(20)]
     (tmp_path / "again.jsonl").write_text("\n".join(more + lines[::-1]))
@@ -272,7 +272,7 @@ def test_a_mixture_of_every_kind(shelf):
     ]
     data = Read(vocab_size=300, mixture=mixture, held_out_fraction=0).data
     assert data.tokenizer.sha256 == load_tokenizer(str(shelf / "tokenizer")).sha256
-    # Texts beside a prepared folder are read with its tokenizer.
+    # Texts beside a prepared folder use its tokenizer.
     lines = data.sources[1]
     assert data.tokenizer.decode(lines.text(lines.train)) == (shelf / "lines.jsonl").read_text()
     stream = data.stream()
@@ -301,7 +301,7 @@ def test_a_mixture_of_every_kind(shelf):
             {"source": "files", "paths": ["lines.jsonl"], "tokenizer": "tokenizer"},
             "The tokenizer tokenizer has 300 ids and model.vocab_size=256",
         ),
-        ({"source": "prepared", "paths": ["tokenizer"]}, "tokenizer is no prepared folder (it has no manifest.json)"),
+        ({"source": "prepared", "paths": ["tokenizer"]}, "tokenizer is not a prepared folder (it has no manifest.json)"),
     ],
 )
 def test_tokenizers_that_do_not_fit_are_refused(shelf, data, sentence):

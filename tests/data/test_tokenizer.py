@@ -23,7 +23,7 @@ def trained(*special):
 
 @pytest.fixture
 def folder(tmp_path):
-    """folder(tokenizer, file=content, ...) -> where the tokenizer is saved, with these JSON files beside it."""
+    """folder(tokenizer, file=content, ...) -> a folder with the tokenizer and these JSON files."""
 
     def make(tokenizer, **files):
         path = tmp_path / "small"
@@ -182,7 +182,7 @@ def test_the_smallest_type_that_holds_every_id():
         ({"tokenizer_config": {"eos_token": "<x>"}}, "(its eos_token '<x>' is not in the vocabulary)"),
         ({"config": {"eos_token_id": 9999}}, "(its eos_token 'id 9999' is not in the vocabulary)"),
         ({"tokenizer_config": {"eos_token": EOS, "add_bos_token": True}}, "says add_bos_token but there is no bos_token"),
-        ({"tokenizer_config": [1]}, "tokenizer_config.json holds no JSON object: mend it or remove it."),
+        ({"tokenizer_config": [1]}, "tokenizer_config.json does not hold a JSON object: fix it or remove it."),
     ],
 )
 def test_missing_marks_are_refused(folder, files, sentence):
@@ -195,10 +195,10 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"There is no .*tokenizer\.json: name a folder with tokenizer\.json, or bytes\."):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer \(.*\): save it again"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer \(.*\): save it again"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -212,17 +212,17 @@ def test_texts_the_library_cannot_encode_are_one_sentence(folder, method):
     with pytest.raises(ConfigError) as error:
         encode("law mesh")
     reason = "WordLevel error: Missing [UNK] token from the vocabulary"
-    hint = "mend its tokenizer.json or choose another."
+    hint = "fix its tokenizer.json or choose another."
     assert str(error.value) == f"The tokenizer small cannot encode a text ({reason}): {hint}"
 
 
 @pytest.mark.parametrize(
     ("raised", "sentence"),
-    [("PanicException", r"^The tokenizer small .* \(at line\): mend"), ("KeyboardInterrupt", "at\nline")],
+    [("PanicException", r"^The tokenizer small .* \(at line\): fix"), ("KeyboardInterrupt", "at\nline")],
 )
 def test_panics_of_the_library_are_one_sentence_and_nothing_else_is(folder, raised, sentence):
     tokenizer = load_tokenizer(folder(trained(EOS), tokenizer_config={"eos_token": EOS}))
-    # As pyo3's, which is beneath BaseException alone.
+    # Stands for pyo3's panic, which inherits from BaseException only.
     kind = KeyboardInterrupt if raised == "KeyboardInterrupt" else type(raised, (BaseException,), {})
 
     class Panics:

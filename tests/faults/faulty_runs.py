@@ -1,7 +1,7 @@
-"""What the tests of faults share: a run of several real processes to which things happen, and what is left of it.
+"""Shared by the tests of faults: a run of several real processes with injected faults, and what remains of it.
 
-A Run is a run directory and the program that trains in it; each `launch` starts its processes once more, and each takes up what
-the one before has left.
+A Run is a run directory and the program that trains in it; each `launch` restarts its processes, and each resumes from what the
+previous one has left.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from outside import free_port
 from run_files import records, saved_state
 from tiny import TINY
 
-from jaxllm.train.checkpoint import saved_steps
+from jaxllm.checkpoint.files import saved_steps
 
 CHECKOUT = Path(__file__).parents[2]
 HOST = re.escape(socket.gethostname())
 """For patterns."""
 STEPS = 120
-"""Of the whole run: more than all its disturbed launches together get done."""
+"""Steps of the whole run: more than all its disturbed launches together complete."""
 PACE_S = 0.2
-"""Before each step, so that something can happen to it."""
+"""Pause before each step, to leave time for a fault."""
 SLOW_SAVE_S = 1.0
 SLOW_COMPILATION_S = 5.0
 TRAINS = "told process 0 of a step"
 FIRST_BAD_BATCH = 4
-"""Of a launch, counted from 0: some steps and a save come before it."""
-PEER_S = 15
-"""Silence after which a process is given up. Less than the supervisors' 20 s: were a frozen process killed first, the others
-would say that it was."""
+"""Index in a launch, from 0: some steps and a save come before it."""
+PEER_S, SILENT_S = 10, 15
+"""Silence after which the others give a process up, and after which its supervisor kills it. The others must be first: if a
+frozen process were killed first, they would report a killed one."""
 START_S, END_S = 150.0, 90.0
 """Limits: for what a launch does by itself, on a machine that has other work; from a fault to the end of all processes."""
 
@@ -58,16 +58,17 @@ COMMON = (
     "log.every_steps=1",
 )
 
-# jaxllm train, at its pace, with one fault. It says where it is past Python's buffers: several threads speak.
+# jaxllm train, at a fixed pace, with one fault. It bypasses Python's buffers to print its progress: several threads print.
 PROGRAM = f"""
 import errno, os, sys, time
-from jaxllm import cli, peers
-from jaxllm.train.checkpoint import Checkpoints
+from jaxllm import cli
+from jaxllm.runtime import peer_monitor
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.train.trainer import Trainer
 
 pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
 advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
-list_files, beat, first_batch, trains = Checkpoints._list_files, peers.Line._beat, None, False
+list_files, beat, first_batch, trains = Checkpoints._list_files, peer_monitor.PeerMonitor._beat, None, False
 
 def say(words):
     os.write(1, f"{{words}}\\n".encode())
@@ -100,12 +101,12 @@ def read(self, step):
 def beat_and_say(self):
     global trains
     beat(self)
-    # What was sent, not what the process does by now.
+    # What was sent, not the current phase.
     if self.rank and not trains and self._seen[0].step:
         trains = True
         say("{TRAINS}")
 
-Trainer.advance, Trainer.compile_step, peers.Line._beat = at_its_pace, said, beat_and_say
+Trainer.advance, Trainer.compile_step, peer_monitor.PeerMonitor._beat = at_its_pace, said, beat_and_say
 if fault == "slow save":
     Checkpoints._list_files = slowly
 elif fault.endswith("data"):
@@ -125,7 +126,7 @@ class Run:
 
     @contextmanager
     def launch(self, *overrides: str, count: int = 2, pace_s: float = PACE_S) -> Iterator[Launch]:
-        """Starts nothing yet; nothing of it is left afterwards."""
+        """Starts nothing yet; nothing of it remains afterwards."""
         command = [sys.executable, self._program, self._recipe, f"run.dir={self.dir}", *COMMON, *overrides]
         launch = Launch(self, [str(word) for word in command], count, pace_s)
         try:
@@ -138,7 +139,7 @@ class Run:
         return saved_steps(self.dir / "checkpoints")
 
     def records(self) -> list[tuple[int, float, float]]:
-        """(step, loss, norm of the gradient): JSON keeps every bit of them."""
+        """(step, loss, gradient norm): JSON keeps every bit of them."""
         lines = records(self.dir) if (self.dir / "metrics.jsonl").exists() else []
         return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
@@ -150,7 +151,7 @@ class Launch:
     """Processes of one start of a run, by rank: launch[1].
 
     Attributes:
-      first: the step from which it has to go on; 0: from the beginning.
+      first: the step from which it has to resume; 0: from the beginning.
     """
 
     def __init__(self, run: Run, command: Sequence[str], count: int, pace_s: float):
@@ -172,7 +173,7 @@ class Launch:
         """Starts one process.
 
         Args:
-          under: a command that is given the process's own as its last words.
+          under: a command that gets the process's own command as its last arguments.
           fault: one that PROGRAM knows; empty: none.
           variables: more of its environment.
         """
@@ -195,13 +196,13 @@ class Launch:
         self.wait_until(lambda: line in self[rank].out.lines, f"{line!r} of process {rank}")
 
     def wait_for_steps(self, count: int) -> None:
-        """Of this launch, done; it resumed from the newest checkpoint that there was."""
+        """Waits until this launch has done so many steps; it must have resumed from the newest checkpoint."""
         line = f"step {self.first + count}/"
         self.wait_until(lambda: any(said.startswith(line) for said in self[0].out.lines), line)
         self.assert_resumed()
 
     def wait_until_it_trains(self) -> None:
-        """For three steps, has a checkpoint of its own, and all have told process 0 that they train."""
+        """Waits until it has trained three steps and saved a checkpoint, and all have reported a step to process 0."""
         self.wait_for_steps(3)
         for rank in range(1, self._count):
             self.wait_for(rank, TRAINS)
@@ -216,7 +217,7 @@ class Launch:
         os.kill(self[rank].pid, number)
 
     def assert_ends(self, *codes: int | tuple[int, ...], within_s: float = END_S) -> None:
-        """All processes, in time, with these codes by rank; a tuple: one of them."""
+        """All processes end in time, with these codes by rank; a tuple: one of them."""
         until_s = time.monotonic() + within_s
         for rank in range(self._count):
             try:
@@ -230,7 +231,7 @@ class Launch:
         assert all(fits), f"exit codes {found}, not {codes}\n{self}"
 
     def assert_says(self, rank: int, pattern: str) -> None:
-        """One whole line of its errors."""
+        """One full line of its errors matches the pattern."""
         assert any(re.fullmatch(f"jaxllm: {pattern}", line) for line in self[rank].err.lines), f"no {pattern!r}\n{self}"
 
     def close(self) -> None:
@@ -248,7 +249,7 @@ class Launch:
 
 
 class Process:
-    """One process of a run, or its supervisor, and what it has said so far."""
+    """One process of a run, or its supervisor, and its output so far."""
 
     def __init__(self, command: Sequence[str], variables: dict[str, str]):
         self.popen = subprocess.Popen(
@@ -264,11 +265,11 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of what trains."""
+        """PID of the training process."""
         return [int(line.split()[1]) for line in self.out.lines if line.startswith("pid ")][-1]
 
     def has_ended(self) -> bool:
-        """If so, all that it said is here."""
+        """If so, all its output has been read."""
         if self.popen.poll() is None:
             return False
         self.out.join(10)
@@ -276,7 +277,7 @@ class Process:
         return True
 
     def close(self) -> None:
-        # What a supervisor runs ends with it.
+        # A supervisor's child ends with it.
         self.popen.kill()
         self.popen.wait(10)
         self.has_ended()
@@ -301,18 +302,18 @@ class Said(threading.Thread):
 
 
 def environment() -> dict[str, str]:
-    """conftest's XLA_FLAGS come along: tiny programs compile fastest unoptimised."""
+    """This environment, conftest's XLA_FLAGS included: tiny programs compile fastest unoptimised."""
     foreign = ("JAXLLM_", "SLURM_", "OMPI_")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {"PYTHONPATH": str(CHECKOUT)}
 
 
 def supervised(restarts: int) -> tuple[str, ...]:
-    options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", "20")
-    return (sys.executable, "-m", "jaxllm.supervise", *options, "--")
+    options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", str(SILENT_S))
+    return (sys.executable, "-m", "jaxllm.runtime.supervisor", *options, "--")
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody listens there; asked of the system, since a connection would be a guest at the roll call."""
+    """Whether a process listens there; asked of the system, since a connection would take part in the rendezvous."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()

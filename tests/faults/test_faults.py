@@ -1,9 +1,9 @@
-"""Faults in runs of several real processes: all of them end in time and say who and why, and the next launch goes on from the
-newest checkpoint, to the very bits of a run that nothing happened to.
+"""Faults in runs of several real processes: all processes end in time and name the fault, and the next launch resumes from the
+newest checkpoint, bit for bit like a run without faults.
 
-One run directory takes all the faults, one after the other: each launch shows what the fault before has left, and meets the
-next. The tests hold in any order and each by itself, as a launch without a checkpoint begins anew. What is refused before
-anything is trained is in test_multiprocess.py and test_roll_call.py; SLURM, mpirun and ssh have theirs in launch/.
+One run directory takes all the faults, one after the other: each launch shows what the previous fault has left, and meets the
+next. The tests pass in any order and each alone, as a launch without a checkpoint starts from scratch. Refusals before training
+are tested in test_multiprocess.py and test_roll_call.py; SLURM, mpirun and ssh in launch/.
 """
 
 import os
@@ -16,16 +16,16 @@ import time
 import jax
 import numpy as np
 import pytest
-from faulty_runs import CHECKOUT, HOST, START_S, STEPS, Run, environment, is_open, supervised
+from faulty_runs import CHECKOUT, HOST, SILENT_S, START_S, STEPS, Run, environment, is_open, supervised
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 
 AGAIN = "start again from the last checkpoint"
 KILLED = ("its connection closed", "it was killed or crashed")
 FROZEN = (r"nothing heard for \d+ s", "it is frozen, or its host or network failed")
-NOT_BEGUN = "told to stop by SIGTERM before the first step of this start: there is nothing to save"
+NOT_BEGUN = "stopped by SIGTERM before the first step of this start: there is nothing to save"
 NO_SAVES = "checkpoint.every_steps=null"
 TOLERANCE = 2e-5
 """Relative, of a loss after some thirty steps on another mesh."""
@@ -34,7 +34,7 @@ RESTARTS = {"JAXLLM_RESTARTS": "yes"}
 
 @pytest.fixture(scope="module")
 def whole(text_file, tmp_path_factory):
-    """The run that nothing happens to."""
+    """The run without faults."""
     run = Run(tmp_path_factory.mktemp("whole"), text_file)
     with run.launch(NO_SAVES, pace_s=0) as launch:
         launch.start_all()
@@ -50,7 +50,7 @@ def disturbed(text_file, tmp_path_factory):
 
 @pytest.fixture
 def run(disturbed, whole):
-    """The run to which all happens. After each test its losses so far are those of the whole one, bit for bit."""
+    """The run with faults. After each test its losses so far equal those of the run without faults, bit for bit."""
     yield disturbed
     records = disturbed.records()
     assert records == whole.records()[: len(records)]
@@ -60,7 +60,7 @@ def run(disturbed, whole):
 
 
 def lost(rank: int, how: tuple[str, str]) -> str:
-    """What the others say of it."""
+    """The others' sentence about a lost process."""
     shows, cause = how
     return rf"process {rank} on {HOST} is lost \({shows}\) during (?:step \d+|[a-z]+ after step \d+): {cause}; {AGAIN}"
 
@@ -70,20 +70,20 @@ def test_a_killed_coordinator_is_named(run):
         launch.start_all()
         launch.wait_until_it_trains()
         launch.strike(0, signal.SIGKILL)
-        # JAX aborts 0.1 s later who is still on the way out, on a busy machine before its sentence.
-        launch.assert_ends(-signal.SIGKILL, (exits.LOST, -signal.SIGABRT))
-        if launch[1].popen.returncode == exits.LOST:
+        # JAX aborts a process that is still exiting 0.1 s later, on a busy machine before its sentence.
+        launch.assert_ends(-signal.SIGKILL, (exit_codes.LOST, -signal.SIGABRT))
+        if launch[1].popen.returncode == exit_codes.LOST:
             launch.assert_says(1, lost(0, KILLED))
 
 
 def test_a_late_process_is_waited_for_and_missed_when_it_is_killed(run):
     with run.launch() as launch:
         launch.start(0)
-        launch.wait_until(lambda: is_open(launch.port), "the roll call")
+        launch.wait_until(lambda: is_open(launch.port), "the rendezvous")
         launch.start(1)
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGKILL)
-        launch.assert_ends(exits.LOST, -signal.SIGKILL)
+        launch.assert_ends(exit_codes.LOST, -signal.SIGKILL)
         launch.assert_says(0, lost(1, KILLED))
 
 
@@ -92,35 +92,35 @@ def test_a_stopped_process_is_given_up_by_the_other_and_killed_by_its_supervisor
         launch.start_all(under=supervised(restarts=0))
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGSTOP)
-        launch.assert_ends(exits.LOST, 128 + signal.SIGKILL)
+        launch.assert_ends(exit_codes.LOST, 128 + signal.SIGKILL)
         launch.assert_says(0, lost(1, FROZEN))
-        launch.assert_says(1, f"process {launch[1].pid} is frozen, no sign of life for 20 s: killing it")
+        launch.assert_says(1, f"process {launch[1].pid} is frozen, no sign of life for {SILENT_S} s: killing it")
 
 
 # ------------------------------------------------------------------------------------------------------- data and disk
 
 
-def test_what_fails_in_one_process_is_told_by_the_other(run):
-    """Where data is read, in a thread: it is that process's end."""
-    # Process 1 would wait for the end of a save, and JAX abort it once process 0 has left.
+def test_a_failure_in_one_process_is_reported_by_the_other(run):
+    """Data is read in a thread: its failure ends that process."""
+    # Process 1 would wait for the end of a save, and JAX abort it once process 0 has exited.
     with run.launch(NO_SAVES) as launch:
         launch.start(0)
         launch.start(1, fault="unreadable data")
         launch.wait_for(1, "reading fails")
-        launch.assert_ends(exits.LOST, 1)
+        launch.assert_ends(exit_codes.LOST, 1)
         launch.assert_resumed()
         launch.assert_says(0, rf"process 1 on {HOST} failed: OSError: .*Input/output error.*")
         assert "Traceback" in launch[1].err.text
         assert "Traceback" not in launch[0].err.text
 
 
-def test_a_process_stuck_in_its_data_is_named_by_whoever_sees_it_first(run):
-    """And both show their stacks."""
+def test_a_process_stuck_in_its_data_is_named_by_the_first_to_notice(run):
+    """And both print their stacks."""
     with run.launch("run.phase_timeout_s=25") as launch:
         launch.start(0)
         launch.start(1, fault="stuck data")
         launch.wait_for(1, "reading fails")
-        launch.assert_ends(exits.LOST, exits.LOST)
+        launch.assert_ends(exit_codes.LOST, exit_codes.LOST)
         launch.assert_resumed()
         itself = rf"process 1 on {HOST} is stuck: data after step \d+ has taken \d+ s \(run\.phase_timeout_s=25\); {AGAIN}"
         waits = rf"waiting for process 1 on {HOST}, \d+ s in data after step \d+; run\.phase_timeout_s=25"
@@ -128,23 +128,23 @@ def test_a_process_stuck_in_its_data_is_named_by_whoever_sees_it_first(run):
         for rank in (0, 1):
             launch.assert_says(rank, f"(?:{itself}|{other})")
         assert re.search(r'File "\S+trainer\.py", line \d+ in (?:advance|finish)\n', launch[0].err.text), launch
-        assert re.search(r'File "\S+trainer\.py", line \d+ in _next_batch\n', launch[1].err.text), launch
+        assert re.search(r'File "\S+batch_queue\.py", line \d+ in take\n', launch[1].err.text), launch
 
 
 def test_a_process_whose_disk_is_full_ends_the_run_and_loses_nothing(run):
-    """A limit on the size of its files stands in for the disk; without another one a restart would not help."""
+    """A limit on the size of its files simulates the full disk; without another disk a restart would not help."""
     with run.launch() as launch:
         launch.start(0)
         launch.start(1, under=("bash", "-c", 'ulimit -f 16; exec "$@"', "bash"))
         launch.wait_for_steps(1)
-        launch.assert_ends(exits.BAD_INPUT, exits.BAD_INPUT)
+        launch.assert_ends(exit_codes.BAD_INPUT, exit_codes.BAD_INPUT)
         sentence = rf"Checkpoint \d+ could not be written to {re.escape(str(run.dir))}/checkpoints \(.*File too large.*\): .*"
         launch.assert_says(1, sentence)
         launch.assert_says(0, rf"process 1 on {HOST} failed: {sentence}")
         assert run.saved[-1:] == ([launch.first] if launch.first else [])
 
 
-def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again(tmp_path):
+def test_a_killed_worker_that_prepares_data_ends_its_command_which_resumes(tmp_path):
     lines = (f'{{"text": "{i} law mesh ring axis shard gather tick"}}\n' for i in range(240_000))
     (tmp_path / "a.jsonl").write_text("".join(lines))
     command = [sys.executable, "-m", "jaxllm.cli", "data", "prepare", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes"]
@@ -156,7 +156,7 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     process, until_s = subprocess.Popen(prepare("out", 2), **pipes, **options), time.monotonic() + START_S
     try:
-        # A file under way has its writer's process id in its name.
+        # A file being written has its writer's PID in its name.
         while not (under_way := [path.name for path in (tmp_path / "out").glob(".tokens-*.tmp")]):
             assert process.poll() is None
             assert time.monotonic() < until_s
@@ -166,9 +166,9 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == exits.BAD_INPUT, error
+    assert process.returncode == exit_codes.BAD_INPUT, error
     (line,) = error.splitlines()
-    assert line.startswith("jaxllm: A worker was killed (exit code -9), perhaps for want of memory: run the command again")
+    assert line.startswith("jaxllm: A worker was killed (exit code -9), perhaps because memory ran out: run the command again")
     assert list((tmp_path / "out").glob(".*")) == []
     for out, workers in (("out", 2), ("whole", 1)):
         subprocess.run(prepare(out, workers), check=True, capture_output=True, timeout=START_S, **options)
@@ -181,7 +181,7 @@ def test_a_killed_worker_that_prepares_data_ends_its_command_which_goes_on_again
 
 def stopped_step(launch) -> int:
     (line,) = (line for line in launch[0].out.lines if line.startswith("stopped at"))
-    return int(re.fullmatch(r"stopped at step (\d+) by SIGTERM; saved; the same command goes on from there", line)[1])
+    return int(re.fullmatch(r"stopped at step (\d+) by SIGTERM; saved; rerun the same command to resume", line)[1])
 
 
 def test_sigterm_in_a_step_saves_the_same_step_of_all(run):
@@ -189,7 +189,7 @@ def test_sigterm_in_a_step_saves_the_same_step_of_all(run):
         launch.start_all(**RESTARTS)
         launch.wait_until_it_trains()
         launch.strike(1, signal.SIGTERM)
-        launch.assert_ends(exits.RESTART, exits.RESTART)
+        launch.assert_ends(exit_codes.RESTART, exit_codes.RESTART)
         assert run.saved[-1] == run.records()[-1][0] == stopped_step(launch)
 
 
@@ -199,7 +199,7 @@ def test_sigterm_in_a_save_finishes_it_and_saves_once_more(run):
         launch.start(1, **RESTARTS)
         launch.wait_for(0, "saving")
         launch.strike(0, signal.SIGTERM)
-        launch.assert_ends(exits.RESTART, exits.RESTART)
+        launch.assert_ends(exit_codes.RESTART, exit_codes.RESTART)
         launch.assert_resumed()
         under_way = launch.first - launch.first % 2 + 2
         assert under_way in run.saved
@@ -208,13 +208,13 @@ def test_sigterm_in_a_save_finishes_it_and_saves_once_more(run):
 
 
 def test_sigterm_in_the_compilation_ends_all_at_once(run):
-    """Nothing is trained, so nothing is waited for."""
+    """Nothing is trained, so it waits for nothing."""
     before = run.saved
     with run.launch() as launch:
         launch.start_all(fault="slow compilation", **RESTARTS)
         launch.wait_for(1, "compiling")
         launch.strike(1, signal.SIGTERM)
-        launch.assert_ends(exits.RESTART, exits.RESTART)
+        launch.assert_ends(exit_codes.RESTART, exit_codes.RESTART)
         launch.assert_says(1, NOT_BEGUN)
         launch.assert_says(0, f"process 1 on {HOST} was {NOT_BEGUN}")
         assert run.saved == before
@@ -224,13 +224,15 @@ def test_sigterm_in_the_compilation_ends_all_at_once(run):
 
 
 def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp_path):
-    """Each sample in the step that it belongs to: the losses are those of the whole run but for the order of sums."""
+    """Each sample is in the step that it belongs to: the losses equal those of the run without faults but for the order of
+    sums.
+    """
     run, steps = Run(tmp_path, text_file), 30
     with run.launch(count=4) as launch:
         launch.start_all()
         launch.wait_until_it_trains()
         launch.strike(2, signal.SIGKILL)
-        launch.assert_ends(exits.LOST, exits.LOST, -signal.SIGKILL, exits.LOST)
+        launch.assert_ends(exit_codes.LOST, exit_codes.LOST, -signal.SIGKILL, exit_codes.LOST)
         for rank in (0, 1, 3):
             launch.assert_says(rank, lost(2, KILLED))
     with run.launch(f"train.steps={steps}", NO_SAVES, pace_s=0) as launch:
@@ -239,7 +241,7 @@ def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp
         launch.assert_resumed()
     expected, losses = (np.array([loss for _, loss, _ in one.records()[:steps]]) for one in (whole, run))
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
-    # Other samples would show.
+    # Other samples would be visible.
     assert np.median(np.abs(np.diff(expected)) / expected[1:]) > 20 * TOLERANCE
 
 

@@ -1,4 +1,4 @@
-"""cuDNN attention against the float32 reference, forward and backward. Needs an NVIDIA GPU."""
+"""Compares cuDNN attention with the float32 reference, forward and backward. Needs an NVIDIA GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(("N", "K", "H"), [(8, 8, 64), (8, 2, 128)])
 def test_cudnn_equals_the_float32_reference(N, K, H):
-    """Relative error of output and gradients within what bfloat16 inputs allow (eps 2^-8 = 0.4%)."""
+    """Relative error of output and gradients is within the limits of bfloat16 inputs (eps 2^-8 = 0.4%)."""
     rng = np.random.default_rng(0)
     B, S = 2, 512
     q, k, v, cotangent = (jnp.asarray(rng.normal(size=(B, S, heads, H)), jnp.bfloat16) for heads in (N, K, K, N))

@@ -1,4 +1,4 @@
-"""cuDNN's blocks against the float32 xla kernel, and a whole ring of them, one after the other, on one NVIDIA GPU."""
+"""Compares cuDNN's blocks, and a complete ring of them computed in turn, with the float32 xla kernel on one NVIDIA GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm.model.attention import xla_attention
-from jaxllm.model.attention_blocks import NOTHING, Mask, Partial, merge, xla_kernel
+from jaxllm.model.blockwise_attention import NOTHING, Mask, Partial, merge, xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.parallel.zigzag import blocks
 
@@ -16,7 +16,7 @@ B = 2
 
 
 def arrays(S, N, K, H):
-    """q, k, v, cotangent: bfloat16."""
+    """Random bfloat16 arrays q, k, v and cotangent."""
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=(B, S, heads, H)), jnp.bfloat16) for heads in (N, K, K, N)]
 
@@ -26,7 +26,7 @@ def documents(S, mean, seed=0):
 
 
 def assert_close(names, ours, theirs, tolerance=0.01):
-    """Relative error of each array within what bfloat16 allows (eps 2^-8 = 0.4%), and all finite."""
+    """All arrays are finite, with relative errors within the limits of bfloat16 (eps 2^-8 = 0.4%)."""
     for name, a, b in zip(names, ours, theirs, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.isfinite(a).all(), name
@@ -35,7 +35,7 @@ def assert_close(names, ours, theirs, tolerance=0.01):
 
 
 def run_block(kernel, dtype, arrays, mask, of_all):
-    """(o, lse, dq, dk, dv); the backward with `of_all`, another block's result merged with this one's."""
+    """(o, lse, dq, dk, dv). With `of_all`, another block's result, the backward gets the merged results."""
     q, k, v, cotangent = (x.astype(dtype) for x in arrays)
 
     @jax.jit
@@ -52,7 +52,7 @@ def run_block(kernel, dtype, arrays, mask, of_all):
 @pytest.mark.parametrize("mean", [None, 30, 400])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_block_equals_the_float32_one(N, K, H, mean, causal):
-    """With documents and without, on the diagonal and off it. The lse the backward is given is not the block's own."""
+    """With and without documents, on and off the diagonal. The backward's lse is not the block's own."""
     S = 512
     inputs = arrays(S, N, K, H)
     if mean is None:
@@ -85,7 +85,7 @@ def test_a_block_of_strangers_is_nothing():
 
 
 def play(kernel, c, q, k, v, cotangent, segments):
-    """Every block of a ring of c, rank by rank and step by step: (output, dq, dk, dv), float32."""
+    """Computes all blocks of a ring of c, rank by rank and step by step: (output, dq, dk, dv), float32."""
     size = q.shape[1] // (2 * c)
     chunk = lambda x, i: None if x is None else x[:, i * size : (i + 1) * size]  # noqa: E731
     mask = lambda i, j: Mask(i == j, chunk(segments, i), chunk(segments, j))  # noqa: E731

@@ -1,13 +1,14 @@
-"""Activations and optimizer state in the host's memory, on one NVIDIA GPU: same numbers as without, and saved as they were."""
+"""Activations and optimizer state in host memory on one NVIDIA GPU: the numbers do not change, and checkpoints are right."""
 
 import jax
 import numpy as np
 import pytest
 from meshes import Run, assert_close
 
+from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig
 from jaxllm.mesh import HOST
-from jaxllm.train.checkpoint import Checkpoints, describe_run
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +32,14 @@ def run(tiny_config, *more):
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """Without TF32, which rounds by how a matmul is cut."""
+    """Disables TF32, whose rounding depends on the tiling of a matmul."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.mark.parametrize("remat", ["offload", "{mlp_up: offload, query: keep}"])
 def test_gradients_with_activations_on_the_host_are_those_without(tiny_config, remat):
-    """The room on the host is not zeroed: what is read there must be what was written."""
+    """The host buffer is not zeroed, so a read must return what was written."""
     loss, gradients = run(tiny_config, f"parallel.remat={remat}").gradients()
     expected_loss, expected = run(tiny_config, "parallel.remat=selective").gradients()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -55,7 +56,7 @@ def test_losses_with_the_state_on_the_host_are_those_without(tiny_config, what):
 
 @pytest.mark.parametrize("what", ["null", "optimizer_and_master"])
 def test_a_checkpoint_is_of_its_own_step_though_training_goes_on(tiny_config, tmp_path, what):
-    """An array that is on the host already is not copied by an asynchronous save; the next step writes into it."""
+    """An asynchronous save does not copy an array that is on the host already; the next step overwrites it."""
     ours = run(tiny_config, f"parallel.offload_state={what}")
     step, checkpoints = jax.jit(ours.step, donate_argnums=0), Checkpoints(tmp_path, CheckpointConfig())
     with jax.set_mesh(ours.mesh):

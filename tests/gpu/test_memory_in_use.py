@@ -1,6 +1,6 @@
-"""XLA's figure for a step against what the allocator of one NVIDIA GPU says was in use; and what cannot fit fails.
+"""Compares XLA's figure for a step with the peak that the allocator of one NVIDIA GPU reports. A step that cannot fit fails.
 
-Each step takes the GPU in a process of its own, so this process must not hold it: run this file alone.
+Each step uses the GPU in a new process, so this process must not hold it: run this file alone.
 """
 
 import pytest
@@ -15,7 +15,7 @@ def measuring():
 
 
 def test_what_is_in_use_is_what_xla_says(measuring):
-    found = {name: measuring.run_apart(overrides) for name, overrides in measuring.RECIPES.items()}
+    found = {name: measuring.run_in_subprocess(overrides) for name, overrides in measuring.RECIPES.items()}
     print(*(measuring.line(name, one) for name, one in found.items()), sep="\n")
     assert len(found) >= 6
     assert {name: one["error"] for name, one in found.items() if "error" in one} == {}

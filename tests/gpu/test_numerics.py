@@ -1,4 +1,4 @@
-"""FP8's rounding by the hardware, and two deterministic runs, on NVIDIA GPUs: in which precision it is done there."""
+"""Precision on NVIDIA GPUs: FP8 rounding by the hardware, and two deterministic runs."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def rounded(x, dtype):
 
 
 def test_fp8_products_and_gradients_are_those_of_the_definition():
-    """Within bfloat16's last bits, and what Hopper's accumulation loses forward."""
+    """Errors are within bfloat16's last bits, plus the loss of Hopper's accumulation in the forward pass."""
     try:
         require_fp8(jax.devices()[0])
     except ConfigError as error:
@@ -47,7 +47,7 @@ def test_fp8_products_and_gradients_are_those_of_the_definition():
 
 
 def test_two_deterministic_runs_have_the_same_bits(tmp_path):
-    """In processes of their own: the flag is set before JAX starts."""
+    """Runs in new processes, because the flag is set before JAX starts."""
     short = (f"train.steps={STEPS}", "train.eval_every_steps=null", "log.sample_tokens=0", "log.baselines=false")
     chosen = ("run.deterministic=true", "model.compute_dtype=bfloat16", *short)
     losses = []

@@ -1,4 +1,4 @@
-"""Scores of a text, held against logits of the model itself, on one device and on meshes."""
+"""Compares scores of a text with the logits of the model itself, on one device and on meshes."""
 
 import functools
 import itertools
@@ -12,13 +12,13 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, evaluate, read_text, tokenize
 from jaxllm.mesh import make_mesh
+from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import build_model
-from jaxllm.parallel.stacking import over_layers, stacking_of
 
 LENGTH, TOKENS = 15, 100
 SHARP = ("model.initializer_std=0.3", "data.mask_documents=false")
@@ -52,7 +52,7 @@ def windows_of(ids, stride=LENGTH, length=LENGTH):
 
 @pytest.fixture(scope="module")
 def score_on(tiny_config, model, ids):
-    """score_on(*overrides, stride=, weights=, **options of evaluate) -> Score."""
+    """Returns score_on(*overrides, stride=, weights=, **options of evaluate) -> Score."""
 
     @functools.cache
     def on_mesh(overrides):
@@ -83,7 +83,7 @@ def score_on(tiny_config, model, ids):
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_scores_are_those_of_the_logits_on_every_mesh(score_on, losses, overrides, width):
-    # Six windows, so that no batch of four rows, and none of two microbatches of two, comes out even.
+    # Six windows, which divide neither into batches of four rows nor into two microbatches of two.
     found = score_on(*overrides, width=width)
     expected = losses[0 : TOKENS - LENGTH + 1 : LENGTH, 1:]
     assert expected.size == found.tokens == 6 * 14
@@ -115,9 +115,9 @@ def test_weights_that_are_no_numbers_are_refused(score_on, model):
 @pytest.mark.parametrize(
     ("tokens", "length", "stride", "sentence"),
     [
-        (9, 10, 10, "The text is 9 tokens, no whole window of 10: set --sequence-length=9 or less."),
-        (1, 10, 10, "The text is 1 tokens, no whole window of 10: give a longer one."),
-        (99, 1, 1, "--sequence-length=1 leaves no token to predict from another: use 2 or more."),
+        (9, 10, 10, "The text has 9 tokens, less than one window of 10: set --sequence-length=9 or less."),
+        (1, 10, 10, "The text has 1 tokens, less than one window of 10: give a longer text."),
+        (99, 1, 1, "--sequence-length=1 leaves no token to predict: use 2 or more."),
         (99, 10, 11, "--stride=11 is not in 1 .. 10, the sequence length"),
         (99, 10, 0, "--stride=0 is not in 1 .. 10, the sequence length"),
     ],
@@ -135,8 +135,8 @@ TEXT = "The ñandú — a bird — runs.\r\n  €5 for 😀😀, not less.\n"
 
 @pytest.fixture(scope="module")
 def word_pieces(tmp_path_factory):
-    """A byte-level BPE that knows a few English words, so that the rest comes in pieces of characters; it adds <s> to what it
-    is given, which must not happen here."""
+    """A byte-level BPE with a few English words, so that other text becomes pieces of characters. It adds <s> to its input,
+    which must not happen here."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -156,7 +156,7 @@ def test_every_byte_of_a_text_belongs_to_one_token(word_pieces):
         assert starts[0] == 0
         assert starts[-1] == len(TEXT.encode())
         assert (np.diff(starts) >= 0).all()
-        # Where tokens end with whole characters, the bytes between two places are what decoding gives.
+        # If tokens end with complete characters, decoding gives the bytes between two positions.
         ends = [n for n in range(len(ids) + 1) if "\N{REPLACEMENT CHARACTER}" not in tokenizer.decode(ids[:n])]
         assert len(ends) > 20
         for begin, end in itertools.pairwise(ends):
@@ -185,7 +185,7 @@ def test_measures_follow_from_the_loss():
     assert score.bits_per_byte == pytest.approx(0.5)
     assert score.to_json()["tokens"] == 50
     assert Score(1e4, 1, 1, 1, 0).perplexity == math.inf
-    # First parts of a character alone: there is no byte to share the loss out over, and JSON has no infinity.
+    # Only first parts of a character: there are no bytes to divide the loss by, and JSON has no infinity.
     assert Score(1.0, 3, 0, 1, 0).to_json()["bits_per_byte"] is None
 
 

@@ -1,4 +1,4 @@
-"""Generation with a cache, held against the model itself: the whole sequence read anew for every token."""
+"""Compares generation with a cache with the model itself, which reads the complete sequence again for every token."""
 
 import json
 
@@ -11,7 +11,7 @@ from flax import nnx
 from tiny import TINY
 
 from jaxllm.config import ModelConfig
-from jaxllm.config_errors import ConfigError
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.generate import Generator, bucket, complete, sample
 from jaxllm.inference.prompts import encode_prompt
@@ -28,7 +28,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def shape():
-    # Larger initial weights than training wants: logits far enough apart that rounding decides nothing.
+    # Larger initial weights than in training: logits are far enough apart that rounding changes no choice.
     return ModelConfig.model_validate({**TINY["model"], "initializer_std": 0.3, "rope_theta": 500.0})
 
 
@@ -50,7 +50,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(model, prompts):
-    """What reading everything anew for each token gives: [prompt][token]."""
+    """Result of reading the complete sequence again for every token: [prompt][token]."""
     graph, params = nnx.split(model)
     width = max(LENGTHS) + NEW
 
@@ -75,7 +75,7 @@ def greedy(generator, prompts, new_tokens=NEW):
 
 def test_greedy_is_full_recomputation_token_for_token(generator, prompts, expected):
     assert greedy(generator, prompts) == expected
-    # A continuation that says one thing over and over would hide a wrong cache.
+    # A continuation that repeats itself could hide a wrong cache.
     assert all(len(set(ids)) > NEW // 3 for ids in expected)
 
 
@@ -88,7 +88,7 @@ def test_one_token_needs_no_second_program(model, prompts, expected):
 
 
 class Compilations:
-    """Programs that XLA compiled while this was open."""
+    """Counts the programs that XLA compiles in the block."""
 
     def __enter__(self):
         self.count = 0
@@ -137,7 +137,7 @@ def test_prompts_that_vary_within_buckets_compile_two_programs_a_bucket(model):
     ids=lambda overrides: " ".join(overrides),
 )
 def test_parameters_on_several_devices_give_the_same_tokens(tiny_config, shape, model, prompts, expected, overrides):
-    # Two key-value heads over four tensor ranks: the cache is whole on each. Otherwise it is split.
+    # Two key-value heads over four tensor ranks: each rank has the complete cache. Otherwise it is split.
     keys = [f"model.{key}={getattr(shape, key)}" for key in ("initializer_std", "rope_theta")]
     config = tiny_config(*keys, *overrides, "train.sequence_length=32").resolve(8)
     mesh = make_mesh(config.parallel)
@@ -150,8 +150,8 @@ def test_parameters_on_several_devices_give_the_same_tokens(tiny_config, shape, 
 
 
 def test_a_window_reads_that_many_positions_and_no_more(shape):
-    # In one layer keys depend on nothing but their own token, and rotary positions on distance alone: there, and only there,
-    # a window is the same as reading its tokens anew.
+    # In a single layer keys depend only on their own token, and rotary positions only on distance: only there a window equals
+    # reading its tokens again.
     model = Llama(shape.model_copy(update={"num_layers": 1}), rngs=nnx.Rngs(1))
     prompt, window, new = np.arange(1, 12, dtype=np.int32), 6, 9
     graph, params = nnx.split(model)
@@ -182,10 +182,10 @@ def frequencies(sampling, draws=20_000):
         ({"temperature": 0.5}, [0.01, 0.16, 0.0025, 0.0625, 0.04]),
         ({"top_k": 2}, [0, 0.4, 0, 0.25, 0]),
         ({"top_k": 99}, [0.1, 0.4, 0.05, 0.25, 0.2]),
-        # The token that reaches top_p is among those kept: 0.4 + 0.25 is enough for 0.6, and for 0.7 it takes one more.
+        # The token that reaches top_p is kept too: 0.4 + 0.25 is enough for 0.6, and 0.7 needs one more.
         ({"top_p": 0.6}, [0, 0.4, 0, 0.25, 0]),
         ({"top_p": 0.7}, [0, 0.4, 0, 0.25, 0.2]),
-        # Of the two that top_k leaves, the first has 0.62 of the probability.
+        # Of the two tokens that top_k keeps, the first has probability 0.62.
         ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0, 0]),
         ({"top_p": 1e-6}, [0, 1, 0, 0, 0]),
     ],
@@ -193,7 +193,7 @@ def frequencies(sampling, draws=20_000):
 def test_tokens_are_drawn_as_often_as_they_should_be(options, weights):
     found = frequencies(Sampling(**{"temperature": 1.0, **options}))
     expected = np.array(weights) / sum(weights)
-    # Five standard deviations of the rarest and of the commonest.
+    # Five standard deviations of the rarest and of the commonest token.
     np.testing.assert_allclose(found, expected, atol=5 * np.sqrt(0.25 / 20_000))
     assert (found[expected == 0] == 0).all()
 
@@ -205,7 +205,7 @@ def test_what_is_drawn_depends_on_seed_step_and_row_alone(generator, prompts):
     first = drawn(0)
     assert (first == drawn(0)).all()
     assert (first != drawn(1)).any()
-    # The first of several is drawn as if alone, and equal prompts are not continued alike.
+    # The first of several prompts is sampled as if alone, and equal prompts get different continuations.
     assert (first[0] == drawn(0, prompts[:1])[0]).all()
     twice = drawn(0, [prompts[0], *prompts[:3]])
     assert (twice[0] != twice[1]).any()
@@ -216,7 +216,7 @@ def test_a_sample_of_training_is_a_function_of_the_seed(model, generator):
     found = sample(model, prompt, NEW, window=32, seed=5)
     assert found.shape == (NEW,)
     assert found.dtype == np.int32
-    # The window is longer than the text, so nothing is left out.
+    # The window is longer than the text, so it has no effect.
     expected = generator.ids([prompt], NEW, Sampling(temperature=0.8, seed=5))
     assert (found == np.concatenate(list(expected))).all()
 
@@ -224,13 +224,13 @@ def test_a_sample_of_training_is_a_function_of_the_seed(model, generator):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"temperature": -1}, "temperature=-1 is no temperature: use 0"),
-        ({"temperature": float("nan")}, "temperature=nan is no temperature: use 0"),
-        ({"temperature": 1e-40}, "temperature=1e-40 is so near 0 that logits overflow: use 0"),
-        ({"temperature": 1, "top_p": 0}, "top_p=0 is no share of the probability: use a number above 0"),
-        ({"temperature": 1, "top_k": 0}, "top_k=0 leaves nothing to draw from: use 1 or more"),
+        ({"temperature": -1}, "temperature=-1 is not valid: use 0"),
+        ({"temperature": float("nan")}, "temperature=nan is not valid: use 0"),
+        ({"temperature": 1e-40}, "temperature=1e-40 is so small that logits overflow: use 0"),
+        ({"temperature": 1, "top_p": 0}, "top_p=0 is not a probability: use a number above 0"),
+        ({"temperature": 1, "top_k": 0}, "top_k=0 leaves no token to sample: use 1 or more"),
         ({"temperature": 1, "seed": -1}, "seed=-1 is not in 0"),
-        ({"top_p": 0.9}, "temperature=0 draws nothing: set temperature"),
+        ({"top_p": 0.9}, "temperature=0 does not sample: set temperature"),
     ],
 )
 def test_senseless_sampling_is_refused(options, sentence):
@@ -242,7 +242,7 @@ def test_senseless_sampling_is_refused(options, sentence):
 
 
 class Scripted:
-    """Stands for a Generator: says these bytes, whatever the prompt."""
+    """Replaces a Generator: gives these bytes for any prompt."""
 
     def __init__(self, *texts: bytes):
         self.texts, self.asked = texts, 0
@@ -259,7 +259,7 @@ def finished(generator, **options):
     prompts = [np.array([65])] * len(generator.texts)
     completions = complete(generator, ByteTokenizer(), prompts, **options)
     for completion, shown in zip(completions, pieces, strict=True):
-        # What is streamed is the completion, and its end is said once, at the end.
+        # The streamed text is the completion, and its end is reported once, at the end.
         assert "".join(text for text, _ in shown) == completion.text
         assert [ended for _, ended in shown] == [False] * (len(shown) - 1) + [True]
     return completions
@@ -290,7 +290,7 @@ def test_bytes_that_are_no_text_take_none_with_them():
 
 
 def test_characters_that_are_spelled_in_byte_tokens_come_whole(tmp_path):
-    """Where a run of byte tokens ends with half a character, this decoder takes none of it for text."""
+    """If a run of byte tokens ends with half a character, this decoder decodes none of it as text."""
     spelled = "é😀😀".encode()
     words = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "</s>": 257}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], byte_fallback=True))
@@ -315,7 +315,7 @@ def test_what_may_become_a_stop_text_waits():
 
 
 def test_a_prompt_without_an_id_is_refused():
-    with pytest.raises(ConfigError, match="A prompt is empty, and this tokenizer marks no beginning: give at least one"):
+    with pytest.raises(ConfigError, match="A prompt is empty, and this tokenizer adds no BOS token: give at least one"):
         encode_prompt(ByteTokenizer(), "", 256)
     with pytest.raises(ConfigError, match="The tokenizer bytes gives the id 122, and the model's vocabulary is 100: use"):
         encode_prompt(ByteTokenizer(), "zebra", 100)
@@ -327,7 +327,7 @@ def test_buckets_are_powers_of_two(count, smallest, expected):
 
 
 def test_the_space_before_the_first_word_is_kept(tmp_path):
-    """SentencePiece's kind of tokenizer drops the space before the first word of what it decodes."""
+    """SentencePiece-like tokenizers drop the space before the first decoded word."""
     words = {"▁Hello": 0, "▁world": 1, "▁!": 2, "</s>": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
     tokenizer.decoder = tokenizers.decoders.Metaspace()

@@ -1,5 +1,6 @@
-"""What the tests of launch scripts share: programs that must be there, processes of a launch found by its name, and a run that
-takes its time, so that something can happen to it."""
+"""Shared by the tests of launch scripts: required programs, processes of a launch found by its name, and a slow run that leaves
+time for faults.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ CHECKOUT = Path(__file__).parents[2]
 LIMIT_S = 240
 INSTALL_LIMIT_S = 240
 STEPS, STEP_S = 60, 0.2
-"""Enough for what is to happen after step 7 to find the run under way."""
+"""Enough that a fault after step 7 finds the run in progress."""
 COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", f"train.steps={STEPS}")
 
-# jaxllm train, a step at a time.
+# jaxllm train, with a pause before each step.
 PROGRAM = """
 import sys, time
 from jaxllm import cli
@@ -50,7 +51,7 @@ cli.main()
 
 
 def require(**packages: str) -> None:
-    """These programs, from Debian packages where they are missing; skips the test where that cannot be."""
+    """Requires these programs, and installs missing ones from Debian packages; skips the test if that fails."""
     if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
     missing = sorted({package for program, package in packages.items() if not shutil.which(program)})
@@ -60,7 +61,7 @@ def require(**packages: str) -> None:
         pytest.skip(f"{' and '.join(missing)} cannot be installed here: no root, or no apt-get")
     install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", *missing]
     options = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "timeout": INSTALL_LIMIT_S}
-    # Other files of tests run beside this one, and apt-get does not wait for another.
+    # Other test files run beside this one, and apt-get does not wait for another.
     with (Path(tempfile.gettempdir()) / "jaxllm-tests-apt.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for command in (install, ["apt-get", "update", "--quiet"], install):
@@ -74,18 +75,18 @@ def require(**packages: str) -> None:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """conftest's XLA_FLAGS come along: tiny programs compile fastest unoptimised."""
+    """This environment, conftest's XLA_FLAGS included: tiny programs compile fastest unoptimised."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("JAXLLM_", "SLURM_", "OMPI_"))}
     return ours | {"JAXLLM_VENV": "none", "PYTHON": sys.executable, "JAXLLM_LAUNCH_ID": name_of_launch()} | variables
 
 
 def name_of_launch() -> str:
-    """Of all launches of the test that runs."""
+    """Name of all launches of the running test."""
     return f"test-{os.getpid()}-{abs(hash(os.environ['PYTEST_CURRENT_TEST'].split()[0]))}"
 
 
 def processes_of_launch() -> Iterator[tuple[int, list[str], dict[str, str]]]:
-    """Process id, command line and environment of all that runs here and belongs to this test's launches."""
+    """PID, command line and environment of all processes here that belong to this test's launches."""
     for folder in Path("/proc").iterdir():
         # Gone meanwhile, or another user's.
         with suppress(OSError, ValueError):
@@ -97,12 +98,12 @@ def processes_of_launch() -> Iterator[tuple[int, list[str], dict[str, str]]]:
 
 
 def pid_of(word: str, rank: int) -> int:
-    """The process of this rank with this word in its command line, and no supervisor's."""
+    """The process of this rank with this word in its command line, not its supervisor."""
     (found,) = (
         pid
         for pid, command, variables in processes_of_launch()
         if any(word in part for part in command)
-        and "jaxllm.supervise" not in command
+        and "jaxllm.runtime.supervisor" not in command
         and variables.get("JAXLLM_PROCESS_ID", variables.get("OMPI_COMM_WORLD_RANK")) == str(rank)
     )
     return found
@@ -117,7 +118,7 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def launched(script: str, *arguments, cwd: Path, **variables: str) -> Iterator[subprocess.Popen]:
-    """The script of launch/ at work, in a process group of its own; nothing of its launch is left afterwards."""
+    """Runs the script of launch/ in its own process group; nothing of its launch remains afterwards."""
     command = ["bash", str(CHECKOUT / "launch" / script), *map(str, arguments)]
     process = subprocess.Popen(
         command,
@@ -140,14 +141,14 @@ def launched(script: str, *arguments, cwd: Path, **variables: str) -> Iterator[s
 
 
 def launch(script: str, *arguments, cwd: Path, **variables: str) -> tuple[int, str, str]:
-    """Runs it to its end; returns its exit code and what it said."""
+    """Runs the script to its end; returns its exit code and its output."""
     with launched(script, *arguments, cwd=cwd, **variables) as process:
         out, err = process.communicate(timeout=LIMIT_S)
     return process.returncode, out, err
 
 
 class Run:
-    """A recipe, a slow program that trains it as `python FOLDER/slowly.py SECONDS ...`, and what came out."""
+    """A recipe, a slow program that trains it as `python FOLDER/slowly.py SECONDS ...`, and the results."""
 
     def __init__(self, folder: Path, text_file: Path):
         self.folder, self.dir = folder, folder / "run"
@@ -156,12 +157,12 @@ class Run:
         self.program.write_text(PROGRAM)
 
     def command(self, step_s: float = STEP_S) -> tuple[str, ...]:
-        """For two processes of one device each: they compile quickest."""
+        """For two processes with one device each: they compile fastest."""
         overrides = ("run.cpu_devices=1", "parallel.data=2", f"run.dir={self.dir}", "run.peer_timeout_s=20", *COMMON)
         return ("python", str(self.program), str(step_s), str(self.recipe), *overrides)
 
     def wait_for(self, step: int, process: subprocess.Popen) -> None:
-        """Until the run has this step's loss; the launch must be alive."""
+        """Waits until the run has this step's loss; the launch must be alive."""
 
         def reached() -> bool:
             assert process.poll() is None, "".join(process.communicate())
@@ -170,7 +171,7 @@ class Run:
         wait_until(reached, f"step {step}")
 
     def assert_losses_of_one_process(self) -> None:
-        """Undisturbed, and on another mesh."""
+        """Compares with a run without faults, on another mesh."""
         alone = self.folder / "alone"
         mesh = ("run.cpu_devices=8", "parallel.data=2", "parallel.tensor=4")
         fit(jaxllm.load_config(self.recipe, [*mesh, f"run.dir={alone}", *COMMON]))
@@ -185,7 +186,7 @@ class Run:
             return []
         records = []
         for line in lines:
-            # The last may be half-written.
+            # The last line may be incomplete.
             with suppress(ValueError):
                 records.append(json.loads(line))
         return [record[key] for record in records if "loss" in record]

@@ -1,10 +1,10 @@
-"""A SLURM cluster on one machine for the tests: a controller and nodes h1, h2 ... that each have an address, a host name and
-processes of their own, and can lose their power or their cable.
+"""A SLURM cluster on one machine for the tests: a controller and nodes h1, h2 ... that each have their own address, host name
+and processes, and can lose their power or their cable.
 
-Every node is a network namespace on a bridge in a namespace of its own, "hsw", where the controller and the commands of users
-live. A node's processes are in one PID namespace, whose first process pulls the others down with it: that is the power switch.
-Needs root and Debian's packages of SLURM, which are installed where they are missing. Nothing of the machine's own network,
-services or files is changed; two labs at once do not meet.
+Every node is a network namespace on a bridge in another namespace, "hsw", where the controller and the users' commands run. A
+node's processes are in one PID namespace, whose first process ends the others with it: that is the power switch. Needs root and
+Debian's packages of SLURM; missing ones are installed. Nothing of the machine's own network, services or files changes; two
+labs at once do not interfere.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PACKAGES = {
     **{"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
     **{"ip": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"},
 }
-"""By the program that each is needed for."""
+"""By the program that needs each."""
 SWITCH, NETWORK = "hsw", "10.99.0"
 COMMAND_LIMIT_S, UP_LIMIT_S = 30, 60
 
 # cred_expire decides how long a requeued job waits (2 minutes if not set), SlurmdTimeout when a silent node counts as down: its
-# jobs start elsewhere 2 to 4 times that later. RequeueExit is left at its default, nothing: few clusters set it.
+# jobs start elsewhere 2 to 4 times that later. RequeueExit keeps its default, nothing: few clusters set it.
 CONFIG = """
 ClusterName=lab
 SlurmctldHost={switch}({network}.254)
@@ -68,20 +68,20 @@ NodeName=h[1-{count}] CPUs=4 RealMemory=4000 Gres=gpu:fake:2 State=UNKNOWN
 PartitionName=main Nodes=h[1-{count}] Default=YES MaxTime=60 State=UP
 """
 
-# Runs "$@" with the host name $0 and a hosts file of the lab's own: what a process finds under its own host's name must be the
-# address that the others reach it at.
+# Runs "$@" with the host name $0 and the lab's own hosts file: a host's own name must resolve there to the address at which the
+# others reach it.
 AT_HOME = 'hostname "$0"; mount --bind "$HOSTS" /etc/hosts; exec "$@"'
 
 
 def require_slurm() -> None:
-    """Installs what is missing; skips the test where that cannot be done."""
+    """Installs missing packages; skips the test if that fails."""
     if os.geteuid() != 0:
         pytest.skip("SLURM's nodes need root here")
     real_launches.require(**PACKAGES)
 
 
 def wait_until(true: Callable[[], bool], limit_s: float, what: str | Callable[[], str], every_s: float = 0.2) -> None:
-    """Raises AssertionError with `what` if it does not come true in time."""
+    """Raises AssertionError with `what` if the condition does not become true in time."""
     deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what if isinstance(what, str) else what()}"
@@ -90,7 +90,7 @@ def wait_until(true: Callable[[], bool], limit_s: float, what: str | Callable[[]
 
 @contextmanager
 def cluster(folder: Path, count: int):
-    """A Lab with nodes h1 to h<count>, all idle; gone afterwards."""
+    """A Lab with nodes h1 to h<count>, all idle; removed afterwards."""
     lab = Lab(folder, count)
     try:
         lab.start()
@@ -144,7 +144,7 @@ class Lab:
             remove_namespace(namespace)
 
     def on(self, host: str) -> list[str]:
-        """What to put before a command that is to run on a host; it dies with this test."""
+        """Prefix of a command that shall run on a host; the command dies with this test."""
         namespace = f"--net=/run/netns/{self._namespaces[host]}"
         inside = ["nsenter", namespace, "unshare", "--mount", "--uts", "bash", "-c", AT_HOME, host]
         return ["setpriv", "--pdeathsig", "KILL", *inside]
@@ -153,17 +153,17 @@ class Lab:
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
         self.plug(node)
         first = ["unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
-        # The path must be absolute: with another slurmd registers, but each launch hangs.
+        # The path must be absolute: with a relative one slurmd registers, but each launch hangs.
         self._spawn(node, *self.on(node), *first, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
 
     def power_off(self, node: str) -> None:
-        """Every process of the node is gone at once."""
-        # The kernel, which here lives on, would say farewell for them.
+        """Ends every process of the node at once."""
+        # The kernel, which keeps running here, would close their connections properly.
         self.unplug(node)
         end(self._daemons.pop(node))
 
     def unplug(self, node: str) -> None:
-        """Its processes live on, and neither hear nor are heard."""
+        """Cuts the node's network; its processes live on."""
         self._ip("-n", self._namespaces[SWITCH], "link", "set", f"to-{node}", "down")
 
     def plug(self, node: str) -> None:
@@ -191,7 +191,7 @@ class Lab:
         (folder / "hosts").write_text("\n".join(hosts) + "\n")
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, switch=SWITCH, network=NETWORK, count=self.count))
         for number in (0, 1):
-            # SLURM refuses a GPU that is no device node; these two are /dev/null.
+            # SLURM refuses a GPU that is not a device node; these two are /dev/null.
             os.mknod(folder / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
         (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Type=fake File={folder}/gpu[0-1]\n")
         key = folder / "munge" / "key"
@@ -223,14 +223,14 @@ class Lab:
         return sum(line.endswith(" idle") for line in lines)
 
     def logs(self) -> str:
-        """The ends of the daemons' logs, for a test that failed."""
+        """The ends of the daemons' logs, for a failed test."""
         ends = (f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("log/*")))
         return "\n".join(ends)
 
     # ---------------------------------------------------------------------------------------------------------- the user
 
     def user(self, *command: str, check: bool = True, cwd: Path | None = None, **variables: str) -> str:
-        """What a command of the user's prints."""
+        """Output of a user's command."""
         result = subprocess.run(
             [*self.on(SWITCH), *command],
             cwd=cwd,
@@ -243,19 +243,19 @@ class Lab:
         return result.stdout
 
     def submit(self, *arguments: str, cwd: Path, **variables: str) -> Job:
-        """sbatch ARGUMENTS in a folder, with these variables in the environment."""
+        """Runs sbatch ARGUMENTS in a folder, with these variables in the environment."""
         return Job(self, self.user("sbatch", "--parsable", *map(str, arguments), cwd=cwd, **variables).strip(), cwd)
 
 
 class Job:
-    """A job that was submitted."""
+    """A submitted job."""
 
     def __init__(self, lab: Lab, number: str, folder: Path):
         self.lab, self.number, self._folder = lab, number, folder
 
     @property
     def output(self) -> str:
-        """What it has printed, over all its starts."""
+        """Its output, over all its starts."""
         path = self._folder / f"slurm-{self.number}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -266,11 +266,11 @@ class Job:
 
     @property
     def nodes(self) -> list[str]:
-        """Where it runs, the batch script's node first."""
+        """Its nodes, the batch script's node first."""
         return self.lab.user("scontrol", "show", "hostnames", self.show("NodeList")).split()
 
     def wait(self, *states: str, limit_s: float) -> str:
-        """Until its state is one of these; returns it."""
+        """Waits until its state is one of these; returns it."""
         found = ""
 
         def reached() -> bool:
@@ -282,7 +282,7 @@ class Job:
         return found
 
     def wait_for(self, text: str, limit_s: float) -> None:
-        """Until it has printed the text."""
+        """Waits until it has printed the text."""
         wait_until(lambda: text in self.output, limit_s, lambda: f"{text!r} from job {self.number}\n{self.output}")
 
 
@@ -290,7 +290,7 @@ class Job:
 
 
 def end(daemon: subprocess.Popen) -> None:
-    """Kills what was started as a session of its own, and waits."""
+    """Kills a process that was started as its own session, and waits."""
     try:
         os.killpg(daemon.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -299,7 +299,7 @@ def end(daemon: subprocess.Popen) -> None:
 
 
 def remove_namespace(name: str) -> None:
-    """With the processes in it."""
+    """Removes a namespace and kills its processes."""
     for pid in _words("ip", "netns", "pids", name):
         try:
             os.kill(int(pid), signal.SIGKILL)
@@ -309,7 +309,7 @@ def remove_namespace(name: str) -> None:
 
 
 def remove_forgotten_namespaces() -> None:
-    """Of a test run that was killed; its processes died with it."""
+    """Removes the namespaces of a killed test run; its processes died with it."""
     for name in _words("ip", "netns", "list"):
         if (found := re.fullmatch(r"jaxllm-(\d+)-h\w+", name)) and not Path(f"/proc/{found[1]}").exists():
             remove_namespace(name)

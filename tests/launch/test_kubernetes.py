@@ -1,5 +1,5 @@
-"""launch/k8s-jobset.yaml and launch/Dockerfile without a cluster: against the published schema and the rest of jaxllm; and the
-pods' commands, with the environments of pods, as processes of this machine.
+"""launch/k8s-jobset.yaml and launch/Dockerfile without a cluster: compared with the published schema and the rest of jaxllm;
+and the pods' commands, with the environments of pods, as processes of this machine.
 """
 
 import importlib
@@ -16,8 +16,8 @@ import yaml
 from outside import free_port
 from run_files import steps_of
 
-from jaxllm import exits, launchers
 from jaxllm.config import load_config
+from jaxllm.runtime import exit_codes, launchers
 
 CHECKOUT = Path(__file__).parents[2]
 DOCKERFILE = CHECKOUT / "launch" / "Dockerfile"
@@ -28,17 +28,17 @@ POD = JOB["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 COMMAND = [*CONTAINER["command"], *CONTAINER["args"]]
 LABELS = {"jobset.sigs.k8s.io/jobset-uid": "5f0c", "jobset.sigs.k8s.io/restart-attempt": "3"}
-"""Of a pod, as the JobSet controller puts them there."""
+"""Labels of a pod, as the JobSet controller sets them."""
 
 
 def environment_of(index: int, labels: dict[str, str] = LABELS) -> dict[str, str]:
-    """What Kubernetes gives the container of a pod."""
+    """Environment that Kubernetes gives to the container of a pod."""
 
     def value(variable: dict) -> str:
         if "value" in variable:
             return variable["value"]
         key = re.fullmatch(r"metadata\.labels\['(.+)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])[1]
-        # A label that is not there is an empty text.
+        # A missing label is an empty text.
         return labels.get(key, "")
 
     return {variable["name"]: value(variable) for variable in CONTAINER["env"]} | {"JOB_COMPLETION_INDEX": str(index)}
@@ -52,18 +52,18 @@ def test_hosts_and_names_agree():
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {volume["name"] for volume in POD["volumes"]}
 
 
-def test_each_pod_finds_its_place():
+def test_each_pod_finds_its_rank():
     for index in range(JOB["completions"]):
         found = launchers.find(environment_of(index))
         assert (found.launcher, found.process_id, found.num_processes) == ("kubernetes", index, JOB["completions"])
         assert found.address == environment_of(0)["JAXLLM_COORDINATOR"]
-        place = launchers.place(environment_of(index))
-        assert (place.launch_id, place.attempt) == ("5f0c", 3)
-    assert launchers.place(environment_of(0, labels={})).launch_id is None
+        info = launchers.launch_info(environment_of(index))
+        assert (info.launch_id, info.attempt) == ("5f0c", 3)
+    assert launchers.launch_info(environment_of(0, labels={})).launch_id is None
 
 
-def test_what_no_schema_says():
-    """A server refuses other values, or takes them and loses the run."""
+def test_rules_outside_the_schema():
+    """A server rejects other values, or accepts them and loses the run."""
     assert (JOBSET["apiVersion"], JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert set(JOBSET["spec"]) <= {"replicatedJobs", "network", "failurePolicy"}
     assert set(REPLICATED) == {"name", "replicas", "template"}
@@ -74,7 +74,7 @@ def test_what_no_schema_says():
 def test_bad_input_alone_ends_the_jobset():
     (rule,) = JOB["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
-    codes = {"containerName": CONTAINER["name"], "operator": "In", "values": [exits.BAD_INPUT]}
+    codes = {"containerName": CONTAINER["name"], "operator": "In", "values": [exit_codes.BAD_INPUT]}
     assert rule["onExitCodes"] == codes
     policy = JOBSET["spec"]["failurePolicy"]
     (rule,) = policy["rules"]
@@ -84,7 +84,7 @@ def test_bad_input_alone_ends_the_jobset():
 
 
 def test_the_command_is_a_supervised_run_of_a_recipe_in_the_image():
-    assert COMMAND[:3] == ["python", "-m", "jaxllm.supervise"]
+    assert COMMAND[:3] == ["python", "-m", "jaxllm.runtime.supervisor"]
     program, command, recipe, *overrides = COMMAND[COMMAND.index("--") + 1 :]
     assert (program, command) == ("jaxllm", "train")
     config = load_config(CHECKOUT / recipe, overrides)
@@ -104,7 +104,7 @@ def test_the_image_has_what_the_package_and_the_manifest_need():
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     assert needed | {*wheel["packages"], *wheel["force-include"]} == copied
     assert all((CHECKOUT / source).exists() for source in copied)
-    # Where the command is run, and who runs it.
+    # The folder and the user of the command.
     folders = [words[0] for name, *words in instructions if name == "WORKDIR"]
     after = instructions[[words[1:] for words in instructions].index([folders[-1]]) :]
     assert ["COPY", "configs", "configs"] in after
@@ -127,7 +127,7 @@ def test_the_job_follows_the_published_schema(version):
 
 
 def validator():
-    """kubernetes_validate, installed where it is missing; skips where it cannot be."""
+    """kubernetes_validate, installed if it is missing; skips if that fails."""
     try:
         return importlib.import_module("kubernetes_validate")
     except ImportError:
@@ -145,7 +145,7 @@ def validator():
 @pytest.mark.launcher
 @pytest.mark.slow
 def test_the_pods_commands_train_together(tmp_path):
-    """Every pod as a process; the name of the first pod is this machine's."""
+    """Every pod is a process; the name of the first pod is this machine's."""
     coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable if word == "python" else word for word in COMMAND]
     at = command.index("jaxllm")

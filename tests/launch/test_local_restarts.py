@@ -1,4 +1,4 @@
-"""launch/local_cluster.sh with supervisors (without: test_multiprocess.py), and the place where launches meet."""
+"""launch/local_cluster.sh with supervisors (without: test_multiprocess.py), and the rendezvous address of launches."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 import scripts
 from real_launches import LIMIT_S, launch, launched, processes_of_launch, wait_until
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 BEATS = """
 beaten="beaten-$JAXLLM_ATTEMPT-$JAXLLM_PROCESS_ID"
@@ -22,13 +22,13 @@ def test_options_need_values(tmp_path):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "--restarts needs a value: local_cluster.sh [OPTION...] N COMMAND..." in err
     code, _, err = launch("local_cluster.sh", "--restarts", "few", "1", "true", cwd=tmp_path)
-    assert code == exits.BAD_INPUT
+    assert code == exit_codes.BAD_INPUT
     assert "argument --restarts: few is not valid: give a whole number of at least 0" in err
 
 
 @pytest.mark.launcher
 def test_failed_and_frozen_processes_are_started_again(tmp_path):
-    """Of two, each in its own way; then both go on."""
+    """Two processes, each with its own fault; then both resume."""
     words = 'echo "$JAXLLM_ATTEMPT"; ((JAXLLM_ATTEMPT)) && exit 0; ((JAXLLM_PROCESS_ID)) && exit 7; kill -STOP 0'
     options = ("--restarts", "1", "--backoff-s", "0.1", "--silent-after", "2")
     code, out, err = launch("local_cluster.sh", *options, "2", "bash", "-c", BEATS + words, cwd=tmp_path)
@@ -58,7 +58,7 @@ def test_supervised_processes_end_with_the_launcher(tmp_path, name, send):
     with launched("local_cluster.sh", "--restarts", "1", "2", "bash", "-c", words, cwd=tmp_path) as process:
         assert {process.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
         send(process.pid, signal.Signals[name])
-        assert process.wait(LIMIT_S) == (exits.RESTART if name == "SIGTERM" else -signal.SIGKILL)
+        assert process.wait(LIMIT_S) == (exit_codes.RESTART if name == "SIGTERM" else -signal.SIGKILL)
         wait_until(lambda: not list(processes_of_launch()), "the end of all processes")
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 

@@ -1,5 +1,6 @@
-"""launch/mpi.sh under a real mpirun: where processes find themselves, what it passes on, and a run that it carries through a
-killed process and a signal."""
+"""launch/mpi.sh under a real mpirun: how processes find each other, what it forwards, and a run that survives a killed process
+and a signal.
+"""
 
 import os
 import signal
@@ -9,7 +10,7 @@ import pytest
 import real_launches
 from real_launches import LIMIT_S, launch, launched, pid_of
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 pytestmark = pytest.mark.launcher
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -78,11 +79,11 @@ def test_a_run_goes_through_a_kill_and_a_signal_to_the_losses_of_one_process(tex
     with launched(*line, *run.command(), cwd=tmp_path, **AS_ROOT) as process:
         run.wait_for(3, process)
         os.kill(pid_of("slowly.py", rank=1), signal.SIGKILL)
-        # Nobody gets there alone.
+        # No process gets there alone.
         run.wait_for(7, process)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == exits.RESTART, out + err
+    assert process.returncode == exit_codes.RESTART, out + err
     assert "[1] jaxllm: exit code 137 (ended by SIGKILL); restart 1 of at most 3 in 0.1 s" in err
     assert "by SIGTERM; saved" in out
     code, out, err = launch(*line, *run.command(step_s=0), cwd=tmp_path, **AS_ROOT)

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch: what it decides, asked of a SLURM that is made up; and what a real one makes of it (slurm_lab.py)."""
+"""launch/slurm.sbatch: its decisions, with stand-ins for SLURM's programs; and its runs on a real SLURM (slurm_lab.py)."""
 
 import json
 import os
@@ -34,7 +34,7 @@ JOB = {
 
 
 def plain(**variables: str) -> dict[str, str]:
-    """This environment without what a scheduler round these tests may have put there."""
+    """This environment without the variables of a scheduler that may run these tests."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAXLLM_"))} | variables
 
 
@@ -47,7 +47,7 @@ def script(*arguments: str, cwd: Path, path: Path = SCRIPT, **variables: str) ->
 @pytest.fixture
 def slurm(tmp_path):
     """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=...) -> (the script's exit code, its lines, srun's
-    arguments and environment, what scontrol was asked to do).
+    arguments and environment, scontrol's arguments).
     """
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -79,7 +79,7 @@ def slurm(tmp_path):
 
 
 def shown(state: str = "RUNNING", restarts: int = 0, comment: str | None = None) -> str:
-    """As scontrol prints it, of the fields around."""
+    """Output of scontrol, with some of the fields around."""
     lines = ["JobId=7 JobName=slurm.sbatch", f"   JobState={state} Reason=None Dependency=(null)"]
     lines += [f"   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0"]
     lines += [] if comment is None else [f"   Comment={comment}"]
@@ -87,7 +87,7 @@ def shown(state: str = "RUNNING", restarts: int = 0, comment: str | None = None)
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_what_another_turn_cannot_change_is_not_requeued(slurm, code):
+def test_no_requeue_where_another_turn_cannot_help(slurm, code):
     found = slurm(code, shown())
     assert (found.code, found.asked) == (code, [])
 
@@ -118,7 +118,7 @@ def test_a_preempted_run_is_requeued_at_once_and_forgets_its_failures(slurm):
 
 
 def test_turns_that_are_stopped_as_soon_as_they_begin_are_failures(slurm):
-    """A job whose time limit is shorter than its warning."""
+    """The job's time limit is shorter than its warning."""
     found = slurm(75, shown(restarts=1, comment="(jaxllm: 1 failures in a row)"), SLURM_RESTART_COUNT="1")
     assert found.said[-1] == "jaxllm: exit code 75 after 0 s; requeue 2 of at most 5 in a row, in 60 s"
     assert found.asked[1:] == ["requeue Incomplete 7", "update JobId=7 StartTime=now+60"]
@@ -144,7 +144,7 @@ def test_a_command_that_does_not_go_on_where_it_left_off_has_one_turn(slurm):
 
 def test_each_host_runs_the_command_under_a_supervisor(slurm):
     found = slurm(0, shown(), "jaxllm", "train", "a b.yaml", "run.dir=c d")
-    supervised = [sys.executable, "-m", "jaxllm.supervise", "--restarts", "10", "--"]
+    supervised = [sys.executable, "-m", "jaxllm.runtime.supervisor", "--restarts", "10", "--"]
     assert found.srun[-10:] == [*supervised, sys.executable, "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"][-10:]
     assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
     # It would end a process that is saving when another is done.
@@ -161,7 +161,7 @@ def test_a_task_of_an_array_prepares_its_part(slurm):
 
 
 def test_a_task_of_an_array_is_requeued_alone(slurm):
-    """One of them has the array's number."""
+    """One of the tasks has the array's number."""
     found = slurm(1, shown(), *PREPARE, **ARRAY, SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_JOB_ID="7")
     assert found.asked[1:] == ["requeue Incomplete 7_2", "update JobId=7_2 StartTime=now+30"]
 
@@ -192,7 +192,7 @@ def test_shellcheck_finds_nothing():
 
 
 def test_options_stand_before_the_first_command():
-    """Where SLURM stops to look for them."""
+    """SLURM stops reading options there."""
     lines = SCRIPT.read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[first:])
@@ -203,15 +203,15 @@ def test_options_stand_before_the_first_command():
 
 NODES = 10
 STEPS, LONG = 40, 200
-"""Of a run; of one that must outlive the minute until its successor comes, at a step a second."""
+"""Steps of a run; and of one that must outlive the minute until its successor comes, at a step a second."""
 JAX_START_S = 180
-"""What a start may take while five processes compile on two busy cores."""
+"""Limit for a start while five processes compile on two busy cores."""
 SMALL_S = 120
-"""What SLURM and bash may take for anything on such a machine; they take seconds."""
+"""Limit for anything that SLURM and bash do on such a machine; they need seconds."""
 DOWN_S = 90
-"""From a cut to the turn elsewhere: slurmctld looks at its nodes every few seconds, and takes 26 to 45."""
+"""From a cut to the turn elsewhere: slurmctld checks its nodes every few seconds, and takes 26 to 45."""
 
-# Steps of a second that cost no CPU, in the first turn: what is to happen to a run must find it running.
+# Steps of a second that cost no CPU, in the first turn: a fault must find the run in progress.
 PACED = """
 import os, time
 from jaxllm import cli
@@ -238,7 +238,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, text_file):
-    """A folder with a recipe, the batch script after a user edited it, and a Python whose steps take their time."""
+    """A folder with a recipe, the batch script after a user edited it, and a Python with slow steps."""
     folder = tmp_path_factory.mktemp("jobs")
     train = TINY["train"] | {"steps": STEPS}
     data = {"source": "files", "paths": [str(text_file)], "held_out_fraction": 0.0}
@@ -246,7 +246,7 @@ def place(tmp_path_factory, text_file):
     recipe = TINY | {"train": train, "data": data, "checkpoint": checkpoint, "run": {"cpu_devices": 1, "peer_timeout_s": 10}}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     text = SCRIPT.read_text()
-    # Limits that are reached within the patience of a test.
+    # Limits that a test can wait for.
     for line, edited in (
         ("#SBATCH --gpus-per-node=8 ", "#SBATCH --gpus-per-node=1 "),
         ("#SBATCH --time=1-00:00:00 ", "#SBATCH --time=10 "),
@@ -276,7 +276,7 @@ def submit(lab, place):
 
 
 def figures(folder: Path) -> dict[str, list]:
-    """What metrics.jsonl has of each step."""
+    """Contents of metrics.jsonl for each step."""
     return {key: [line[key] for line in steps_of(folder)] for key in ("step", "loss", "grad_norm")}
 
 
@@ -289,12 +289,12 @@ def assert_same_run(folder: Path, reference: Path, steps: int) -> None:
 # ------------------------------------------------------------------------------------------------------ jobs without JAX
 
 SAVES = 'trap "echo saved; exit 75" TERM; ((SLURM_RESTART_COUNT)) && exit 0; echo ready; while :; do sleep 0.1; done'
-"""A program that saves when it is told to stop, and in its second turn has nothing to do."""
+"""A program that saves on a signal to stop, and in its second turn has nothing to do."""
 
 
 @pytest.fixture(scope="module")
 def small(submit, place):
-    """Jobs of one node that start no JAX, all at once."""
+    """Jobs of one node without JAX, all at once."""
     text = (place / "slurm.sbatch").read_text()
     assert text.count("restarts=10\n") == 1
     (place / "no-restarts.sbatch").write_text(text.replace("restarts=10\n", "restarts=0\n"))
@@ -359,7 +359,7 @@ def test_a_job_that_fails_is_given_up_after_so_many_turns(small):
 
 
 class Run:
-    """`jaxllm train` as a job, and where it writes.
+    """`jaxllm train` as a job, and its output folder.
 
     Args:
       steps: train.steps.
@@ -371,10 +371,10 @@ class Run:
         self.command = ["jaxllm", "train", "tiny.yaml", f"train.steps={steps}", f"parallel.data={processes}"]
         self.job = submit(f"--nodes={processes}", command=[*self.command, f"run.dir={name}"])
         self.nodes: list[str] = []
-        """Of the first turn, once `wait_until_saved` returned."""
+        """Nodes of the first turn, once `wait_until_saved` has returned."""
 
     def wait_until_saved(self) -> None:
-        """Until it has a checkpoint to go on from."""
+        """Waits until it has a checkpoint to resume from."""
         saved = self.folder / "checkpoints" / "5"
         wait_until(saved.exists, JAX_START_S, lambda: f"a checkpoint in {self.folder}\n{self.job.output}")
         self.nodes = self.job.nodes
@@ -385,14 +385,14 @@ class Run:
 
     @property
     def undisturbed(self) -> Path:
-        """Where the same run writes without SLURM and without a fault."""
+        """Output folder of the same run without SLURM and without a fault."""
         return self.folder.with_name(f"{self.folder.name}-undisturbed")
 
     def run_undisturbed(self) -> None:
         coordinator = f"127.0.0.1:{free_port()}"
         several = {"JAXLLM_COORDINATOR": coordinator, "JAXLLM_NUM_PROCESSES": str(self.processes), "PYTHONPATH": str(CHECKOUT)}
         command = [sys.executable, "-m", "jaxllm.cli", *self.command[1:], f"run.dir={self.undisturbed}"]
-        # Saving changes nothing but the time.
+        # Saving changes only the time.
         command.append("checkpoint.every_steps=null")
         processes = [
             subprocess.Popen(
@@ -416,10 +416,10 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(lab, place, submit):
-    """Three runs, each disturbed as soon as it has a checkpoint, all at once: most of the time goes by waiting for SLURM.
+    """Three runs, each disturbed as soon as it has a checkpoint, all at once: most of the time is spent waiting for SLURM.
 
-    The first is preempted, the second loses one of two nodes, the third, of one process, its node's cable, behind which it
-    lives on: with steps of a second it has not ended before another turn begins elsewhere.
+    The first is preempted; the second loses one of two nodes; the third, of one process, loses its node's network, behind which
+    it lives on: with steps of a second it has not ended before another turn begins elsewhere.
     """
     runs = SimpleNamespace(
         preempted=Run(submit, place, "preempted", STEPS, 2),
@@ -429,7 +429,7 @@ def runs(lab, place, submit):
     runs.preempted.wait_until_saved()
     lab.user("scancel", "--signal=TERM", runs.preempted.job.number)
     runs.powerless.wait_until_saved()
-    # The batch script's node stays, so that it is a process in the middle of a step that loses the other.
+    # The batch script's node stays, so that a process in the middle of a step loses the other.
     lab.power_off(runs.powerless.nodes[1])
     runs.cut_off.wait_until_saved()
     lab.unplug(runs.cut_off.nodes[0])
@@ -440,7 +440,7 @@ def runs(lab, place, submit):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_a_preempted_run_goes_on_in_another_turn(runs):
+def test_a_preempted_run_resumes_in_another_turn(runs):
     run = runs.preempted
     assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
     assert run.job.show("Restarts") == "1"
@@ -451,7 +451,7 @@ def test_a_preempted_run_goes_on_in_another_turn(runs):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_a_run_whose_node_loses_power_goes_on_elsewhere(runs):
+def test_a_run_whose_node_loses_power_resumes_elsewhere(runs):
     run = runs.powerless
     assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
     assert run.job.show("Restarts") == "1"
@@ -463,15 +463,15 @@ def test_a_run_whose_node_loses_power_goes_on_elsewhere(runs):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_what_lives_on_behind_a_cut_cable_cannot_spoil_the_run(runs):
+def test_a_process_behind_a_cut_cable_cannot_damage_the_run(runs):
     run = runs.cut_off
     assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
     (old,), (new,) = run.nodes, run.job.nodes
     assert new != old
-    # It went on by itself behind the cut, and its successor from there.
+    # It continued alone behind the cut, and its successor resumed from there.
     assert run.resumed_from() > 10
     run.job.wait_for(f"on {old} writes nothing more there", SMALL_S)
-    # Its supervisor starts it again: it is refused, or finds nothing left to do.
+    # Its supervisor restarts it: it is refused, or has nothing left to do.
     assert re.search(rf"0: jaxllm: run\.dir=\S+ was taken over by pid \d+ on {new}: pid \d+ on {old} writes", run.job.output)
     assert_same_run(run.folder, run.undisturbed, LONG)
 
@@ -479,7 +479,7 @@ def test_what_lives_on_behind_a_cut_cable_cannot_spoil_the_run(runs):
 # Last: its job, submitted with the first, waits for half a minute.
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_a_job_whose_time_ends_saves_and_goes_on_in_another_turn(small):
+def test_a_job_whose_time_ends_saves_and_resumes_in_another_turn(small):
     assert small.limited.wait("COMPLETED", "TIMEOUT", "FAILED", limit_s=2 * SMALL_S) == "COMPLETED"
     assert small.limited.show("Restarts") == "1"
     assert "0: saved" in small.limited.output

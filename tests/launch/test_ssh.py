@@ -1,5 +1,6 @@
-"""launch/ssh.sh with a real sshd on loopback, whose addresses play two hosts: what it refuses, what it passes on, that nothing
-stays behind, and a run that it carries through a killed process and a broken connection."""
+"""launch/ssh.sh with a real sshd on loopback, whose addresses simulate two hosts: what it refuses, what it forwards, that
+nothing remains, and a run that survives a killed process and a broken connection.
+"""
 
 import os
 import shlex
@@ -15,7 +16,7 @@ import real_launches
 from outside import free_port
 from real_launches import LIMIT_S, launch, launched, pid_of, processes_of_launch, wait_until
 
-from jaxllm import exits
+from jaxllm.runtime import exit_codes
 
 pytestmark = pytest.mark.launcher
 STOPS = 'for name in TERM INT; do trap "echo $name; exit 75" $name; done; echo ready; while :; do sleep 0.05; done'
@@ -23,12 +24,12 @@ STOPS = 'for name in TERM INT; do trap "echo $name; exit 75" $name; done; echo r
 
 @pytest.fixture(scope="module")
 def ssh(tmp_path_factory):
-    """An `ssh` for SSH that knows the hosts h1 (127.0.0.1), h2 (127.0.0.2) and nobody (where no sshd listens)."""
+    """An `ssh` for SSH that knows the hosts h1 (127.0.0.1), h2 (127.0.0.2) and nobody (an address without sshd)."""
     real_launches.require(sshd="openssh-server", ssh="openssh-client")
     folder = tmp_path_factory.mktemp("ssh")
     folder.chmod(0o700)
     if os.geteuid() == 0:
-        # Where it locks itself in before a login.
+        # sshd locks itself in there before a login.
         Path("/run/sshd").mkdir(mode=0o755, parents=True, exist_ok=True)
     for name in ("host", "user"):
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
@@ -48,7 +49,7 @@ def ssh(tmp_path_factory):
         f"  UserKnownHostsFile {folder}/known_hosts\n"
     )
     with (folder / "log").open("w") as log:
-        # By its full name, or it will not start itself again for each connection.
+        # By its full path, or it cannot restart itself for each connection.
         command = [shutil.which("sshd"), "-D", "-e", "-f", folder / "sshd_config"]
         daemon = subprocess.Popen(command, stderr=log, start_new_session=True)
     try:
@@ -112,14 +113,14 @@ def test_a_first_host_that_cannot_be_is_refused(ssh, hosts, tmp_path):
         return err
 
     assert "ssh cannot reach nobody (ssh: connect to host 127.0.0.1" in refused("nobody", "h1")
-    assert "The first host, h1, is 127.0.0.1, which means another machine on each host" in refused("h1", "far")
+    assert "The first host, h1, is 127.0.0.1, which means a different machine on each host" in refused("h1", "far")
     assert "no-such-ssh cannot be run: install an ssh client, or set SSH" in refused("h1", SSH="no-such-ssh -v")
 
 
 def test_a_host_that_cannot_be_reached_ends_the_others(ssh, hosts, tmp_path):
     code, out, err = launch("ssh.sh", hosts("h1", "nobody"), "bash", "-c", STOPS, cwd=tmp_path, SSH=ssh)
     assert code == 255
-    # It was told to stop before, in the middle of, or after its first words.
+    # The signal came before, during, or after its first words.
     assert out in ("", "[0] TERM\n", "[0] ready\n", "[0] ready\n[0] TERM\n")
     assert "jaxllm: process 1 on nobody: ssh cannot reach it, or the connection broke, exit code 255; ending the others" in err
 
@@ -132,7 +133,7 @@ def test_a_host_that_cannot_be_reached_ends_the_others(ssh, hosts, tmp_path):
     ],
 )
 def test_a_host_that_has_not_what_this_one_has_is_named(change, sentence, hosts, tmp_path):
-    """Its ssh goes nowhere, and changes what arrives there."""
+    """The stand-in for ssh connects to no host, and edits the script that it receives."""
     program = tmp_path / "ssh"
     program.write_text(f"#!/bin/bash\nexec bash -s < <(sed -u {shlex.quote(change)} 2>/dev/null)\n")
     program.chmod(0o755)
@@ -179,11 +180,11 @@ def test_signals_are_passed_on(ssh, hosts, tmp_path, sent, received):
         ready(process, 2)
         process.send_signal(signal.Signals[f"SIG{sent}"])
         out, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == exits.RESTART
+    assert process.returncode == exit_codes.RESTART
     assert sorted(out.splitlines()) == [f"[0] {received}", f"[1] {received}"]
 
 
-def test_nobody_reads_a_secret_in_the_list_of_processes(ssh, hosts, tmp_path):
+def test_the_list_of_processes_shows_no_secret(ssh, hosts, tmp_path):
     with launched("ssh.sh", hosts("h1"), "bash", "-c", STOPS, cwd=tmp_path, SSH=ssh, WANDB_API_KEY="hunter2") as process:
         ready(process, 1)
         found = list(processes_of_launch())
@@ -192,7 +193,7 @@ def test_nobody_reads_a_secret_in_the_list_of_processes(ssh, hosts, tmp_path):
 
 
 def test_nothing_outlives_a_killed_launcher(ssh, hosts, tmp_path):
-    """And what is left may still save."""
+    """And the rest of the run may still save."""
     words = STOPS.replace("exit 75", "echo >saved-$JAXLLM_PROCESS_ID; exit 75")
     with launched("ssh.sh", hosts("h1", "h2"), "bash", "-c", words, cwd=tmp_path, SSH=ssh) as process:
         ready(process, 2)
@@ -211,7 +212,7 @@ def test_a_run_goes_through_a_kill_and_a_broken_connection_to_the_losses_of_one_
     with launched(*line, *run.command(), cwd=tmp_path, SSH=ssh) as process:
         run.wait_for(3, process)
         os.kill(pid_of("slowly.py", rank=1), signal.SIGKILL)
-        # Nobody gets there alone.
+        # No process gets there alone.
         run.wait_for(7, process)
         (connection,) = (pid for pid, command, _ in processes_of_launch() if command[0] == "ssh" and "h2" in command)
         os.kill(connection, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Laws of the network: causality, document boundaries, and that how it is looped or padded changes nothing."""
+"""Laws of the network: causality, document boundaries, and no effect of looping or padding."""
 
 from functools import partial
 
@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 from jaxllm.config import ConfigError
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
 from jaxllm.model.layers import Ops, rotary_frequencies, rotary_table, rotate
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.parallel.parameters import initial_params, parameter_table
-from jaxllm.plan.flops import parameter_count
 
 S = 12
 
@@ -154,7 +154,7 @@ def test_llama3_scaling_stretches_slow_pairs_only(tiny_config):
 
 
 class Device:
-    """As much of a jax.Device as the choice of a kernel looks at."""
+    """The parts of a jax.Device that the choice of a kernel reads."""
 
     def __init__(self, platform, compute_capability=None):
         self.platform, self.device_kind = platform, f"some {platform}"

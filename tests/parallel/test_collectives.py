@@ -7,12 +7,12 @@ import math
 import jax
 import pytest
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
-from jaxllm.hlo import Module
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.mesh import axis_sizes, make_mesh
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.plan.flops import parameter_count
 from jaxllm.train.build import build_training
 
 L, M, DEVICES = 4, 4, 8
@@ -225,6 +225,6 @@ def test_missing_gpu_packages_are_named(monkeypatch):
     def find_spec(name):
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("jaxllm.aot.importlib.util.find_spec", find_spec)
+    monkeypatch.setattr("jaxllm.compile.aot.importlib.util.find_spec", find_spec)
     with pytest.raises(ConfigError, match=r"needs NVIDIA's packages: pip install 'jaxllm\[aot\]'"):
         gpu_devices(hosts=1, gpus_per_host=1)

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import load_config
-from jaxllm.hlo import Module
 from jaxllm.mesh import axis_sizes
 
 L = 3

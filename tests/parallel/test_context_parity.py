@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import outside
 import pytest
-from meshes import Run, assert_close, pairwise, trimmed, unequal_batch
+from covers import drawn, pairwise, with_triples
+from meshes import Run, assert_close, trimmed, unequal_batch
 
 from jaxllm.config import config_folder
 
@@ -17,8 +18,15 @@ MICROBATCHES, ROWS, S = 2, 4, 32
 MESHES = [mesh for mesh in itertools.product((2, 4, 8), (1, 2), (1, 2)) if np.prod(mesh) <= 16]
 """(context, tensor, data)"""
 HEADS = {"mha": 4, "gqa": 2}
-COMBINATIONS = list(itertools.product(MESHES, ("ring", "all_gather"), ("packed", "one document"), HEADS))
-DEFAULT = pairwise([c for c in COMBINATIONS if np.prod(c[0]) <= 8])
+METHODS, DOCUMENTS = ("ring", "all_gather"), ("packed", "one document")
+COMBINATIONS = [c for c in itertools.product(MESHES, METHODS, DOCUMENTS, HEADS, (0, 1, 2, 3)) if np.prod(c[0]) <= 8]
+DEFAULT = pairwise([(*c[:4], number % 4) for number, c in enumerate(COMBINATIONS[::4])])
+"""Every two values, ZeRO levels in turns."""
+COVER = pairwise(COMBINATIONS, start=DEFAULT)
+SIXTEEN = [
+    (mesh, method, DOCUMENTS[number // 2 % 2], list(HEADS)[number % 2], number % 4)
+    for number, (mesh, method) in enumerate(itertools.product([mesh for mesh in MESHES if np.prod(mesh) == 16], METHODS))
+]
 
 
 def batch(seed, packed):
@@ -45,18 +53,15 @@ def one_device(make_run):
 
 
 def parameters():
-    """The cover, and of the rest every mesh and method once, with documents and heads in turns."""
-    for number, combination in enumerate(COMBINATIONS):
-        mesh, method, packed, heads = combination
-        if combination not in DEFAULT and number % 4 != number // 4 % 4:
-            continue
+    """By default every two values but ZeRO levels; slow: these too, three triples, four of the rest by the commit's hash."""
+    always = with_triples(COMBINATIONS, COVER)
+    for combination in always + drawn(COMBINATIONS, always, 4) + SIXTEEN:
+        mesh, method, packed, heads, zero = combination
         marks = [] if combination in DEFAULT else [pytest.mark.slow]
         if np.prod(mesh) > jax.device_count():
             marks.append(pytest.mark.skip(reason="run by test_sixteen_devices"))
-        # Levels take turns.
-        zero = number % 4
         name = f"context{mesh[0]}-tensor{mesh[1]}-data{mesh[2]}-{method}-{packed.replace(' ', '-')}-{heads}-zero{zero}"
-        yield pytest.param(*combination, zero, marks=marks, id=name)
+        yield pytest.param(*combination, marks=marks, id=name)
 
 
 @pytest.mark.parametrize(("mesh", "method", "packed", "heads", "zero"), parameters())
@@ -118,7 +123,7 @@ def test_no_gradient_crosses_a_document_or_goes_back_in_time(make_run, method):
 
 
 def test_auto_gathers_short_sequences_and_rings_long_ones(tiny_config):
-    from jaxllm.plan.activations import context_method
+    from jaxllm.cost_model.activations import context_method
 
     def method(S, context, kv_heads):
         long = (f"train.sequence_length={S}", f"parallel.context={context}", f"model.num_kv_heads={kv_heads}")

@@ -7,12 +7,12 @@ import pytest
 from meshes import Run, assert_close
 from tiny import SMALL_MODEL
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.overlap import by_kind, simulate_overlap
 from jaxllm.config import ConfigError, load_config
-from jaxllm.hlo import Module
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.mesh import axis_sizes
-from jaxllm.overlap import by_kind, play
-from jaxllm.plan.hardware import GPUS
 
 M, ROWS, S = 2, 8, 32
 FP8 = "model.matmul_dtype=fp8"
@@ -129,7 +129,7 @@ def test_xla_takes_cublaslt_where_it_may_not_take_triton():
 def test_nothing_more_is_sent(compiled):
     def sent(text):
         sizes = axis_sizes(config().resolve(8).parallel)
-        lines = by_kind(play(Module(text, sizes), GPUS["h100-80gb"], 8))
+        lines = by_kind(simulate_overlap(Module(text, sizes), GPUS["h100-80gb"], 8))
         return {(line.kind, line.axes): line.sent_bytes for line in lines if line.sent_bytes > 2**16}
 
     plain, fp8 = sent(compiled["compute_dtype"]), sent(compiled["fp8"])

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from meshes import Run, assert_close, unequal_batch
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
-from jaxllm.hlo import Module
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
-from jaxllm.plan.flops import parameter_count
 
 MICROBATCHES, ROWS, S = 2, 8, 16
 AXES = ("replica", "pipe", "data", "context", "tensor")

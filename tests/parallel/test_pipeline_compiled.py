@@ -7,17 +7,18 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from covers import drawn
 from jax.interpreters.partial_eval import dce_jaxpr
 from step_flops import step_matmul_flops
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.jaxpr_flops import matmul_flops, walk
 from jaxllm.config import load_config
-from jaxllm.hlo import Module
-from jaxllm.jaxprs import matmul_flops, walk
+from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.mesh import axis_sizes, make_mesh
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.plan.flops import train_flops_per_token
 from jaxllm.sharding import layout, weight_rules
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
@@ -107,12 +108,21 @@ MESHES = {
     "pipe 2, gathered keys": ("parallel.pipe=2", "parallel.context=2", "parallel.context_method=all_gather"),
     "pipe 2, ZeRO 3": ("parallel.pipe=2", "parallel.data=2", "parallel.zero=3", "train.global_batch_sequences=32"),
 }
-MORE = ("tensor", "data", "gpipe", "pipe 2, ring of 4", "pipe 2, gathered keys")
 POLICIES = ("none", "selective", "full", "offload", "{query: keep, mlp_up: keep}")
+MORE = ("tensor", "data", "pipe 2, ring of 4", "pipe 2, gathered keys")
+REST = [(mesh, remat) for mesh in MORE for remat in POLICIES]
+SLOW = [("gpipe", remat) for remat in POLICIES] + REST[::4]
+"""Every mesh, every policy, and gpipe with every policy."""
 
 
-@pytest.mark.parametrize("remat", POLICIES)
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=pytest.mark.slow) if mesh in MORE else mesh for mesh in MESHES])
+def counted():
+    for mesh, remat in ((mesh, remat) for mesh in MESHES for remat in POLICIES if mesh not in ("gpipe", *MORE)):
+        yield pytest.param(mesh, remat, id=f"{mesh}-{remat}")
+    for mesh, remat in SLOW + drawn(REST, SLOW):
+        yield pytest.param(mesh, remat, marks=pytest.mark.slow, id=f"{mesh}-{remat}")
+
+
+@pytest.mark.parametrize(("mesh", "remat"), counted())
 def test_no_recomputation_is_hidden(mesh, remat):
     """FLOPs of the step's matmuls, loops multiplied out, are those of the closed form."""
     config, program, attention = traced(8, 8, *MESHES[mesh], f"parallel.remat={remat}")

@@ -6,12 +6,12 @@ import re
 import jax
 import pytest
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import ON_HOST, Module
 from jaxllm.config import ATTENTION_RESULTS, load_config
-from jaxllm.hlo import ON_HOST, Module
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, policy_of
 from jaxllm.mesh import axis_sizes
-from jaxllm.plan.activations import bytes_per_token_and_layer, policy_of
-from jaxllm.plan.schedule import make_schedule
+from jaxllm.pipeline_schedule import make_schedule
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 
@@ -133,7 +133,7 @@ def test_layers_of_both_passes_in_turn_hold_no_residuals_twice():
 @pytest.mark.slow
 def test_a_slot_is_the_sum_of_the_named_tensors(remat, parallel):
     """Under gpipe each microbatch more is a slot more, and nothing else but its finished hidden state: XLA's difference is the
-    closed form of plan/activations.py. `full` keeps 2 S D / (c t) bytes a layer.
+    closed form of cost_model/activations.py. `full` keeps 2 S D / (c t) bytes a layer.
     """
     at = {**MEDIUM, "num_layers": 6 * parallel["pipe"]}
     few, many = (configured(at, 2048, "gpipe", microbatches, remat, **parallel) for microbatches in (8, 24))

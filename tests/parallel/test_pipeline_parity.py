@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import outside
 import pytest
-from meshes import Run, assert_close, pairwise, unequal_batch
+from covers import cover, drawn, held, pairwise
+from meshes import Run, assert_close, unequal_batch
 
 from jaxllm.config import config_folder
 
@@ -54,15 +55,24 @@ DEFAULT = [
     ("interleaved-2x2", (2, 1, 1), 3, "offload", "gqa-untied-packed"),
 ]
 """With the other default tests of this file: every schedule, axis, ZeRO level and policy."""
-COVER = pairwise([c for c in itertools.product(PIPELINES, MESHES, (0, 1, 2, 3), REMAT, VARIANTS) if is_useful(*c)])
-COMBINATIONS = DEFAULT + [c for c in COVER[:15] if c not in DEFAULT]
-"""All 43 of COVER hold every two values that can meet; these, 71% of those pairs."""
 SIXTEEN = [
     ("1f1b-2", (2, 2, 2), 3, "full", "mqa-tied-packed"),
     ("gpipe-2", (2, 2, 2), 1, "none", "gqa-tied"),
     ("interleaved-2x2", (2, 2, 2), 2, "offload", "gqa-untied-packed"),
     ("1f1b-8", (2, 1, 1), 0, "selective", "mqa-untied"),
 ]
+COMBINATIONS = [c for c in itertools.product(PIPELINES, MESHES, (0, 1, 2, 3), REMAT, VARIANTS) if is_useful(*c)]
+
+
+def pair_values(combination):
+    """What meets in pairs: schedule, the axes above 1, ZeRO level, remat policy."""
+    pipeline, mesh, zero, remat, _ = combination
+    return (PIPELINES[pipeline][0], *(size > 1 for size in mesh), zero, remat)
+
+
+COVER = pairwise(COMBINATIONS, start=[*DEFAULT, *SIXTEEN], values=pair_values)
+COVER = cover(COMBINATIONS, 1, start=COVER)
+"""And every pipeline, size of an axis and variant."""
 
 
 def batch(seed=0, microbatches=MICROBATCHES):
@@ -135,9 +145,15 @@ def name_of(pipeline, mesh, zero, remat, variant):
 
 
 def parameters():
-    for combination in COMBINATIONS:
+    """Slow: the cover, and four of the rest by the commit's hash."""
+    for combination in [c for c in COVER if c not in SIXTEEN] + drawn(COMBINATIONS, COVER, 4):
         marks = () if combination in DEFAULT else (pytest.mark.slow,)
         yield pytest.param(*combination, marks=marks, id=name_of(*combination))
+
+
+def test_the_cover_holds_every_pair():
+    assert held(COVER, 2, pair_values) >= held(COMBINATIONS, 2, pair_values)
+    assert held(COVER, 1) >= held(COMBINATIONS, 1)
 
 
 @pytest.mark.parametrize(("pipeline", "mesh", "zero", "remat", "variant"), parameters())

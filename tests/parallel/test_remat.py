@@ -9,18 +9,18 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ConfigError
+from jaxllm.cost_model.activations import Policy, bytes_per_token_and_layer, policy_of
 from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
-from jaxllm.model.attention_blocks import RESIDUALS, xla_kernel
+from jaxllm.model.blockwise_attention import RESIDUALS, xla_kernel
 from jaxllm.model.layers import MATMUL_OUTPUTS, Block, Ops, rotary_table, rotate
 from jaxllm.model.llama import apply_block
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.residuals import absent, extract, kept_names, waits_on_host
 from jaxllm.parallel.ring_attention import ring_attention
-from jaxllm.plan.activations import Policy, bytes_per_token_and_layer, policy_of
+from jaxllm.parallel.vjp_residuals import absent, extract, kept_names, waits_on_host
 from jaxllm.sharding import constrainer
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
@@ -219,10 +219,10 @@ def test_names_in_the_config_are_the_models():
 
 
 REFUSALS = {
-    "parallel.remat={qery: keep}": "parallel.remat.qery is no tensor of a block: did you mean query?",
-    "parallel.remat={zzz: keep}": "parallel.remat.zzz is no tensor of a block: the tensors of a block are block_input, query",
+    "parallel.remat={qery: keep}": "parallel.remat.qery is not a tensor of a block: did you mean query?",
+    "parallel.remat={zzz: keep}": "parallel.remat.zzz is not a tensor of a block: the tensors of a block are block_input, ",
     "parallel.remat.query=kep": "parallel.remat.query=kep is not one of the choices: use keep, recompute, offload.",
-    "parallel.remat.block_input=recompute": "all else follows from it, so use keep or offload.",
+    "parallel.remat.block_input=recompute": "is impossible, as all starts from it: use keep or offload.",
     "parallel.remat.attention_output=keep": "gains nothing alone: keep or offload attention_lse too.",
     "parallel.remat=fulll": "parallel.remat=fulll is not one of the choices: use ",
     "parallel.remat=3": "parallel.remat=3 is not ",

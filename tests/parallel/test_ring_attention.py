@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import drawn, pairwise, with_triples
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.aot import can_compile_for_gpus, gpu_devices
+from jaxllm import private_jax
+from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
-from jaxllm.hlo import Module
 from jaxllm.mesh import AXES, CONTEXT, MANUAL, TENSOR
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import xla_attention
-from jaxllm.model.attention_blocks import (
+from jaxllm.model.blockwise_attention import (
     NOTHING,
     RESIDUALS,
     Mask,
@@ -29,6 +31,7 @@ from jaxllm.model.attention_blocks import (
 )
 from jaxllm.parallel import zigzag
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
+from jaxllm.plots.zigzag import picture
 from jaxllm.sharding import tensor_shard_map
 
 B, S, H = 2, 64, 8
@@ -102,7 +105,7 @@ def test_the_table_as_text_and_picture(tmp_path):
         == "rank  holds  step 0       step 1\n0     0, 3   0<0 3<0 3<3  3<1 3<2\n1     1, 2   1<1 2<1 2<2  2<0 1<0"
     )
     pytest.importorskip("matplotlib")
-    zigzag.picture(4, tmp_path / "zigzag.png")
+    picture(4, tmp_path / "zigzag.png")
     assert (tmp_path / "zigzag.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -229,7 +232,7 @@ def test_an_unknown_jax_is_refused_by_the_cudnn_kernel(monkeypatch):
         patch.setattr(jax, "__version_info__", (0, 13, 0))
         with pytest.raises(ConfigError, match=r"knows JAX's cuDNN binding up to 0\.12"):
             cudnn_attention.cudnn_kernel()
-    monkeypatch.delattr(cudnn_attention._binding(), "_dot_product_attention_bwd_rule")
+    monkeypatch.delattr(private_jax.cudnn_binding(), "_dot_product_attention_bwd_rule")
     with pytest.raises(ConfigError, match="has another cuDNN binding"):
         cudnn_attention.cudnn_kernel()
 
@@ -256,14 +259,15 @@ def over_context(method, c, packed, kernel=TILED, tensor=1):
 
 
 CASES = [(method, c, heads, packed) for method in METHODS for c in (1, 2, 3, 4, 8) for heads in (MHA, GQA) for packed in (0, 1)]
-DEFAULT = {
+DEFAULT = [
     ("ring", 1, GQA, 1),
     ("ring", 2, MHA, 0),
     ("ring", 8, MHA, 1),
     ("all_gather", 2, GQA, 1),
     ("all_gather", 4, MHA, 0),
     ("all_gather", 8, GQA, 1),
-}
+]
+ALWAYS = with_triples(CASES, pairwise(CASES, start=DEFAULT))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ DEFAULT = {
             id=f"{method}-{c}-{'mha' if heads == MHA else 'gqa'}-{'packed' if packed else 'whole'}",
             marks=() if (method, c, heads, packed) in DEFAULT else pytest.mark.slow,
         )
-        for method, c, heads, packed in CASES
+        for method, c, heads, packed in ALWAYS + drawn(CASES, ALWAYS)
     ],
 )
 def test_output_and_gradients_are_those_of_the_whole_sequence(method, c, heads, packed):

@@ -1,4 +1,4 @@
-"""The arithmetic people quote about days, GPU-hours and energy comes out of training_cost."""
+"""training_cost reproduces the published figures of days, GPU-hours and energy."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.config import ConfigError
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.plan.cost import (
     BOARD_WATTS,
     DAY_S,
@@ -18,11 +19,10 @@ from jaxllm.plan.cost import (
     readable_count,
     training_cost,
 )
-from jaxllm.plan.hardware import GPUS
 
 GPT3 = 175e9
 V100_PEAK = 125e12
-"""Dense, of its tensor cores in float16 (NVIDIA V100 data sheet)."""
+"""Dense peak of its tensor cores in float16 (NVIDIA V100 data sheet)."""
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_the_days_of_the_megatron_paper(parameters, tokens, gpus, achieved, days
 
 @pytest.mark.parametrize(("flops", "tflops"), [(WITH_RECOMPUTATION, 46.2), (6.0, 34.7)])
 def test_gpt3_takes_288_years_on_one_v100(flops, tflops):
-    """The same paper's 288 years. It gives no FLOP/s for them; by its own equation they are 46.2 TFLOP/s, 37% of a V100's peak,
-    and by six FLOPs a parameter 34.7, 28%. 34.7 and 46.2 are that figure solved for and rounded: the years must come back.
+    """The same paper's 288 years. It gives no FLOP/s for them. By its own equation they are 46.2 TFLOP/s, 37% of a V100's peak,
+    and with six FLOPs per parameter 34.7, 28%. Both figures were solved for and rounded, so the years must match.
     """
     cost = training_cost(GPT3, 300e9, tflops * 1e12, flops_per_parameter_and_token=flops)
     assert round(cost.years) == 288
@@ -111,7 +111,7 @@ def test_tokens_have_suffixes(text, tokens):
     ["", "T", "fifteen", "-3B", "0", "0.2", "15TB", "1.2.3", "1,5T", "1,,2", "1_000,000", "1000,000", "nan", "inf", "9e999"],
 )
 def test_what_is_no_number_of_tokens_is_refused(text):
-    with pytest.raises(ConfigError, match=f"--tokens={text} is no number of tokens: write one such as 300B or 15T"):
+    with pytest.raises(ConfigError, match=f"--tokens={text} is not a number of tokens: write one such as 300B or 15T"):
         parse_tokens(text)
 
 

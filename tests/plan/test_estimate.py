@@ -1,4 +1,4 @@
-"""`jaxllm estimate`: its sums are sums, its verdict follows from the capacity, its advice fits, and it needs no JAX."""
+"""`jaxllm estimate`: terms add up, the verdict follows from the capacity, the advice fits, and it does not import JAX."""
 
 import dataclasses
 import json
@@ -10,15 +10,16 @@ import yaml
 
 import jaxllm
 from jaxllm.config import ConfigError, config_folder, load_config
+from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
+from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices, require_devices
+from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
+from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
-from jaxllm.plan.cluster import hosts_of, named_devices, require_devices
 from jaxllm.plan.estimate import estimate, fold, memory_table
-from jaxllm.plan.flops import train_flops_per_token
-from jaxllm.plan.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
-from jaxllm.plan.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
-from jaxllm.plan.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.plan.search import FIT_SHARE, HOST_BYTES_PER_GPU, search
-from jaxllm.plan.step_time import estimate_step_time
+from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.search import HOST_BYTES_PER_GPU, SearchOptions, search
 
 ROOT = config_folder().parent
 H100 = GPUS["h100-80gb"]
@@ -102,15 +103,15 @@ def test_the_megatron_convention_is_the_published_rule():
 
 def test_what_the_rule_does_not_know_is_said():
     chosen = config("parallel.remat=none").resolve(16)
-    said = "ZeRO 0 and 1, and nothing computed twice"
-    assert said in "\n".join(estimate(chosen, H100, convention="megatron").lines())
-    assert said not in "\n".join(estimate(chosen, H100).lines())
+    sentence = "ZeRO 0 and 1, and nothing computed twice"
+    assert sentence in "\n".join(estimate(chosen, H100, convention="megatron").lines())
+    assert sentence not in "\n".join(estimate(chosen, H100).lines())
 
 
 def test_stages_are_said_to_be_the_same_where_there_are_some():
-    said = "(each stage the same: all run one program)"
-    assert said in "\n".join(estimate(config(), H100, 16).lines())
-    assert said not in "\n".join(estimate(config("parallel.pipe=1"), H100, 16).lines())
+    sentence = "(each stage the same: all run one program)"
+    assert sentence in "\n".join(estimate(config(), H100, 16).lines())
+    assert sentence not in "\n".join(estimate(config("parallel.pipe=1"), H100, 16).lines())
 
 
 @pytest.mark.parametrize(("share", "doubted"), [(0.94, False), (0.96, True), (1.0, True), (1.01, False)])
@@ -158,10 +159,10 @@ def test_the_mesh_says_how_many_gpus_there_are():
     assert require_devices(config("parallel.data=4"), 16) == 16
     assert named_devices(config("run.cpu_devices=8"), None) == 8
     assert named_devices(config(), None) is None
-    with pytest.raises(ConfigError, match=r"say how many with --gpus, or set parallel\.data"):
+    with pytest.raises(ConfigError, match=r"give their number with --gpus, or set parallel\.data"):
         estimate(config(), "h100-80gb")
-    assert hosts_of(12, None, 8)[0] == 6
-    assert hosts_of(7, None, 4)[0] == 1
+    assert choose_gpus_per_host(12, None, 8)[0] == 6
+    assert choose_gpus_per_host(7, None, 4)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ BATCH_OF_EIGHT = ["train.global_batch_sequences=8", "train.microbatch_sequences=
 @pytest.mark.parametrize(
     ("gpus", "overrides", "state"),
     [
-        # Only a pipeline of seven, which no power of 2 makes; fewer tensor ranks than now; these, and the state on the host.
+        # Only a pipeline of seven, which no power of 2 gives; fewer tensor ranks than now; both, with the state on the host.
         (7, ["parallel.tensor=1", "parallel.zero=0", "train.global_batch_sequences=98"], "none"),
         (8, ["parallel.tensor=8", "train.sequence_length=655360", *BATCH_OF_EIGHT], "none"),
         (8, ["parallel.tensor=8", "train.sequence_length=786432", *BATCH_OF_EIGHT], "optimizer_and_master"),
@@ -310,7 +311,7 @@ def test_where_no_ladder_leads_there_every_mesh_is_looked_at(gpus, overrides, st
     (found,) = changes_that_fit(chosen, limit, H100, gpus)
     assert estimate_memory(found.config).peak_bytes == found.peak_bytes <= limit
     offloaded = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update={"offload_state": state})})
-    assert found.config == search(offloaded, H100, gpus, device_bytes=limit).best
+    assert found.config == search(offloaded, H100, gpus, options=SearchOptions(device_bytes=limit)).best
     assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), found.overrides.split())
     assert changes_that_fit(chosen, limit, H100, gpus, estimate=lambda config: fake(config, held=2**50)) == []
 
@@ -323,7 +324,7 @@ def divides(config):
 
 
 def test_tensor_is_not_advised_across_hosts():
-    """Unless it reaches there now. Without a kind of GPU there are no hosts."""
+    """Unless they cross hosts now. Without a kind of GPU there are no hosts."""
     chosen = eight("parallel.tensor=2")
 
     def tensors(config, **options):
@@ -372,7 +373,7 @@ def test_the_command_prints_a_table_and_says_which_hosts_were_taken(recipe):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpus", "16", "--over", "sequence"], "say where to with --picture"),
+        (["--gpus", "16", "--over", "sequence"], "give its file with --picture"),
         (["--gpus", "16", "--over", "depth", "--picture", "x.png"], "use sequence, microbatch, step"),
         (["--gpus", "16", "--over", "step", "--picture", "x.png"], "name the kind of GPU"),
     ],

@@ -1,4 +1,4 @@
-"""The search: its space is what Config accepts, its winner is the best of all, nothing is lost on the way."""
+"""The search: its space is all that Config accepts, its winner is the best, and no configuration is lost."""
 
 import contextlib
 import dataclasses
@@ -13,18 +13,21 @@ from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
+from jaxllm.config.types import divisors
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.memory import estimate_memory
+from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.recipe import recipe
 from jaxllm.plan.search import (
     CONFIGURATION,
     DOES_NOT_FIT,
-    FIT_SHARE,
     HOST_BYTES_PER_GPU,
     HOST_FULL,
     KEPT_AWAY,
     MESH,
+    SearchOptions,
     any_fits,
     search,
     why_nothing,
@@ -33,29 +36,28 @@ from jaxllm.plan.space import (
     BEYOND_HOST,
     KEEPABLE,
     MOST_VIRTUAL_STAGES,
-    NOT_SHARED_OUT,
+    NOT_SHARDABLE,
     REMATS,
     UNEVEN,
     ZEROS,
     Mesh,
     choice_in,
     choices_of,
-    divisors,
     meshes,
     schedules,
     space,
     why_not,
     zero_divides,
 )
-from jaxllm.plan.step_time import estimate_step_time
 from jaxllm.sharding import layout, weight_rules
 
 H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
 
 
-def find(config, gpu, gpus=8, **options):
-    return search(config, gpu, gpus, **{"estimate": estimate, "step_time": step_time, **options})
+def find(config, gpu, gpus=8, gpus_per_host=None, *, progress=None, **options):
+    given = SearchOptions(**{"estimate": estimate, "step_time": step_time, **options})
+    return search(config, gpu, gpus, gpus_per_host, given, progress=progress)
 
 
 def key(config):
@@ -70,7 +72,7 @@ def key(config):
 
 
 def accepted(gpus, overrides):
-    """Every mesh, schedule and microbatch of so many GPUs that load_config takes, by trying all there could be."""
+    """Every mesh, schedule and microbatch of these GPUs that load_config accepts, by brute force."""
     kinds = [("1f1b", 1), ("gpipe", 1), *(("interleaved", virtual) for virtual in range(2, MOST_VIRTUAL_STAGES + 1))]
     sizes = range(1, small(*overrides).train.global_batch_sequences + 1)
     for mesh in itertools.product(divisors(gpus), repeat=4):
@@ -92,8 +94,8 @@ def accepted(gpus, overrides):
     ],
 )
 def test_the_space_is_what_config_accepts(gpus, overrides):
-    """But for what would be there twice: a schedule without a pipeline, ZeRO without ranks to shard over, virtual stages that
-    make chunks no smaller. Every one with every ZeRO level and remat policy.
+    """Except for duplicates: a schedule without a pipeline, ZeRO without ranks to shard over, virtual stages that do not make
+    chunks smaller. Each comes with every ZeRO level and remat policy.
     """
     config = small(*overrides)
     expected = set()
@@ -124,7 +126,7 @@ def test_the_space_is_what_config_accepts(gpus, overrides):
     ],
 )
 def test_every_choice_is_a_valid_config(name, gpus, per_host, length, batch):
-    """What is made without checking comes out of YAML the same."""
+    """A choice that skips validation equals the same config loaded from YAML."""
     train = {"steps": 1, "sequence_length": length, "global_batch_sequences": batch}
     config = load_config({"model": {"name": name}, "train": train})
     choices = list(choices_of(config, gpus, per_host, across_hosts=True))
@@ -137,7 +139,7 @@ def test_every_choice_is_a_valid_config(name, gpus, per_host, length, batch):
 
 
 def test_the_space_comes_in_the_same_order():
-    """So that a seed draws the same sample everywhere."""
+    """So that a seed draws the same sample on every machine."""
     first, second = (list(choices_of(small(), 8)) for _ in range(2))
     assert first == second
     assert [choice.applied_to(small()) for choice in first] == list(space(small(), 8))
@@ -152,7 +154,7 @@ def test_what_is_refused_together_is_not_among_the_choices():
         assert load_config(recipe(choice.applied_to(config))).parallel.overlap_passes
     alone = small("parallel.overlap_passes=true", "parallel.remat=none")
     assert {choice.mesh.pipe for choice in choices_of(alone, 8, keep=["remat"])} == {1}
-    plan = search(alone, GPUS["h100-80gb"], 8, keep=["remat"])
+    plan = search(alone, GPUS["h100-80gb"], 8, options=SearchOptions(keep=["remat"]))
     assert {one.config.parallel.pipe for one in plan.candidates} == {1}
 
 
@@ -162,7 +164,7 @@ def test_tensor_and_context_stay_inside_hosts():
     across = {choice.mesh for choice in choices_of(small("train.sequence_length=256"), 16, 2, across_hosts=True)}
     assert max(mesh.tensor for mesh in across) == 2
     assert max(mesh.context for mesh in across) == 16
-    # A group that crosses hosts has whole ones.
+    # A group that crosses hosts fills complete hosts.
     assert all(2 % (m.tensor * m.context) == 0 or m.tensor * m.context % 2 == 0 for m in across)
 
 
@@ -198,9 +200,9 @@ def test_zero_divides_where_the_shardings_do(shape):
 
 def test_what_zero_cannot_share_out_is_counted():
     plan = find(small("train.global_batch_sequences=3"), H100, 3)
-    (line,) = (line for line in plan.rejected if line.reason == NOT_SHARED_OUT)
+    (line,) = (line for line in plan.rejected if line.reason == NOT_SHARDABLE)
     assert {one.config.parallel.zero for one in plan.candidates if one.config.parallel.data == 3} == {0}
-    # Levels 1 to 3, four remat policies, one sequence a rank; and three sequences on context ranks cannot be.
+    # Levels 1 to 3, four remat policies, one sequence per rank; three sequences on context ranks are impossible.
     assert line.count == 3 * 4
     assert len(plan.candidates) + sum(one.count for one in plan.rejected if one.unit == CONFIGURATION) == plan.configurations
 
@@ -236,7 +238,7 @@ def test_what_is_kept_is_not_searched():
         "data": lambda choice: choice.mesh.data,
         "context": lambda choice: choice.mesh.context,
         "tensor": lambda choice: choice.mesh.tensor,
-        # With one rank to shard over all levels are the same.
+        # With a single rank to shard over, all levels are equal.
         "zero": lambda choice: choice.zero if choice.mesh.data * choice.mesh.context > 1 else None,
         "remat": lambda choice: choice.remat,
         "microbatch_sequences": lambda choice: choice.microbatch_sequences,
@@ -253,9 +255,9 @@ def test_what_is_kept_is_not_searched():
 @pytest.mark.parametrize(
     ("keep", "sentence"),
     [
-        ("tenser", "--keep=tenser is nothing that is searched: did you mean tensor?"),
+        ("tenser", "--keep=tenser is not a searched setting: did you mean tensor?"),
         ("colour", "choose among pipe, data, context, tensor, zero, schedule, remat, microbatch_sequences."),
-        ("data", "--keep=data needs a number there: set parallel.data"),
+        ("data", "--keep=data needs a number: set parallel.data"),
         ("microbatch_sequences", "set train.microbatch_sequences, or leave it out."),
     ],
 )
@@ -279,7 +281,7 @@ def test_a_recipe_for_the_cpu_becomes_one_for_gpus():
 # --------------------------------------------------------------------------------------------------------------- search
 
 TIGHT = estimate(small().resolve(8)).peak_bytes // 2
-"""Bytes that some of the small model's configurations take, and others exceed."""
+"""Bytes that some of the small model's configurations need, and others exceed."""
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 1, 2, 1000])
@@ -304,7 +306,7 @@ def test_nothing_is_lost(share, prune):
     by_unit = {unit: sum(line.count for line in plan.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
     every = list(choices_of(small("model.num_layers=7"), 8))
     uneven = sum(line.count for line in plan.rejected if line.reason == UNEVEN)
-    assert NOT_SHARED_OUT not in [line.reason for line in plan.rejected]
+    assert NOT_SHARDABLE not in [line.reason for line in plan.rejected]
     assert by_unit[MESH] + len({choice.mesh for choice in every}) == plan.meshes == len(list(meshes(small(), 8)))
     assert by_unit[CONFIGURATION] + len(plan.candidates) == plan.configurations == len(every) + uneven
     assert uneven > 0
@@ -312,7 +314,7 @@ def test_nothing_is_lost(share, prune):
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1, 3])
 def test_pruning_changes_nothing_but_the_work(share):
-    """Where larger microbatches and remat that keeps more never take less, as in this estimate."""
+    """Where larger microbatches and remat that keeps more never need less, as in this estimate."""
     calls = []
 
     def counted(config):
@@ -338,7 +340,7 @@ def test_more_memory_is_never_slower(share, times):
 
 
 def test_every_reason_has_its_rule():
-    """What is counted under a reason breaks that rule, by Config's own validation where that has one."""
+    """Everything counted under a reason breaks that rule, by Config's own validation if it has the rule."""
     config = small("model.num_layers=5", "train.sequence_length=48", "train.global_batch_sequences=6")
     plan = find(config, H100, 32, gpus_per_host=16)
     found = {line.reason: line.count for line in plan.rejected if line.unit == MESH}
@@ -376,11 +378,11 @@ def test_context_leaves_the_host_only_where_nothing_fits_otherwise():
 
 
 def test_a_mesh_of_which_keep_leaves_nothing_is_counted_too():
-    """Three sequences divide no share of sixteen, and there is no interleaving without a pipeline or with one layer a stage."""
+    """Three sequences divide no share of sixteen. Interleaving needs a pipeline with more than one layer per stage."""
     plan = find(small("train.microbatch_sequences=3"), H100, keep=["microbatch_sequences"])
     assert not plan.candidates
     assert plan.meshes == sum(line.count for line in plan.rejected)
-    assert KEPT_AWAY in why_nothing(plan, estimate=estimate)
+    assert KEPT_AWAY in why_nothing(plan, SearchOptions(estimate=estimate))
     config = small("parallel.pipe=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "model.num_layers=7")
     plan = find(config, H100, keep=["schedule"])
     (line,) = (line for line in plan.rejected if line.reason == KEPT_AWAY)
@@ -413,7 +415,7 @@ def test_an_interrupted_search_gives_what_it_has():
     assert len(part.candidates) == 200
     left_out = {unit: sum(line.count for line in part.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
     assert part.configurations == 200 + left_out[CONFIGURATION] < whole.configurations
-    # The mesh that was being looked at may have no candidate yet.
+    # The mesh in progress may have no candidate yet.
     looked_at = part.meshes - left_out[MESH]
     assert looked_at - len({one.choice.mesh for one in part.candidates}) in (0, 1)
     assert part.meshes < whole.meshes
@@ -422,7 +424,7 @@ def test_an_interrupted_search_gives_what_it_has():
 
 
 def test_the_host_has_an_end_too():
-    """Offloaded activations lie in the host's memory; the rest goes on without them."""
+    """Offloaded activations use host memory; the search continues without configurations that exceed it."""
 
     def with_host(config):
         return Memory(estimate(config).peak_bytes, 1000 * config.microbatch_sequences * (config.parallel.remat == "offload"))
@@ -442,14 +444,14 @@ def test_the_host_has_an_end_too():
 
 def test_progress_counts_meshes():
     seen = []
-    plan = find(small(), H100, progress=lambda *told: seen.append(told))
+    plan = find(small(), H100, progress=lambda *call: seen.append(call))
     assert seen == [("meshes", number, plan.meshes) for number in range(1, plan.meshes + 1)]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.6, 1, 3])
 def test_any_fits_is_the_search_in_short(share):
     gpu = gpu_for(share * TIGHT)
-    assert any_fits(small(), gpu, 8, estimate=estimate) == bool(find(small(), gpu).candidates)
+    assert any_fits(small(), gpu, 8, options=SearchOptions(estimate=estimate)) == bool(find(small(), gpu).candidates)
 
 
 # --------------------------------------------------------------------------------------------------------- nothing fits
@@ -467,7 +469,7 @@ def test_more_gpus_are_advised_where_they_do():
     config = small("model.num_layers=8")
     gpu = room_for(least_bytes(config, 4))
     plan = find(config, gpu, 1)
-    sentence = why_nothing(plan, estimate=estimate)
+    sentence = why_nothing(plan, SearchOptions(estimate=estimate))
     assert not plan.candidates
     assert f"the leanest of {plan.configurations:,} configurations takes " in sentence
     assert "--gpus=4 or train.sequence_length=" in sentence or "--gpus=4." in sentence
@@ -482,7 +484,7 @@ def test_offloading_the_state_is_advised_first():
         return Memory(round(estimate(config).peak_bytes * kept))
 
     gpu = room_for(least_bytes(small(), 8) * 0.7)
-    sentence = why_nothing(find(small(), gpu, estimate=with_offload), estimate=with_offload)
+    sentence = why_nothing(find(small(), gpu, estimate=with_offload), SearchOptions(estimate=with_offload))
     assert sentence.endswith("use parallel.offload_state=optimizer.")
 
 
@@ -491,7 +493,7 @@ def test_a_shorter_sequence_is_advised_where_it_is_the_activations():
         return Memory(config.train.sequence_length * 1000)
 
     gpu = room_for(16 * 1000)
-    sentence = why_nothing(find(small(), gpu, estimate=activations_alone), estimate=activations_alone)
+    sentence = why_nothing(find(small(), gpu, estimate=activations_alone), SearchOptions(estimate=activations_alone))
     assert sentence.endswith("use train.sequence_length=16.")
 
 
@@ -499,7 +501,7 @@ def test_where_nothing_would_do_it_says_so():
     def hopeless(config):
         return Memory(10**15)
 
-    sentence = why_nothing(find(small(), H100, estimate=hopeless), estimate=hopeless)
+    sentence = why_nothing(find(small(), H100, estimate=hopeless), SearchOptions(estimate=hopeless))
     assert sentence.endswith("use a smaller model.")
     assert sentence.count("\n") == 0
 
@@ -507,14 +509,14 @@ def test_where_nothing_would_do_it_says_so():
 def test_where_keep_leaves_no_mesh_it_says_so():
     config = small("parallel.tensor=16", "model.num_heads=16", "model.num_kv_heads=16", "model.head_dim=4")
     plan = find(config, H100, 8, keep=["tensor"])
-    sentence = why_nothing(plan, estimate=estimate)
-    assert sentence == "What --keep holds leaves no configuration of 8 GPUs: change --gpus, or keep less."
+    sentence = why_nothing(plan, SearchOptions(estimate=estimate))
+    assert sentence == "--keep leaves no configuration of 8 GPUs: change --gpus, or keep less."
 
 
 def test_where_no_mesh_divides_the_rule_is_named():
     plan = find(small("train.global_batch_sequences=3"), H100, 7, keep=["pipe"])
-    sentence = why_nothing(plan, estimate=estimate)
-    assert sentence.startswith("No configuration for 7 x h100-80gb can be had, mostly because ")
+    sentence = why_nothing(plan, SearchOptions(estimate=estimate))
+    assert sentence.startswith("No configuration for 7 x h100-80gb is possible, mostly because ")
     assert "global_batch_sequences=3 does not divide over data" in " ".join(line.reason for line in plan.rejected)
     assert DOES_NOT_FIT not in [line.reason for line in plan.rejected]
 
@@ -544,7 +546,9 @@ def everything():
 @pytest.mark.parametrize("gib", [4, 6, 10, 20, 60])
 def test_the_winner_is_the_best_of_all_by_the_real_estimates(everything, gib):
     gpu = gpu_for(gib * 2**30)
-    plan = search(EIGHT, gpu, 8, step_time=lambda config, _, per_host: estimate_step_time(config, H100, per_host))
+    plan = search(
+        EIGHT, gpu, 8, options=SearchOptions(step_time=lambda config, _, per_host: estimate_step_time(config, H100, per_host))
+    )
     limit = FIT_SHARE * gpu.capacity_bytes
     fit = {name: speed for name, (peak, host, speed) in everything.items() if peak <= limit and host <= HOST_BYTES_PER_GPU}
     assert {key(one.config) for one in plan.candidates} == set(fit)
@@ -552,6 +556,6 @@ def test_the_winner_is_the_best_of_all_by_the_real_estimates(everything, gib):
 
 
 def test_a_candidate_has_the_figures_of_estimate():
-    plan = search(EIGHT, H100, 8, keep=["zero", "remat", "context"])
+    plan = search(EIGHT, H100, 8, options=SearchOptions(keep=["zero", "remat", "context"]))
     for one in plan.candidates[::20]:
         assert (one.estimate_bytes, one.host_bytes, one.tokens_per_s_per_gpu) == bytes_and_speed(one.config)

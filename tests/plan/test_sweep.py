@@ -1,4 +1,4 @@
-"""Searches over numbers of GPUs and sequence lengths, against looking at every one of them."""
+"""Searches over numbers of GPUs and sequence lengths, against an exhaustive search."""
 
 import dataclasses
 import itertools
@@ -8,15 +8,15 @@ import pytest
 from plan_stand_ins import Memory, Time, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, load_config
-from jaxllm.plan.flops import parameter_count
-from jaxllm.plan.hardware import GPUS
-from jaxllm.plan.network import ALL_REDUCES, group_of, links_of, parameter_server_s, ring_all_reduce_s
-from jaxllm.plan.search import FIT_SHARE, search
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, ring_all_reduce_s
+from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.search_text import sweep_lines
 from jaxllm.plan.space import space
 from jaxllm.plan.sweep import (
     MOST_TOKENS,
-    PARAMETER_SERVER,
     gradient_reduction_s,
     host_size,
     longest_sequence,
@@ -26,7 +26,7 @@ from jaxllm.plan.sweep import (
 )
 
 H100 = GPUS["h100-80gb"]
-BOTH = {"estimate": estimate, "step_time": step_time}
+BOTH = SearchOptions(estimate=estimate, step_time=step_time)
 
 
 def leanest(config, gpus):
@@ -35,11 +35,11 @@ def leanest(config, gpus):
 
 @pytest.mark.parametrize("gpus", [1, 8, 12])
 def test_a_row_is_the_plan_of_its_number_of_gpus(gpus):
-    sweep = sweep_gpus(small(), H100, gpus, tokens=1e9, **BOTH)
+    sweep = sweep_gpus(small(), H100, gpus, options=BOTH, tokens=1e9)
     assert [row.gpus for row in sweep.rows] == [n for n in (1, 2, 4, 8, 12) if n == gpus or (n < gpus and n != 12)]
     first = sweep.rows[0].best.tokens_per_s_per_gpu
     for row in sweep.rows:
-        plan = search(small(), H100, row.gpus, **BOTH)
+        plan = search(small(), H100, row.gpus, options=BOTH)
         assert row.best == plan.candidates[0]
         assert row.tokens_per_s == row.gpus * row.best.tokens_per_s_per_gpu
         assert row.efficiency == pytest.approx(row.best.tokens_per_s_per_gpu / first)
@@ -48,7 +48,7 @@ def test_a_row_is_the_plan_of_its_number_of_gpus(gpus):
 
 def test_efficiency_is_beside_the_smallest_that_fits():
     gpu = gpu_for(leanest(small(), 4) / FIT_SHARE + 2)
-    sweep = sweep_gpus(small(), gpu, 8, **BOTH)
+    sweep = sweep_gpus(small(), gpu, 8, options=BOTH)
     assert [row.best is None for row in sweep.rows] == [True, True, False, False]
     assert sweep.rows[2].efficiency == 1
     assert sweep.rows[0].tokens_per_s is sweep.rows[0].days is sweep.rows[3].days is None
@@ -64,27 +64,27 @@ def test_more_gpus_stop_paying_where_the_gain_falls_short(slower_from, stops):
         doublings = max(0, math.log2(gpus) - math.log2(slower_from) + 1)
         return Time(1.0, 1e4 * 0.7**doublings)
 
-    sweep = sweep_gpus(small(), H100, 16, estimate=estimate, step_time=slowing)
+    sweep = sweep_gpus(small(), H100, 16, options=SearchOptions(estimate=estimate, step_time=slowing))
     assert sweep.stops_paying == stops
     assert sweep.because == ("" if stops is None else f"{2 * stops} GPUs are 2 times as many and 1.40 times as fast")
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 5])
 def test_a_plan_that_is_there_is_taken_for_its_number(gpus):
-    """Confirmed, its winner is another than the search's."""
+    """A confirmed plan has another winner than the search."""
     config = small("train.global_batch_sequences=80")
-    plan = search(config, H100, gpus, **BOTH)
+    plan = search(config, H100, gpus, options=BOTH)
     confirmed = dataclasses.replace(plan, candidates=plan.candidates[1:])
-    sweep = sweep_gpus(config, H100, 8, known=confirmed, **BOTH)
+    sweep = sweep_gpus(config, H100, 8, options=BOTH, known=confirmed)
     assert [row.gpus for row in sweep.rows] == sorted({1, 2, 4, 8, gpus})
     for row in sweep.rows:
-        of = confirmed if row.gpus == gpus else search(config, H100, row.gpus, **BOTH)
+        of = confirmed if row.gpus == gpus else search(config, H100, row.gpus, options=BOTH)
         assert row.best == of.candidates[0]
 
 
 @pytest.mark.parametrize("after", [0, 5])
 def test_an_interrupted_row_is_not_judged_by(after):
-    """Of four GPUs, so many configurations were looked at."""
+    """On four GPUs, the search is interrupted after this many configurations."""
     calls = itertools.count()
 
     def stopped(config):
@@ -95,11 +95,11 @@ def test_an_interrupted_row_is_not_judged_by(after):
     def slow(config, gpu, per_host):
         return Time(1.0, 1e4 / config.devices**0.9)
 
-    whole = sweep_gpus(small(), H100, 4, estimate=estimate, step_time=slow)
-    part = sweep_gpus(small(), H100, 8, estimate=stopped, step_time=slow)
+    whole = sweep_gpus(small(), H100, 4, options=SearchOptions(estimate=estimate, step_time=slow))
+    part = sweep_gpus(small(), H100, 8, options=SearchOptions(estimate=stopped, step_time=slow))
     assert part.interrupted
     assert not whole.interrupted
-    # A row of which nothing was found yet does not say that nothing fits.
+    # An interrupted row without candidates does not mean that nothing fits.
     assert [row.gpus for row in part.rows] == [1, 2, 4][: 3 if after else 2]
     assert all(row.best is not None for row in part.rows)
     assert part.stops_paying == whole.stops_paying == 1
@@ -109,18 +109,18 @@ def test_an_interrupted_row_is_not_judged_by(after):
     def fast_but_four(config, gpu, per_host):
         return Time(1.0, 1e4 if config.devices < 4 else 1.0)
 
-    assert sweep_gpus(small(), H100, 4, estimate=estimate, step_time=fast_but_four).stops_paying == 2
+    assert sweep_gpus(small(), H100, 4, options=SearchOptions(estimate=estimate, step_time=fast_but_four)).stops_paying == 2
     calls = itertools.count()
-    part = sweep_gpus(small(), H100, 8, estimate=stopped, step_time=fast_but_four)
+    part = sweep_gpus(small(), H100, 8, options=SearchOptions(estimate=stopped, step_time=fast_but_four))
     assert part.stops_paying is None
     assert "pay in time" not in "\n".join(sweep_lines(part))
 
 
 def test_the_global_batch_ends_the_sweep_too():
-    """Two sequences keep two data ranks busy, and this model divides no other way."""
+    """Two sequences occupy only two data ranks, and this model does not divide in another way."""
     config = small("train.global_batch_sequences=2", "train.sequence_length=2", "model.num_layers=1", "model.num_heads=1",
                    "model.num_kv_heads=1", "model.head_dim=16")  # fmt: skip
-    sweep = sweep_gpus(config, H100, 8, **BOTH)
+    sweep = sweep_gpus(config, H100, 8, options=BOTH)
     assert [row.best is None for row in sweep.rows] == [False, False, True, True]
     assert sweep.stops_paying == 2
     assert sweep.because == "no mesh of 4 GPUs divides the batch and the model, and fits"
@@ -132,12 +132,11 @@ def test_gradients_are_reduced_over_the_ranks_that_share_weights():
         ["parallel.pipe=2", "parallel.tensor=2", "parallel.context=2", "parallel.data=8", "train.microbatch_sequences=1"],
     )
     found = gradient_reduction_s(config, H100, 8)
-    assert set(found) == {*ALL_REDUCES, PARAMETER_SERVER}
+    assert set(found) == set(ALL_REDUCES)
     # 16 ranks, two devices apart: four in each host of eight.
     size, group = 4 * parameter_count(config.model) / 4, group_of(16, 2, 8)
     assert (group.inside, group.hosts) == (4, 4)
     assert found["ring"] == ring_all_reduce_s(size, group, links_of(H100))
-    assert found[PARAMETER_SERVER] == parameter_server_s(size, 16, 4, links_of(H100))
     alone = config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": 1, "context": 1})})
     assert set(gradient_reduction_s(alone, H100, 4).values()) == {0.0}
 
@@ -152,7 +151,7 @@ def test_hosts_of_other_numbers_divide(gpus, given, size):
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 5, 8, 13, 16])
 def test_the_smallest_cluster_is_the_first_that_fits(needed):
-    """Bytes that any mesh of so many GPUs has room for, and none of fewer."""
+    """The state fits on any mesh of that many GPUs, and on none with fewer."""
 
     def shared(config):
         p = config.parallel
@@ -160,8 +159,10 @@ def test_the_smallest_cluster_is_the_first_that_fits(needed):
 
     config = small("train.global_batch_sequences=720720")
     gpu = dataclasses.replace(gpu_for(1000 / FIT_SHARE + 1), gpus_per_host=4)
-    plan = smallest_cluster(config, gpu, 64, estimate=shared, step_time=step_time, keep=["remat", "zero"])
-    # Below a host every number is looked at, then whole hosts.
+    plan = smallest_cluster(
+        config, gpu, 64, options=SearchOptions(estimate=shared, step_time=step_time, keep=["remat", "zero"])
+    )
+    # Below a host every number is tried, then complete hosts.
     assert plan.gpus == (needed if needed <= 4 else math.ceil(needed / 4) * 4)
     assert plan.candidates
 
@@ -169,7 +170,7 @@ def test_the_smallest_cluster_is_the_first_that_fits(needed):
 def test_no_cluster_is_large_enough():
     gpu = gpu_for(1000)
     with pytest.raises(ConfigError, match="Nothing fits on 8 x mine: the leanest of"):
-        smallest_cluster(small(), gpu, 8, **BOTH)
+        smallest_cluster(small(), gpu, 8, options=BOTH)
 
 
 def by_length(config):
@@ -181,7 +182,7 @@ def by_length(config):
 def test_the_longest_sequence_is_the_longest_that_fits(start, most):
     gpu = gpu_for(most / FIT_SHARE + 2)
     config = small(f"train.sequence_length={start}")
-    plan = longest_sequence(config, gpu, 4, estimate=by_length, step_time=step_time)
+    plan = longest_sequence(config, gpu, 4, options=SearchOptions(estimate=by_length, step_time=step_time))
     assert plan.config.train.sequence_length == most
     assert plan.best.train.sequence_length == most
     assert plan.best.train.global_batch_sequences == config.train.global_batch_sequences
@@ -189,20 +190,25 @@ def test_the_longest_sequence_is_the_longest_that_fits(start, most):
 
 def test_short_sequences_have_a_unit_of_their_own():
     gpu = gpu_for(90 / FIT_SHARE + 2)
-    plan = longest_sequence(small("train.sequence_length=24"), gpu, 1, estimate=by_length, step_time=step_time)
+    plan = longest_sequence(
+        small("train.sequence_length=24"), gpu, 1, options=SearchOptions(estimate=by_length, step_time=step_time)
+    )
     assert plan.config.train.sequence_length == 80
 
 
 @pytest.mark.parametrize("start", [1024, 3 * 1024, MOST_TOKENS])
 def test_no_sequence_is_longer_than_the_most(start):
     plan = longest_sequence(
-        small(f"train.sequence_length={start}"), H100, 1, estimate=lambda config: Memory(1), step_time=step_time, keep=["remat"]
+        small(f"train.sequence_length={start}"),
+        H100,
+        1,
+        options=SearchOptions(estimate=lambda config: Memory(1), step_time=step_time, keep=["remat"]),
     )
     assert plan.config.train.sequence_length == MOST_TOKENS
 
 
 class Stopping:
-    """An estimate that is interrupted when it is first asked of what `at` says, and once."""
+    """An estimate that is interrupted once, at the first call for which `at` is true."""
 
     def __init__(self, at, estimate):
         self.at, self.estimate, self.stopped = at, estimate, False
@@ -217,14 +223,16 @@ class Stopping:
 def test_ctrl_c_leaves_the_longest_sequence_so_far():
     gpu, config = gpu_for(37 * 1024 / FIT_SHARE + 2), small("train.sequence_length=1024")
     stopping = Stopping(lambda config: config.train.sequence_length == 40 * 1024, by_length)
-    plan = longest_sequence(config, gpu, 4, estimate=stopping, step_time=step_time)
+    plan = longest_sequence(config, gpu, 4, options=SearchOptions(estimate=stopping, step_time=step_time))
     assert plan.interrupted
     assert plan.candidates
-    # 32 fit, 64 do not, 48 do not, then it was stopped.
+    # 32 fit, 64 and 48 do not; then comes the interrupt.
     assert plan.config.train.sequence_length == 32 * 1024
-    assert not longest_sequence(config, gpu, 4, estimate=by_length, step_time=step_time).interrupted
+    assert not longest_sequence(config, gpu, 4, options=SearchOptions(estimate=by_length, step_time=step_time)).interrupted
     with pytest.raises(KeyboardInterrupt):
-        longest_sequence(config, gpu, 4, estimate=Stopping(lambda config: True, by_length), step_time=step_time)
+        longest_sequence(
+            config, gpu, 4, options=SearchOptions(estimate=Stopping(lambda config: True, by_length), step_time=step_time)
+        )
 
 
 def shared_by(config):
@@ -234,30 +242,36 @@ def shared_by(config):
 def test_ctrl_c_leaves_the_smallest_cluster_so_far():
     config, gpu = small("train.global_batch_sequences=720720", "parallel.zero=0"), gpu_for(1000 / FIT_SHARE + 1)
     options = {"step_time": step_time, "keep": ["remat", "zero"]}
-    whole = smallest_cluster(config, dataclasses.replace(gpu, gpus_per_host=4), 64, estimate=shared_by, **options)
+    whole = smallest_cluster(
+        config, dataclasses.replace(gpu, gpus_per_host=4), 64, options=SearchOptions(estimate=shared_by, **options)
+    )
     assert whole.gpus == 16
     gpu = dataclasses.replace(gpu, gpus_per_host=1)
-    assert smallest_cluster(config, gpu, 64, estimate=shared_by, **options).gpus == 13
-    plan = smallest_cluster(config, gpu, 64, estimate=Stopping(lambda config: config.devices == 12, shared_by), **options)
+    assert smallest_cluster(config, gpu, 64, options=SearchOptions(estimate=shared_by, **options)).gpus == 13
+    plan = smallest_cluster(
+        config, gpu, 64, options=SearchOptions(estimate=Stopping(lambda config: config.devices == 12, shared_by), **options)
+    )
     assert (plan.gpus, plan.interrupted) == (16, True)
     assert plan.candidates
     with pytest.raises(KeyboardInterrupt):
-        smallest_cluster(config, gpu, 64, estimate=Stopping(lambda config: config.devices == 4, shared_by), **options)
+        smallest_cluster(
+            config, gpu, 64, options=SearchOptions(estimate=Stopping(lambda config: config.devices == 4, shared_by), **options)
+        )
 
 
 def test_every_try_is_told_of():
-    told = []
+    calls = []
     gpu = gpu_for(37 * 1024 / FIT_SHARE + 2)
-    options = {"estimate": by_length, "step_time": step_time, "progress": lambda *one: told.append(one)}
+    options = {"options": SearchOptions(estimate=by_length, step_time=step_time), "progress": lambda *one: calls.append(one)}
     longest_sequence(small("train.sequence_length=1024"), gpu, 4, **options)
-    tries = [one[1:] for one in told if one[0] == "sequence lengths"]
-    # 1, 2, 4 ... 64 thousand; then 48, 40, 36, 38 and 37, after which nothing is left.
+    tries = [one[1:] for one in calls if one[0] == "sequence lengths"]
+    # 1, 2, 4 ... 64 thousand; then 48, 40, 36, 38 and 37, after which the interval is empty.
     assert [done for done, _ in tries] == list(range(1, 13))
     assert all(done <= total for done, total in tries)
     assert tries[-1] == (12, 12)
-    told.clear()
-    smallest_cluster(small(), gpu_for(leanest(small(), 4) / FIT_SHARE + 2), 8, **BOTH, progress=options["progress"])
-    assert [one for one in told if one[0] == "numbers of GPUs"][:3] == [("numbers of GPUs", n, 4) for n in (1, 2, 3)]
+    calls.clear()
+    smallest_cluster(small(), gpu_for(leanest(small(), 4) / FIT_SHARE + 2), 8, options=BOTH, progress=options["progress"])
+    assert [one for one in calls if one[0] == "numbers of GPUs"][:3] == [("numbers of GPUs", n, 4) for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -270,4 +284,4 @@ def test_an_objective_has_its_line(objective, words):
 
 def test_no_sequence_is_short_enough():
     with pytest.raises(ConfigError, match="Nothing fits on 4 x mine"):
-        longest_sequence(small(), gpu_for(10), 4, **BOTH)
+        longest_sequence(small(), gpu_for(10), 4, options=BOTH)

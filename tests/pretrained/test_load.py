@@ -1,4 +1,4 @@
-"""Folders into sharded arrays of any mesh, and runs that start from them."""
+"""Loads folders into sharded arrays on any mesh, and starts runs from them."""
 
 import json
 import logging
@@ -13,24 +13,25 @@ from hf_folders import DTYPES, HUB, LLAMA3_ROPE, model_of, random_weights, write
 from tiny import TINY
 
 import jaxllm
+from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.hf_convert import from_hf, to_hf
+from jaxllm.checkpoint.load_model import open_model
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.weights import initial_weights
 from jaxllm.config import ConfigError, load_config
-from jaxllm.convert.hf import from_hf, to_hf
 from jaxllm.mesh import make_mesh
+from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.parallel.stacking import over_layers, stacking_of
 from jaxllm.pretrained import load
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.load import load_params
 from jaxllm.pretrained.names import entries
 from jaxllm.pretrained.safetensors import TensorFile
-from jaxllm.train.checkpoint import Checkpoints, describe_run
 from jaxllm.train.loop import fit
-from jaxllm.train.opened import open_model
 from jaxllm.train.run_dir import keep_companions
-from jaxllm.train.weights import initial_weights
 
-# 7 layers and 259 rows divide by nothing, so meshes fill them up.
+# Nothing divides 7 layers and 259 rows, so meshes pad them.
 CONFIG = {
     **HUB,
     "vocab_size": 259,
@@ -57,7 +58,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def folders(weights, tmp_path_factory):
-    """{kind: path} of the same weights."""
+    """Folders of the same weights: {kind: path}."""
     parent = tmp_path_factory.mktemp("folders")
     write_folder(parent / "hf", CONFIG, weights, shards=3)
     from_hf(str(parent / "hf"), str(parent / "ours"))
@@ -65,7 +66,7 @@ def folders(weights, tmp_path_factory):
 
 
 def laid_out(folder, parallel, dtype="float32"):
-    """(config, what load_params is asked for) on the first devices."""
+    """(config, `like` for load_params) on the first devices."""
     parallel, train = {"data": 1, **parallel}, {**TINY["train"], "microbatch_sequences": 1}
     config = load_config({"model": open_folder("x", folder).model, "train": train, "parallel": parallel})
     config = config.resolve(config.devices)
@@ -77,7 +78,7 @@ def laid_out(folder, parallel, dtype="float32"):
 
 
 def plain(config, params):
-    """As the model has them: no rows or layers that fill up."""
+    """Parameters as the model has them, without padding rows or layers."""
     params = over_layers(stacking_of(config).plain, params)
     return params | {name: params[name][: config.model.vocab_size] for name in ("embedding", "head") if name in params}
 
@@ -90,7 +91,7 @@ def test_every_mesh_gets_the_same_values_where_it_wants_them(mesh, kind, folders
     jax.tree.map(lambda x, want: x.sharding.is_equivalent_to(want.sharding, x.ndim) or pytest.fail("layout"), params, like)
     ours = to_ours({name: x.astype(np.float32) for name, x in weights.items()}, model_of(CONFIG))
     jax.tree.map(np.testing.assert_array_equal, plain(config, params), ours)
-    # What was added is zero.
+    # Padding is zero.
     totals = [
         sum(float(np.abs(np.asarray(x), dtype=np.float64).sum()) for x in jax.tree.leaves(tree)) for tree in (params, ours)
     ]
@@ -113,7 +114,7 @@ def test_each_byte_is_read_once_however_many_devices_hold_it(mesh, kind, at_once
 
 @pytest.mark.parametrize("kind", ["hf", "ours"])
 def test_a_process_reads_the_bytes_of_its_devices_alone(kind, folders, monkeypatch):
-    """As on the second of two hosts: of a sharding over eight devices the last four are this process's."""
+    """Acts as the second of two hosts: it holds the last four of eight devices."""
     _, like = laid_out(folders[kind], {"data": 8, "zero": 3})
     folder, read = open_folder("x", folders[kind]), []
     monkeypatch.setattr(TensorFile, "read_into", lambda f, row, at: read.append(row.size))
@@ -126,13 +127,13 @@ def test_a_process_reads_the_bytes_of_its_devices_alone(kind, folders, monkeypat
         }
         read.clear()
         for box in boxes:
-            load._Padded(folder, names, whole.shape, 0).read(box)
-        # Half the elements, of two bytes each.
+            load._PaddedParameter(folder, names, whole.shape, 0).read(box)
+        # Half of the elements, of two bytes each.
         assert sum(read) == int(np.prod(folder.entries[names].shape))
 
 
 def test_the_names_are_those_of_the_model(folders):
-    """The map is written by hand, and the model declares its parameters itself."""
+    """The map is written by hand; the model declares its own parameters."""
     for tied in (False, True):
         section = {**open_folder("x", folders["hf"]).model, "tie_embeddings": tied}
         config = load_config({"model": section, "train": TINY["train"], "parallel": {"data": 1}})
@@ -156,7 +157,7 @@ def test_another_models_folder_is_refused(folders):
 
 @pytest.fixture(scope="module")
 def trainer(folders, text_file):
-    """A run that names the folder, on a mesh that fills up rows."""
+    """A run that names the folder, on a mesh that pads rows."""
     recipe = {
         "model": {"name": folders["hf"], "compute_dtype": "float32"},
         "train": TINY["train"],
@@ -181,7 +182,7 @@ def test_a_run_with_another_rotary_base_is_told(folders, text_file, caplog):
 
 
 def test_a_trained_run_goes_out_whole(trainer, tmp_path):
-    """From a mesh that fills up rows, through a checkpoint, into a Hugging Face folder with exactly the model's rows."""
+    """From a mesh that pads rows, through a checkpoint, into a Hugging Face folder with exactly the model's rows."""
     run = tmp_path / "run"
     checkpoints = Checkpoints(run, trainer.config.checkpoint)
     checkpoints.save(3, trainer.state, describe_run(trainer.config, 3, ""))
@@ -190,7 +191,7 @@ def test_a_trained_run_goes_out_whole(trainer, tmp_path):
     keep_companions(run, trainer)
     to_hf(str(run), str(tmp_path / "hf"), largest_file=40_000)
     folder = open_folder("x", str(tmp_path / "hf"))
-    # What the config.json of the folder said that it started from.
+    # These values are from the config.json of the folder that the run started from.
     assert {key: folder.original_config[key] for key in HUB if key != "torch_dtype"} == {
         key: value for key, value in CONFIG.items() if key != "torch_dtype"
     }
@@ -214,14 +215,14 @@ def test_a_run_goes_on_and_out_when_the_folder_it_names_has_gone(folders, text_f
     }
     fit(load_config(recipe))
     shutil.rmtree(model)
-    with pytest.raises(ConfigError, match=r"model.name=.*model is no folder with a config.json: get the model there"):
+    with pytest.raises(ConfigError, match=r"model.name=.*model is not a folder with a config.json: download the model to it"):
         load_config(recipe, [f"run.dir={tmp_path / 'elsewhere'}"])
     assert fit(load_config(recipe, ["train.steps=2"])).step == 2
     to_hf(str(tmp_path / "run"), str(tmp_path / "out"))
     folder = open_folder("x", str(tmp_path / "out"))
     assert folder.generation == {"eos_token_id": [2, 5]}
     assert {key: folder.original_config[key] for key in HUB} == {key: json.loads(original)[key] for key in HUB}
-    # A run or a checkpoint is a model to go on from, like a folder.
+    # A run or a checkpoint can be continued, like a model folder.
     for name in ("run", "run/checkpoints/2"):
         assert load_config(recipe, [f"model.name={tmp_path / name}"]).model.num_layers == CONFIG["num_hidden_layers"]
 
@@ -249,7 +250,7 @@ def test_load_model_takes_fewer_devices_where_the_weights_do_not_divide(tmp_path
     config = {**HUB, "vocab_size": 7, "hidden_size": 12, "head_dim": 2, "num_attention_heads": 3, "num_key_value_heads": 3}
     config |= {"intermediate_size": 20}
     model = jaxllm.load_model(write_folder(tmp_path / "hf", config, random_weights(config)))
-    # 12 divides by 6, not by 8 or 7.
+    # 12 is divisible by 6, but not by 8 or 7.
     assert len(model.embedding[...].sharding.device_set) == 6
 
 
@@ -262,7 +263,7 @@ def test_open_model_says_what_it_opened(folders, logits, ids_BS):
     np.testing.assert_allclose(np.asarray(loaded.model(ids_BS)), logits, atol=1e-5)
     default = open_model(folders["hf"])
     assert (default.config.model.compute_dtype, default.config.parallel.zero, default.mesh.size) == ("bfloat16", 3, 8)
-    with pytest.raises(ConfigError, match=r"^--model=.* is no folder"):
+    with pytest.raises(ConfigError, match=r"^--model=.* is not a folder"):
         open_model("nowhere")
     with pytest.raises(ConfigError, match=r"^Unknown key model.compute_type: did you mean model.compute_dtype"):
         open_model(folders["hf"], ["model.compute_type=float32"])

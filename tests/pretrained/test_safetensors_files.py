@@ -1,4 +1,4 @@
-"""safetensors files: any box by its bytes alone, and what is wrong with a damaged one."""
+"""safetensors files: partial reads touch only the needed bytes, and errors describe the damage."""
 
 import json
 
@@ -18,7 +18,7 @@ def array():
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Bytes that are read for values."""
+    """Number of bytes that are read for values."""
     seen = []
     plain = TensorFile.read_into
     monkeypatch.setattr(TensorFile, "read_into", lambda self, row, offset: (seen.append(row.size), plain(self, row, offset))[1])
@@ -86,11 +86,11 @@ def edited(path, change):
     ("spoil", "sentence"),
     [
         (lambda path: path.write_bytes(b"abc"), "it has 3 bytes, too few for a header"),
-        (lambda path: path.write_bytes(b"\xff" * 100), "its header is said to be"),
+        (lambda path: path.write_bytes(b"\xff" * 100), "its header claims"),
         (lambda path: path.write_bytes((4).to_bytes(8, "little") + b"{{{{"), "not the JSON of a safetensors file"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "it was cut off"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "it is truncated"),
         (lambda path: path.write_bytes(path.read_bytes() + b"more"), "and its tensors end at"),
-        (lambda path: edited(path, lambda h: h["x"].update(shape=[4, 6, 4])), r"F32 of shape \[4, 6, 4\] is not"),
+        (lambda path: edited(path, lambda h: h["x"].update(shape=[4, 6, 4])), r"does not match F32 of shape \[4, 6, 4\]"),
         (lambda path: edited(path, lambda h: h["x"].update(data_offsets=[16, 496])), "does not begin where"),
         (lambda path: edited(path, lambda h: h["x"].pop("dtype")), "not the JSON of a safetensors file"),
         (lambda path: path.unlink(), "No such file or directory"),

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: the loss is that of the answers, as if each conversation were alone, and real weights learn."""
+"""Fine-tuning on conversations: the loss equals that of each answer alone, and real weights learn."""
 
 import json
 import subprocess
@@ -19,14 +19,14 @@ from jaxllm.parallel.parameters import merge_model
 TEMPLATE = """\
 {%- for m in messages %}{{ '[' + m.role + ']' + m.content + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""
-# SmolLM2's own, without the system message that it begins with.
+# SmolLM2's own template, without its initial system message.
 CHATML = TEMPLATE.replace("'[' +", "'<|im_start|>' +").replace("']' + m.content +", "'\\n' + m.content + '<|im_end|>' +")
 CHATML = CHATML.replace("[assistant]", "<|im_start|>assistant\\n")
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """A tiny model of bytes and 40 conversations of two turns, packed, on data 4 x tensor 2."""
+    """A tiny byte model and 40 conversations of two turns, packed, on data 4 x tensor 2."""
     folder = tmp_path_factory.mktemp("chat")
     lines = []
     for n in range(40):
@@ -66,7 +66,7 @@ def test_targets_that_are_not_scored_have_no_part_in_loss_or_gradient(trainer):
 
 
 def test_the_held_out_loss_is_that_of_answers_in_conversations_alone(trainer):
-    """Packing, masks and segments against one conversation after the other, each without any of them."""
+    """Compares packing, masks and segments with one conversation at a time, without any of them."""
     (source,) = trainer.data.sources
     documents, longest = source.documents, int(source.documents.lengths.max())
 
@@ -80,7 +80,7 @@ def test_the_held_out_loss_is_that_of_answers_in_conversations_alone(trainer):
     for number in source.held_out:
         span = np.array([number]), np.array([0]), documents.lengths[[number]]
         (ids,), (scored,) = documents.read(*span), documents.scored(*span)
-        # What comes after is not seen: one length for all, one compilation.
+        # Padding to one length is not seen and needs only one compilation.
         padded = np.zeros(longest, np.int32)
         padded[: len(ids)] = ids
         total += float(nll(params, padded)[: len(ids) - 1][scored[1:]].sum())
@@ -95,7 +95,7 @@ def test_the_held_out_loss_is_that_of_answers_in_conversations_alone(trainer):
 
 @pytest.fixture(scope="module")
 def fine_tuned(smollm2_first_layers, chatterbot_file, tmp_path_factory):
-    """(lines of metrics.jsonl, run directory) of SmolLM2's first two layers after six short steps, from the command line."""
+    """(lines of metrics.jsonl, run directory) after six short steps of SmolLM2's first two layers, by the command line."""
     folder = tmp_path_factory.mktemp("fine-tuning")
     (folder / "chatml.jinja").write_text(CHATML)
     keys = {
@@ -124,14 +124,14 @@ def test_real_weights_learn_to_answer(fine_tuned):
     lines, _ = fine_tuned
     losses = [line["loss"] for line in lines if "loss" in line]
     (held_out,) = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    # Two layers of thirty know nothing of language at first.
+    # Two of thirty layers cannot model language at first.
     assert losses[0] > 12
     assert max(losses[-1], held_out) < losses[0] - 3
 
 
 def test_a_fine_tuned_model_is_the_same_in_transformers(fine_tuned, smollm2_first_layers, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from jaxllm.convert.hf import to_hf
+    from jaxllm.checkpoint.hf_convert import to_hf
 
     _, run = fine_tuned
     exported = tmp_path / "exported"
@@ -139,7 +139,7 @@ def test_a_fine_tuned_model_is_the_same_in_transformers(fine_tuned, smollm2_firs
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     messages = [{"role": "user", "content": "What is a robot?"}, {"role": "assistant", "content": "A machine."}]
-    # The template of the run came along, in place of the model's first one.
+    # The run's template replaced the model's original one.
     text = "<|im_start|>user\nWhat is a robot?<|im_end|>\n<|im_start|>assistant\nA machine.<|im_end|>\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
     ids = tokenizer.apply_chat_template(messages, return_dict=False)
@@ -147,7 +147,7 @@ def test_a_fine_tuned_model_is_the_same_in_transformers(fine_tuned, smollm2_firs
         theirs = model(torch.tensor([ids])).logits[0].numpy()
     ours = np.asarray(jaxllm.load_model(run, compute_dtype="float32", parallel={"data": 1})(jnp.array([ids]))[0])
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
-    # It is not the model that training began with.
+    # The weights differ from the initial ones.
     name = "model.layers.1.mlp.down_proj.weight"
     before, after = (load_file(folder / "model.safetensors")[name] for folder in (smollm2_first_layers, exported))
     assert before.shape == after.shape

@@ -12,9 +12,9 @@ from meshes import Run
 from run_files import records
 
 import jaxllm
+from jaxllm.checkpoint.files import read_meta
 from jaxllm.config import ConfigError
 from jaxllm.parallel.parameters import merge_model
-from jaxllm.train.checkpoint import read_meta
 from jaxllm.train.instability import FEWEST, WINDOW, Recent, Watch, by_layer, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.loop import fit
 from jaxllm.train.trainer import Trainer
@@ -26,25 +26,25 @@ MESHES = {
     "zero 3": ("parallel.data=4", "parallel.context=2", "parallel.zero=3"),
     "interleaved": (
         *("parallel.pipe=2", "parallel.virtual_stages=2", "parallel.schedule=interleaved", "model.num_layers=7"),
-        # Not tied: the poison would be in the head, and so in every step.
+        # Not tied: a tied poisoned row would be in the head too, and so in every step.
         *("parallel.data=4", "parallel.zero=2", "model.tie_embeddings=false"),
     ),
     "offload": ("parallel.data=8", "parallel.offload_state=optimizer"),
 }
 CASES = [pytest.param(mesh, marks=() if mesh in ("zero 1", "pipeline") else pytest.mark.slow) for mesh in MESHES]
 POISON = 200
-"""A token that no text here has: its row of the embedding is made NaN."""
+"""A token that no text here contains: its embedding row is set to NaN."""
 
 
 def changed(array, place, value):
-    """On the host: trainers read ahead in a thread, where a program on all devices could meet the step's."""
+    """Runs on the host: trainers prefetch in a thread, where a program on all devices could collide with the step's."""
     host = np.array(array)
     host[place] = value
     return jax.device_put(host, array.sharding)
 
 
 def two_microbatches(mesh):
-    """Overrides: each of eight sequences, over all data ranks."""
+    """Overrides: each step has eight sequences, over all data ranks."""
     (ranks,) = (int(size) for key, size in (override.split("=") for override in MESHES[mesh]) if key == "parallel.data")
     return "train.global_batch_sequences=16", f"train.microbatch_sequences={8 // ranks}"
 
@@ -57,12 +57,12 @@ def poison(trainer):
 
 
 def with_poison(batch, place):
-    """The batch with one token of one row of one microbatch changed."""
+    """The batch with one changed token in one row of one microbatch."""
     return {**batch, "tokens": changed(batch["tokens"], place, POISON)}
 
 
 def copies(tree):
-    """Of every array the part of each device."""
+    """The shards of every array on every device."""
     return jax.tree.map(lambda x: [np.array(shard.data) for shard in x.addressable_shards], tree)
 
 
@@ -71,15 +71,15 @@ def copies(tree):
 
 @pytest.mark.parametrize("mesh", CASES)
 def test_a_step_that_is_not_finite_changes_nothing_anywhere(tiny_config, mesh):
-    """A NaN in one token of the second microbatch, so on one data rank: no device changes a bit of weights or moments, and the
-    next step is a usual one.
+    """A NaN in one token of the second microbatch affects one data rank. No device changes a bit of weights or moments, and
+    the next step is a usual one.
     """
     trainer = Trainer(tiny_config(*EIGHT, *MESHES[mesh], *two_microbatches(mesh)))
     poison(trainer)
     batches = [trainer.train_batch(0), with_poison(trainer.train_batch(1), (1, 5, 3)), trainer.train_batch(2)]
     with jax.set_mesh(trainer.mesh):
         trainer.compile_step(batches[0])
-        # Moments that are not zero: a change would show.
+        # Moments that are not zero, so that a change would show.
         state, metrics = trainer.compiled(trainer.state, batches[0])
         assert not metrics["skipped"]
         before = copies((state.params, state.opt_state))
@@ -155,8 +155,8 @@ def test_a_spike_is_skipped_and_remembered():
 
 def see_usual(watch, count):
     for step, (loss, norm) in enumerate(USUAL[:count], 1):
-        told = watch.see(step, {"loss": loss, "grad_norm": norm, "skipped": 0.0})
-    return told
+        row = watch.see(step, {"loss": loss, "grad_norm": norm, "skipped": 0.0})
+    return row
 
 
 def test_the_host_marks_spikes_and_counts_skipped_steps(tiny_config):
@@ -165,9 +165,9 @@ def test_the_host_marks_spikes_and_counts_skipped_steps(tiny_config):
     assert watch.see(101, {"loss": 2.0, "grad_norm": 5.0, "skipped": 0.0})["loss_spike"] == 1
     nan = {"loss": np.nan, "grad_norm": np.nan, "skipped": 1.0}
     assert watch.see(102, nan) == {"skipped": 1, "skipped_steps": 1, "loss_spike": 0}
-    # Where the step looks for spikes, its word counts.
-    told = watch.see(103, {"loss": 2.0, "grad_norm": 0.5, "skipped": 1.0, "loss_spike": 1.0})
-    assert told == {"skipped": 1, "skipped_steps": 2, "loss_spike": 1}
+    # If the step itself looks for spikes, its decision counts.
+    row = watch.see(103, {"loss": 2.0, "grad_norm": 0.5, "skipped": 1.0, "loss_spike": 1.0})
+    assert row == {"skipped": 1, "skipped_steps": 2, "loss_spike": 1}
     quiet = Watch(tiny_config("train.spike_deviations=null"))
     see_usual(quiet, 100)
     assert quiet.see(101, {"loss": 2.0, "grad_norm": 5.0, "skipped": 0.0})["loss_spike"] == 0
@@ -180,7 +180,7 @@ def test_what_is_usual_is_recalled_from_the_metrics(tiny_config, tmp_path):
     watch = Watch(tiny_config())
     watch.recall(tmp_path / "metrics.jsonl")
     assert watch.see(101, {"loss": 2.0, "grad_norm": 5.0, "skipped": 0.0})["loss_spike"] == 1
-    # A run that has no metrics yet.
+    # The run has no metrics yet.
     watch.recall(tmp_path / "none.jsonl")
 
 
@@ -211,7 +211,7 @@ def test_skipping_spikes_needs_a_rule(tiny_config):
 
 @pytest.fixture
 def poisonous(monkeypatch):
-    """From here on the second and third batch of any run are poisoned, and the weights they meet."""
+    """In this test the second and third batch of any run contain the poisoned token, and its embedding is NaN."""
     begin, read = Trainer.__init__, Trainer.train_batch
 
     def poisoned_from_the_start(self, *arguments, **options):
@@ -227,7 +227,7 @@ def poisonous(monkeypatch):
 
 
 def test_skipped_steps_are_counted_and_leave_what_replays_them(tiny_config, tmp_path, poisonous, capsys):
-    """Over a resume too: steps 2 and 3 of four, then a fifth."""
+    """The counters survive a resume: steps 2 and 3 of four are skipped, then a fifth step follows."""
     config = (*EIGHT, "parallel.data=8", "train.batch_schedule=[[256, 16]]", f"run.dir={tmp_path}")
     fit(tiny_config(*config, "train.steps=4"))
     assert "step 3 is not finite: loss nan, gradient norm nan; skipped, 2 so far" in capsys.readouterr().out
@@ -237,14 +237,14 @@ def test_skipped_steps_are_counted_and_leave_what_replays_them(tiny_config, tmp_
     assert [line["skipped"] for line in lines] == [0, 1, 1, 0, 0]
     assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2]
     assert [line["loss"] is None for line in lines] == [False, True, True, False, False]
-    # Weights and moments have seen three steps, the data five.
+    # Weights and moments have had three updates, the data five steps.
     assert int(trainer.state.opt_state[0].count) == 3
     assert [line["tokens"] for line in lines] == [128, 256, 512, 768, 1024]
     spikes = records(tmp_path, "spikes.jsonl")
     assert [(line["step"], line["first_sequence"], line["sequences"]) for line in spikes] == [(2, 8, 8), (3, 16, 16)]
     for line in spikes:
         expected = trainer.stream.samples(line["first_sequence"] + np.arange(line["sequences"]))["tokens"]
-        # As the recipe in docs/instability.md reads it; the poison is this test's.
+        # The recipe of docs/instability.md, except for the poisoned embedding.
         found = np.asarray(trainer.train_batch(line["step"] - 1)["tokens"]).reshape(-1, 16)
         assert (found != expected).sum() == 1
 
@@ -258,7 +258,7 @@ def test_a_run_that_only_skips_ends(tiny_config, tmp_path, poisonous):
 
 @pytest.mark.slow
 def test_what_is_usual_is_part_of_the_state(tiny_config, tmp_path):
-    """4 steps = 2 + restore + 2, bit for bit; and a run may begin to skip spikes, or stop it, where it is taken up."""
+    """4 steps = 2 + restore + 2, bit for bit. A resumed run may also turn skipping of spikes on or off."""
     common = (*EIGHT, "parallel.data=8")
     skips = "train.skip_spikes=true"
     whole = fit(tiny_config(*common, skips, f"run.dir={tmp_path / 'whole'}"))
@@ -279,7 +279,7 @@ def test_what_is_usual_is_part_of_the_state(tiny_config, tmp_path):
 
 
 def random_batch(seed=0):
-    """Two microbatches of eight rows; two documents a row."""
+    """Two microbatches of eight rows, with two documents per row."""
     ids = np.random.default_rng(seed).integers(0, 256, (2, 8, 17)).astype(np.int32)
     positions = np.broadcast_to(np.arange(16, dtype=np.int32), (2, 8, 16)).copy()
     segments = np.broadcast_to((np.arange(16) >= 5).astype(np.int32), (2, 8, 16)).copy()
@@ -288,7 +288,7 @@ def random_batch(seed=0):
 
 
 def expected_norms(run):
-    """The root mean square of each block's output, layer by layer, by the network as it is."""
+    """Root mean square of each block's output, layer by layer, computed by the unmodified network."""
     found, rows = [], {name: jnp.asarray(x[0]) for name, x in random_batch().items()}
 
     def run_layers(block, layers, h_BSD, side):
@@ -304,7 +304,7 @@ def expected_norms(run):
 
 @pytest.mark.parametrize("mesh", [case for case in CASES if case.values != ("offload",)])
 def test_norms_of_layers_are_those_of_one_device(tiny_config, mesh):
-    """Of outputs, by the diagnostic pass; of gradients, in any cut of the stack."""
+    """Norms of outputs by the diagnostic pass, and norms of gradients for any division of the stack."""
     layers = [override for override in MESHES[mesh] if override.startswith("model.")]
     wide = "model.initializer_std=0.2"
     batch = ("train.global_batch_sequences=16", "train.microbatch_sequences=8")
@@ -333,7 +333,7 @@ def test_norms_of_layers_are_logged_where_they_are_due(tiny_config):
         assert {name for name in line if name.startswith("layer_")} == (names if line["step"] % 2 == 0 else set())
     due = lines[1]
     assert all(due[name] > 0 for name in names)
-    # The rest of the gradient is that of embedding, head and the last norm.
+    # The rest of the gradient belongs to embedding, head and the last norm.
     assert due["layer_grad_norm/0"] ** 2 + due["layer_grad_norm/1"] ** 2 < due["grad_norm"] ** 2
 
 

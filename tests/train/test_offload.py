@@ -7,12 +7,12 @@ import pytest
 from meshes import Run
 
 import jaxllm
-from jaxllm.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.mesh import HOST, make_mesh
-from jaxllm.plan.flops import parameter_count
 from jaxllm.train import offload
 from jaxllm.train.build import build_training
-from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.loop import fit
 from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import what_to_offload
@@ -36,21 +36,25 @@ def batch(seed):
 
 
 AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
-"""XLA's simplifier rewrites quotients by how many uses a scalar has. Adam's bias correction serves all parameters of the plain
-update and those of one part of the streamed one: without this, embedding and head differ in the last bit."""
+"""XLA's simplifier rewrites quotients depending on the number of uses of a scalar. Adam's bias correction serves all parameters
+in the plain update, but one part in the streamed one: with this pass, embedding and head would differ in the last bit."""
 
 
 def after_three_steps(config):
-    """(params, optimizer state, losses, the last batch's loss by loss_sum). Gradients and update are compiled apart: without
-    the simplifier XLA's CPU compiler dies of collectives.
+    """(params, optimizer state, losses, the last batch's loss by loss_sum). Gradients and update are compiled separately,
+    because without the simplifier XLA's CPU compiler crashes on collectives.
     """
     run = Run(config, batch)
     config, state, table, losses = run.config, run.state, run.functions.table, []
-    lies = build_training(config, run.mesh).shardings
+    shardings = build_training(config, run.mesh).shardings
     plain = config.parallel.offload_state == "none"
-    chosen = make_update(make_optimizer(config, table)) if plain else offload.streamed_update(config, table, lies, run.mesh)
+    chosen = (
+        make_update(make_optimizer(config, table)) if plain else offload.streamed_update(config, table, shardings, run.mesh)
+    )
     gradient, params, opt_state = jax.jit(run.functions.value_and_grad), state.params, state.opt_state
-    update = jax.jit(chosen, donate_argnums=(1, 2), out_shardings=(lies.params, lies.opt_state), compiler_options=AS_WRITTEN)
+    update = jax.jit(
+        chosen, donate_argnums=(1, 2), out_shardings=(shardings.params, shardings.opt_state), compiler_options=AS_WRITTEN
+    )
     with jax.set_mesh(run.mesh):
         for seed in range(3):
             loss, gradients = gradient(params, run.place(batch(seed)))
@@ -68,7 +72,7 @@ def kinds(tree):
 @pytest.mark.slow
 def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
     dtype = "bfloat16" if "tensor" in mesh else "float32"
-    # Embedding and head in several pieces too.
+    # Also cuts embedding and head into several pieces.
     monkeypatch.setattr(offload, "PIECE_BYTES", 4096)
     common = (*MESHES[mesh], "data.mask_documents=false", "train.microbatch_sequences=2", f"model.compute_dtype={dtype}")
     if "parallel.data=2" not in common:
@@ -84,7 +88,7 @@ def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
 @pytest.mark.parametrize("before", ["none", *OFFLOADS])
 @pytest.mark.slow
 def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before):
-    """Two steps, saved, and two more with another offload: as four steps without."""
+    """Two steps, a checkpoint, and two more with another offload equal four steps without."""
     common = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", "parallel.zero=1", "optimizer.schedule=constant")
     common = (*common, "checkpoint.every_steps=2", "train.eval_batches=1")
     after = "optimizer_and_master" if before == "none" else "none"
@@ -102,7 +106,7 @@ def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before):
 
 
 def test_an_offloaded_model_can_be_used(tiny_config):
-    """Evaluation and the model at hand read weights that lie on the host."""
+    """Evaluation and load_model read weights that are in host memory."""
     trainer = jaxllm.Trainer(tiny_config("parallel.data=8", "parallel.offload_state=optimizer_and_master"))
     plain = jaxllm.Trainer(tiny_config("parallel.data=8"))
     assert trainer.evaluate(2).loss == plain.evaluate(2).loss
@@ -142,8 +146,8 @@ SMALL_BATCH = ("train.sequence_length=128", "parallel.remat=full", "model.comput
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_the_device_holds_no_more_than_pieces(tiny_config, capfd):
-    """By XLA's figures: arguments fall by what is offloaded to the byte, temporaries do not grow by more than a piece of each
-    array, and nothing is computed on the host or copied there.
+    """By XLA's figures, arguments shrink by exactly the offloaded bytes, temporaries grow by at most a piece of each array, and
+    nothing is computed or copied on the host.
     """
     parameters = parameter_count(tiny_config(*SIZES).model)
 
@@ -167,22 +171,22 @@ def test_the_device_holds_no_more_than_pieces(tiny_config, capfd):
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_the_update_alone_needs_a_few_layers(tiny_config):
-    """Without the rest of the step, whose peak would hide it: 32 layers need no more than 8."""
+    """Compiles the update alone, because the peak of the complete step would hide it: 32 layers need no more than 8."""
 
     def temporary_bytes(layers):
         overrides = (*SIZES, *SMALL_BATCH, f"model.num_layers={layers}", "parallel.offload_state=optimizer")
         config = tiny_config(*overrides).resolve(1)
         mesh = make_mesh(config.parallel, gpu_devices(1, 1))
         training = build_training(config, mesh)
-        lies = training.shardings
-        update = offload.streamed_update(config, training.functions.table, lies, mesh)
+        shardings = training.shardings
+        update = offload.streamed_update(config, training.functions.table, shardings, mesh)
 
         def placed(x, sharding):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         with jax.set_mesh(mesh):
-            state = jax.tree.map(placed, jax.eval_shape(training.create, 0), lies)
-            jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=(lies.params, lies.opt_state))
+            state = jax.tree.map(placed, jax.eval_shape(training.create, 0), shardings)
+            jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=(shardings.params, shardings.opt_state))
             how = (jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_))
             traced = jitted.trace(state.params, state.opt_state, state.params, *how)
             program = traced.lower(lowering_platforms=("cuda",)).compile()

@@ -1,4 +1,4 @@
-"""The train step against its definition: accumulation, clipping, decay, schedules."""
+"""Compares the train step with its definition: accumulation, clipping, decay, schedules."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def build(config):
 
 
 def random_batch(microbatches, rows, S=16):
-    """Masks differ much from row to row; the first row counts nowhere."""
+    """Masks differ strongly between rows. The first row has no targets."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 256, (microbatches * rows, S + 1))
     mask = rng.random((microbatches * rows, S)) < np.linspace(0, 1, microbatches * rows)[:, None]
@@ -34,7 +34,7 @@ def random_batch(microbatches, rows, S=16):
 
 
 def test_microbatches_equal_one_batch(tiny_config):
-    """Unequal masks: the loss is the mean over all valid targets, not a mean of means."""
+    """With unequal masks the loss is the mean over all valid targets, not a mean of means."""
     results = {}
     for rows in (8, 2, 1):
         _, _, functions, mesh = build(tiny_config(f"train.microbatch_sequences={rows}"))
@@ -98,7 +98,7 @@ def test_clipping_scales_the_whole_gradient():
 
 
 SCHEDULES = {
-    # 100 steps of 128 tokens, peak 1, warm-up 10 steps, floor 0.1: rate after steps 5, 10, 55, 80, 90, 100.
+    # 100 steps of 128 tokens, peak 1, warm-up of 10 steps, floor 0.1: rate after steps 5, 10, 55, 80, 90, 100.
     "cosine": [0.5, 1.0, 0.55, 0.1 + 0.45 * (1 + np.cos(np.pi * 7 / 9)), 0.1 + 0.45 * (1 + np.cos(np.pi * 8 / 9)), 0.1],
     "linear": [0.5, 1.0, 0.55, 0.3, 0.2, 0.1],
     "wsd": [0.5, 1.0, 1.0, 1.0, 0.55, 0.1],
@@ -109,7 +109,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("larger", [1, 2**22], ids=["thousands", "billions"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_counted_in_tokens(tiny_config, name, larger):
-    # 5.4 billion tokens of warm-up do not fit an int32.
+    # Warm-up of 5.4 billion tokens does not fit an int32.
     overrides = [f"optimizer.schedule={name}", "optimizer.learning_rate=1.0", "train.steps=100"]
     sizes = [f"optimizer.warmup_tokens={1280 * larger}", f"train.global_batch_sequences={8 * larger}"]
     rate = make_learning_rate(tiny_config(*overrides, *sizes))

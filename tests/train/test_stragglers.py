@@ -1,30 +1,30 @@
-"""Which process is named as the one that the others wait for."""
+"""Which process is reported as the one that the others wait for."""
 
 import json
-from collections import deque
+import time
 
 import jax
 import numpy as np
 import pytest
 
-from jaxllm import progress
+from jaxllm.runtime import distributed, progress
 from jaxllm.train import stragglers
-from jaxllm.train.stragglers import Stragglers, Times, usual_times, verdicts
+from jaxllm.train.stragglers import Stragglers, Times, straggler_sentences, usual_times
 
 
 def times(rank: int, own_s: float = 0.1, data_s: float = 0.0, probe_s: float | None = None) -> Times:
     return Times(f"h{rank}", 1.0, own_s, data_s, probe_s)
 
 
-def test_nobody_is_named_within_a_tenth_of_a_step():
-    assert verdicts({}) == verdicts({0: times(0, 5.0)}) == {}
-    assert verdicts({rank: times(rank, own_s) for rank, own_s in enumerate((0.1, 0.11, 0.12, 0.199))}) == {}
-    assert verdicts({rank: times(rank, probe_s=s) for rank, s in enumerate((0.002, 0.002, 0.00219))}) == {}
+def test_no_process_is_named_within_a_tenth_of_a_step():
+    assert straggler_sentences({}) == straggler_sentences({0: times(0, 5.0)}) == {}
+    assert straggler_sentences({rank: times(rank, own_s) for rank, own_s in enumerate((0.1, 0.11, 0.12, 0.199))}) == {}
+    assert straggler_sentences({rank: times(rank, probe_s=s) for rank, s in enumerate((0.002, 0.002, 0.00219))}) == {}
 
 
 def test_the_busiest_is_named_with_what_it_does():
     found = {rank: times(rank, own_s, data_s) for rank, own_s, data_s in ((0, 0.02, 0.0), (1, 0.6, 0.55), (2, 0.04, 0.01))}
-    assert verdicts(found) == {
+    assert straggler_sentences(found) == {
         1: "slowest host: h1 (process 1) is busy by itself for 0.60 s of each step (0.55 s of it waiting for data), the others "
         "for 30.0 ms; steps take 1.00 s"
     }
@@ -32,19 +32,19 @@ def test_the_busiest_is_named_with_what_it_does():
 
 def test_a_slow_device_is_named_though_all_take_the_same_time():
     found = {rank: times(rank, probe_s=probe_s) for rank, probe_s in enumerate((0.002, 0.0026, 0.002, None))}
-    assert verdicts(found) == {
+    assert straggler_sentences(found) == {
         1: "slowest host: h1 (process 1) computes 30% slower than the others (hot, throttled, or shared?); steps take 1.00 s"
     }
     found[1] = times(1, 0.5, 0.4, 0.0026)
-    assert verdicts(found) == {
+    assert straggler_sentences(found) == {
         1: "slowest host: h1 (process 1) is busy by itself for 0.50 s of each step (0.40 s of it waiting for data), the others "
         "for 0.10 s and computes 30% slower than the others (hot, throttled, or shared?); steps take 1.00 s"
     }
 
 
 def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
-    steps = deque(progress.StepTime(step_s, data_s, 0.5) for step_s, data_s in [(1, 0.25)] * 4)
-    monkeypatch.setattr(progress, "_steps", steps)
+    steps = [progress.StepTime(1, 0.25, 0.5)] * 4
+    monkeypatch.setattr(progress, "last_steps", lambda: list(steps))
     assert usual_times() is None
     steps.append(progress.StepTime(60, 30, 0.5))
     assert usual_times(0.002)[1:] == (1.25, 0.75, 0.25, 0.002)
@@ -53,15 +53,16 @@ def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
 @pytest.fixture
 def said(monkeypatch):
     """As process 0 of two: what Stragglers says, minute by minute, while process 1 puts up what `peer` gives."""
-    monkeypatch.setattr(stragglers.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(progress, "_steps", deque([progress.StepTime(1.0, 0.0, 0.9)] * 5))
-    clock = [0.0]
-    monkeypatch.setattr(stragglers.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(progress, "last_steps", lambda: [progress.StepTime(1.0, 0.0, 0.9)] * 5)
+    clock, board = [0.0], distributed.Board()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(distributed, "Board", lambda: board)
 
     def minutes(count: int, peer: Times) -> list[str]:
         lines: list[str] = []
         watch = Stragglers(lines.append)
-        watch._board.put("1", json.dumps(peer))
+        board.put("1", json.dumps(peer))
         for _ in range(count):
             watch.look()
             clock[0] += 60
@@ -91,7 +92,7 @@ def test_the_same_process_is_named_every_ten_minutes(said):
 
 
 def test_a_run_of_one_process_has_no_stragglers(monkeypatch):
-    monkeypatch.setattr(stragglers, "verdicts", lambda found: pytest.fail("looked"))
+    monkeypatch.setattr(stragglers, "straggler_sentences", lambda found: pytest.fail("looked"))
     alone = Stragglers(pytest.fail, every_s=0)
     alone.look()
     alone.measure()

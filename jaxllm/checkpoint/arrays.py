@@ -1,0 +1,140 @@
+"""Reads the arrays of a checkpoint directly into the sharding of another mesh, and restacks layers for another pipeline."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxllm.checkpoint.orbax_errors import silence_orphans
+from jaxllm.config import ConfigError
+from jaxllm.mesh import HOST
+from jaxllm.runtime import distributed
+from jaxllm.sharding import stack_dims
+
+NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Permission denied", "Too many open files")
+"""Texts in read errors whose cause is this machine, not the checkpoint."""
+
+
+def is_not_damage(error: BaseException) -> bool:
+    links = distributed.causes(error, suppressed=True)
+    return any(isinstance(link, MemoryError | PermissionError) for link in links) or any(
+        word in str(link) for link in links for word in NOT_DAMAGE
+    )
+
+
+def read_arrays(folder: Path, like: Any, table: Any) -> Any:
+    """Reads the arrays that `like` names from an Orbax folder, and no others. A layer stack that was saved for another pipeline
+    keeps its saved shape; `restacked` then gives it the shape in `like`.
+
+    Args:
+      like: nested dicts of ShapeDtypeStructs with shardings. Each array is read directly into its sharding, whatever mesh wrote
+        it, and cast to its dtype.
+      table: nested dict of Parameter. An array whose path ends with the path of a parameter has its dims. Along `vocab` and
+        `layers`, zeros are added or rows removed at the end.
+
+    Raises:
+      ConfigError: an array is missing or has another shape; the message names it.
+      Exception: the files are damaged, or see NOT_DAMAGE.
+    """
+    silence_orphans()
+    handler = ocp.PyTreeCheckpointHandler()
+    found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # a pathlib path works
+    saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
+    dims = {_names(path): parameter.dims for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
+
+    def read_as(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        names = _names(path)
+        if names not in saved:
+            raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
+        parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
+        of_parameter = dims.get(parameter, ("",) * x.ndim)
+        # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
+        replica_dims = x.ndim - len(of_parameter)
+        shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]
+        stacked = stack_dims(of_parameter)
+        of_stack = len(shape) - (len(wanted) - stacked)
+        sizes = zip(shape[of_stack:], wanted[stacked:], of_parameter[stacked:], strict=False)
+        is_other = tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
+        is_other = is_other or any(a != b and d != "vocab" for a, b, d in sizes)
+        if is_other or (of_stack not in (1, 3) if stacked else of_stack):
+            raise ConfigError(
+                f"{'.'.join(parameter)} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
+                f"model."
+            )
+        if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:
+            return x
+        if replica_dims:
+            raise ConfigError(
+                f"{folder} holds DiLoCo replicas whose layers are stacked for another pipeline: resume with the same "
+                f"parallel.pipe and parallel.virtual_stages."
+            )
+        return _of_another_stack(x, stacked, shape[:of_stack])
+
+    def arguments(path: Any, x: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+        is_whole = tuple(saved[_names(path)]) == x.shape
+        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=is_whole)
+
+    on_disk = jax.tree_util.tree_map_with_path(read_as, like)
+    restore_args = jax.tree_util.tree_map_with_path(arguments, on_disk)
+    partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
+    # Only the handler: Checkpointer.restore ends with a barrier, where the others would wait for a process that failed.
+    args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
+    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # a pathlib path works
+
+
+def on_host(arrays: Any) -> bool:
+    """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
+    return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(arrays))
+
+
+def restacked(arrays: Any, like: Any) -> Any:
+    """Gives layer stacks the shape in `like` (parallel/layer_stacking.py): other chunks, with identity layers of zeros added or
+    removed at the end. It converts one array after the other and deletes the inputs.
+    """
+    return jax.tree.map(_restack, arrays, like)
+
+
+def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Replaces the first `stacked` dims of `like`, which count layers, by the dims `leading`. The result is sharded over the
+    same axes, with zero layers at the end if they are needed to divide.
+    """
+    sharding, sizes = like.sharding, list(leading)
+    if isinstance(sharding, NamedSharding):
+        spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
+        axis = next((entry for entry in spec[:stacked] if entry is not None), None)
+        ways = 1 if axis is None else sharding.mesh.shape[axis]
+        # Layers may be added to a single dim; of three dims, the one that divides is sharded, or none.
+        home = next((i for i, size in enumerate(sizes) if size % ways == 0), 0 if len(sizes) == 1 else None)
+        if home is not None:
+            sizes[home] = -(-sizes[home] // ways) * ways
+        entries = [axis if i == home else None for i in range(len(sizes))]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries, *spec[stacked:]), memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct((*sizes, *like.shape[stacked:]), like.dtype, sharding=sharding)
+
+
+def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    if x.shape == like.shape:
+        return x
+    # There are one or three leading dims; two arrays with one are equal by now.
+    of_stack, stacked = {-2: (1, 3), 0: (3, 3), 2: (3, 1)}[x.ndim - like.ndim]
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device)
+        rows, layers = x.reshape(-1, *x.shape[of_stack:]), math.prod(like.shape[:stacked])
+        rows = jnp.pad(rows, [(0, max(0, layers - rows.shape[0]))] + [(0, 0)] * (rows.ndim - 1))
+        return rows[:layers].reshape(like.shape)
+
+    found = jax.jit(cut, out_shardings=like.sharding)(x)
+    x.delete()
+    return found
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    """A tree path as names, equal for a namedtuple and for the dict that Orbax makes of it."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

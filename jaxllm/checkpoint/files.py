@@ -1,0 +1,201 @@
+"""The files of checkpoints: their metadata, whether a checkpoint is intact, and the newest intact one."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import time
+import uuid
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.pretrained.folder import versions
+from jaxllm.runtime import distributed
+
+FORMAT = 1
+STATE, META, FILES = "state", "meta", "files.json"
+CHECKSUMMED_WHOLE = 64 * 2**20
+"""Bytes. For larger files the checksum covers the first and the last MiB: reading all of a large model again takes minutes, and
+a torn file is torn at an end or has another size."""
+SHARED_LIMIT_S = 20
+"""Seconds that a process looks for a file that process 0 wrote: NFS may need some seconds to show it."""
+
+
+Meta = dict[str, Any]
+
+
+def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0) -> Meta:
+    """Metadata for a checkpoint of `step`.
+
+    Args:
+      fingerprint: fingerprint of the text that the run reads.
+      skipped_steps: number of steps so far that were skipped.
+    """
+    return {
+        "format": FORMAT,
+        "step": step,
+        "samples": config.sequences_before(step),
+        "skipped_steps": skipped_steps,
+        "fingerprint": fingerprint,
+        "vocab_size": config.model.vocab_size,
+        "config": config.model_dump(mode="json"),
+        "versions": versions(),
+    }
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps in a folder of checkpoints, oldest first. Unfinished checkpoints have other names."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
+
+
+def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tuple[int | None, dict[int, str]]:
+    """Finds (the newest intact step in a folder of checkpoints, why each newer step is damaged). Steps in `refused`, with their
+    reasons, are not examined. (None, {}) if the folder holds no checkpoints.
+
+    Raises:
+      ConfigError: none is intact, or one cannot be read here.
+    """
+    reasons = dict(refused or {})
+    for step in reversed(saved_steps(folder)):
+        if step not in reasons:
+            reason = damage(folder / str(step))
+            if reason is None:
+                return step, reasons
+            reasons[step] = reason
+    if not reasons:
+        return None, {}
+    listed = ", ".join(f"{step} ({reason})" for step, reason in reasons.items())
+    raise ConfigError(
+        f"No checkpoint in {folder} is intact: {listed}; restore a copy of one there, or choose another run.dir to start again."
+    )
+
+
+def describe_files(folder: Path) -> dict[str, list[int]]:
+    """{path: [bytes, CRC32]} for the files in the items of a checkpoint. Orbax changes the files beside the items later."""
+    files = (path for item in (STATE, META) for path in sorted((folder / item).rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): [path.stat().st_size, checksum(path)] for path in files}
+
+
+def checksum(path: Path) -> int:
+    """CRC32 of a file; for a large one, of its first and last MiB."""
+    value, size = 0, path.stat().st_size
+    with path.open("rb") as file:
+        if size > CHECKSUMMED_WHOLE:
+            value = zlib.crc32(file.read(2**20))
+            file.seek(-(2**20), os.SEEK_END)
+        while block := file.read(2**20):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def damage(folder: Path) -> str | None:
+    """The damage to a checkpoint that its files show without reading the arrays; None if there is none.
+
+    Raises:
+      ConfigError: a newer jaxllm wrote it, or this user may not read it.
+    """
+    try:
+        read_meta(folder)
+        if not (folder / STATE).is_dir():
+            return f"{STATE} is missing"
+        if not (folder / FILES).is_file():
+            # An older checkpoint: reading the arrays will show damage.
+            return None
+        for name, (size, crc) in json.loads((folder / FILES).read_text()).items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes of {size}"
+            if checksum(path) != crc:
+                return f"{name} has changed"
+    except ConfigError:
+        raise
+    except PermissionError as error:
+        raise cannot_be_read(folder, error) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return why(error)
+    return None
+
+
+def read_meta(folder: Path) -> Meta:
+    """The metadata of a checkpoint, without JAX.
+
+    Raises:
+      ConfigError: a newer jaxllm wrote it.
+      OSError, ValueError, KeyError: it is missing or torn.
+    """
+    # The file that Orbax's JsonSave writes.
+    meta = json.loads((folder / META / "metadata").read_text())
+    if meta["format"] > FORMAT:
+        raise ConfigError(
+            f"{folder} has format {meta['format']}, and this jaxllm reads up to {FORMAT}: install a newer jaxllm."
+        )
+    return meta
+
+
+def cannot_be_read(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{folder} cannot be read here ({why(error)}): it shows no damage, so remove the cause.")
+
+
+def set_aside(folder: Path) -> Path:
+    """Moves a damaged checkpoint to a unique name in checkpoints-damaged, beside its folder."""
+    home = folder.parent.parent / "checkpoints-damaged"
+    home.mkdir(exist_ok=True)
+    target = next(path for n in itertools.count(1) if not (path := home / f"{folder.name}-{n}").exists())
+    shutil.move(folder, target)
+    return target
+
+
+KNOWN_CAUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+
+
+def why(error: BaseException) -> str:
+    """Describes an error of Orbax, TensorStore or the file system in a few words."""
+    links = distributed.causes(error, suppressed=True)
+    for link in links:
+        if isinstance(link, OSError) and link.strerror:
+            return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
+        for code in KNOWN_CAUSES:
+            if os.strerror(code) in str(link):
+                return os.strerror(code)
+    return f"{type(links[-1]).__name__}: {' '.join(str(links[-1]).split())[:200]}"
+
+
+def require_shared(run_dir: Path) -> None:
+    """Checks that all processes share the run directory. Every process must call it.
+
+    Raises:
+      ConfigError: on all processes, if one does not see the files that process 0 writes into the run directory.
+    """
+    if jax.process_count() == 1:
+        return
+    name = distributed.broadcast(f".shared-{uuid.uuid4().hex}")
+    if distributed.is_main_process():
+        (run_dir / name).touch()
+    distributed.broadcast("written")
+    deadline, missing = time.monotonic() + SHARED_LIMIT_S, ""
+    while not (run_dir / name).exists():
+        if time.monotonic() > deadline:
+            missing = str(jax.process_index())
+            break
+        # Listing the folder makes NFS refresh it.
+        os.listdir(run_dir)
+        time.sleep(0.2)
+    missing = distributed.first_nonempty(missing)
+    if distributed.is_main_process():
+        (run_dir / name).unlink()
+    if missing:
+        raise ConfigError(
+            f"run.dir={run_dir} of process {missing} is not that of process 0: put it on storage that all hosts share."
+        )

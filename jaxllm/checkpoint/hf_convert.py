@@ -1,0 +1,337 @@
+"""`jaxllm convert`: converts Hugging Face's folders to jaxllm's own and back.
+
+The complete source is checked before the destination is created: each tensor exists once, with the right shape and dtype.
+Values stream one tensor at a time. Each tensor is read again from the destination through the inverse map, and its checksum is
+compared. The destination gets its final name last. A round trip is exact: names, dtypes and bits stay the same, except that
+`rotary_emb.inv_freq` of old folders is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from jaxllm.config import Config, ConfigError, ModelConfig
+from jaxllm.config.errors import one_sentence
+from jaxllm.config.hf_config import CONFIG, MODEL, hugging_face_config
+from jaxllm.pretrained.folder import INDEX, TOKENIZER, Folder, HuggingFaceFolder, copy_companions, open_folder
+from jaxllm.pretrained.names import EMBEDDING, HEAD, Entry
+from jaxllm.pretrained.safetensors import DTYPES
+from jaxllm.pretrained.staging import new_folder, require_new
+from jaxllm.pretrained.streaming import LARGEST_FILE, Advance, Layout, Move, describe_model, in_files, stream
+
+Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
+"""Name, dtype and shape of each tensor in a set of files."""
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Result of a conversion."""
+
+    source: str
+    destination: str
+    tensors: int
+    """Number of Hugging Face's tensors. Each was read once and compared once."""
+    nbytes: int
+    """Bytes of weights written."""
+    dtypes: tuple[str, ...]
+    files: int
+    dropped: tuple[str, ...] = ()
+    agreement: Agreement | None = None
+
+    def lines(self) -> list[str]:
+        """Text lines for the terminal."""
+        files = f"{self.files} files" if self.files > 1 else "1 file"
+        lines = [
+            f"converted {self.source} to {self.destination}: {self.tensors:,} tensors, {self.nbytes:,} bytes of "
+            f"{' and '.join(self.dtypes)} in {files}",
+            "every tensor was read back, and its checksum is the source's",
+        ]
+        if self.dropped:
+            lines.append(f"dropped {len(self.dropped)} buffers such as {self.dropped[0]}: they follow from the config")
+        return lines + ([] if self.agreement is None else [self.agreement.line])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Comparison of the logits of transformers and jaxllm for the same tokens, in float32."""
+
+    largest_difference: float
+    mean_kl: float
+    """KL divergence of jaxllm's distribution from that of transformers, in nats per position."""
+    tokens: int
+
+    @property
+    def line(self) -> str:
+        return (
+            f"logits of {self.tokens} tokens against transformers, in float32: largest difference "
+            f"{self.largest_difference:.2e}, mean KL {self.mean_kl:.2e} nats"
+        )
+
+
+def from_hf(source: str, destination: str, *, force: bool = False, verify: bool = False) -> Conversion:
+    """Converts a Hugging Face folder to jaxllm's format (pretrained/folder.py), with unchanged dtypes.
+
+    It needs host memory for the largest tensor, and no JAX unless `verify` is set.
+
+    Args:
+      force: move an existing destination aside, to DESTINATION.before-<n>.
+      verify: compare logits with transformers before the destination gets its final name.
+
+    Raises:
+      ConfigError: the source is damaged or not a network that jaxllm's Llama supports, or the destination exists or cannot be
+        written.
+    """
+    require_new(destination, force)
+    if verify:
+        require_transformers()
+    folder = open_folder("SRC", source)
+    if not isinstance(folder, HuggingFaceFolder):
+        raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
+    require_ours(folder)
+    tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
+    layout = in_files(tensors, "weights", LARGEST_FILE, {})
+    moves = list(_moves_in(folder))
+    with new_folder(destination, layout.total_bytes, force) as aside:
+        with progress(moves, "from Hugging Face") as advance:
+            stream(moves, layout, aside, advance)
+        (aside / MODEL).write_text(
+            describe_model(folder.model, folder.description, folder.common_dtype, layout, {"hugging_face": _remembered(folder)})
+        )
+        copy_companions(folder.companions, aside / TOKENIZER)
+        agreement = require_agreement(folder.path, aside) if verify else None
+    names = tuple(sorted({move.dtype.name for move in moves}))
+    # If a tied matrix was stored under both names, both count.
+    count, files = len(folder.tensors), len(layout.files)
+    return Conversion(source, destination, count, layout.total_bytes, names, files, folder.dropped, agreement)
+
+
+def to_hf(
+    source: str,
+    destination: str,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    largest_file: int = LARGEST_FILE,
+    max_position: int | None = None,
+    force: bool = False,
+    verify: bool = False,
+) -> Conversion:
+    """Converts a jaxllm folder, a run directory or one of its checkpoints to a folder that transformers loads.
+
+    It needs host memory for the largest tensor or, for a run or an export of format 1, the largest parameter with all layers.
+
+    Args:
+      step: the checkpoint of a run directory; default: the newest.
+      dtype: float32, bfloat16 or float16; default: as stored.
+      largest_file: limit in bytes. More is written as several files with an index.
+      max_position: max_position_embeddings; default: the larger of the value in the original config.json and the sequence
+        length of the run.
+      force, verify: as in from_hf.
+
+    Raises:
+      ConfigError: as in from_hf.
+    """
+    require_new(destination, force)
+    if verify:
+        require_transformers()
+    # This imports JAX, which a conversion from Hugging Face does not need.
+    from jaxllm.checkpoint.weights import dtype_named, find_weights
+
+    wanted = None if dtype is None else dtype_named(dtype)
+    if max_position is not None and max_position < 1:
+        raise ConfigError(
+            f"--max-position={max_position} is not valid: give the number of positions that the model was trained for."
+        )
+    found = find_weights("SRC", source, step)
+    if isinstance(found.opened, HuggingFaceFolder):
+        raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
+    folder = found.as_folder()
+    config = _config_json(folder, wanted, max_position)
+    moves, tensors = _moves_out(folder, wanted)
+    layout = in_files(_in_their_order(folder, tensors), "model", largest_file, {"format": "pt"})
+    with new_folder(destination, layout.total_bytes, force) as aside:
+        with progress(moves, "to Hugging Face") as advance:
+            stream(moves, layout, aside, advance)
+        if len(layout.files) > 1:
+            (aside / INDEX).write_text(_index(layout))
+        copy_companions(folder.companions, aside)
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        # Rounding to another dtype makes another model.
+        agreement = require_agreement(aside, aside if wanted else Path(source), None if wanted else step) if verify else None
+    names = tuple(sorted({move.dtype.name for move in moves}))
+    described = found.description
+    return Conversion(described, destination, len(moves), layout.total_bytes, names, len(layout.files), (), agreement)
+
+
+def parse_size(text: str) -> int:
+    """Parses a size such as 5GB or 500MiB into bytes.
+
+    Raises:
+      ConfigError: the text is not a size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].upper() not in UNITS or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
+        raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
+    return size
+
+
+def require_ours(folder: Folder) -> None:
+    """Raises ConfigError if the config would refuse the shape, for example because heads do not divide."""
+    try:
+        ModelConfig.model_validate(folder.model)
+    except ValidationError as error:
+        raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
+
+
+@contextmanager
+def progress(moves: list[Move], what: str) -> Iterator[Advance]:
+    """Shows a bar if there is a terminal. Each tensor counts once when it is written and once when it is compared."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=2 * sum(move.source.size * move.source.dtype.itemsize for move in moves))
+        yield lambda count: bar.advance(task, count)
+
+
+# ------------------------------------------------------------------------------------------------------------- in and out
+
+
+def _moves_in(folder: HuggingFaceFolder) -> Iterator[Move]:
+    for entry in folder.entries.values():
+        matrix = (entry.matrix[1], entry.matrix[0]) if entry.columns else None
+        for layer, tensor in enumerate(folder.stored(entry)):
+            elements = folder.slab(entry, layer)
+            yield Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size)
+
+
+def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
+    """Properties of the source folder that jaxllm's parameters do not contain, for the conversion back."""
+    ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
+    differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
+    vocabulary = [name for name in (EMBEDDING, HEAD) if name in folder.tensors]
+    return {"vocabulary": vocabulary, "dtypes": differ}
+
+
+def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Tensors]:
+    differ = folder.hugging_face.get("dtypes") or {}
+    moves, tensors = [], {}
+    for entry in folder.entries.values():
+        for layer, names in enumerate(_their_names(folder, entry)):
+            for name in names:
+                dtype = wanted or (DTYPES[differ[name]] if name in differ else folder.dtype(entry.path))
+                moves.append(Move(name, folder.slab(entry, layer), entry.matrix if entry.columns else None, dtype, name))
+                tensors[name] = (dtype, entry.their_shape)
+    return moves, tensors
+
+
+def _their_names(folder: Folder, entry: Entry) -> list[tuple[str, ...]]:
+    """Names under which each layer is stored. A tied embedding may have both names, or only the head's."""
+    if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
+        return [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
+    return [(name,) for name in entry.tensors]
+
+
+def _in_their_order(folder: Folder, tensors: Tensors) -> Tensors:
+    """Orders tensors as embedding, layer after layer, norm and head, so that a file holds complete layers."""
+    stacks = [entry for entry in folder.entries.values() if entry.layers is not None]
+    layered = [entry.template.format(layer) for layer in range(folder.model["num_layers"]) for entry in stacks]
+    first = [name for name in (EMBEDDING,) if name in tensors]
+    last = [name for name in tensors if name not in {*layered, *first}]
+    return {name: tensors[name] for name in (*first, *layered, *last)}
+
+
+def _index(layout: Layout) -> str:
+    return json.dumps({"metadata": {"total_size": layout.total_bytes}, "weight_map": layout.home}, indent=2) + "\n"
+
+
+def _config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, object]:
+    original, length = folder.original_config, folder.sequence_length
+    if max_position is None and length is not None:
+        # Training on longer sequences extends the supported positions.
+        max_position = max(length, original.get("max_position_embeddings") or 0)
+    if max_position is None and not original:
+        raise ConfigError(
+            f"{folder.description} does not say how many positions the model was trained for: add --max-position=N."
+        )
+    dtype = (wanted or folder.common_dtype).name
+    tokens = _tokens(folder)
+    return hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original, tokens=tokens)
+
+
+def _tokens(folder: Folder) -> dict[str, int | None]:
+    """bos_token_id and eos_token_id of the folder's tokenizer."""
+    if folder.tokenizer is None:
+        return {}
+    from jaxllm.data.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(str(folder.tokenizer))
+    except ConfigError:
+        # A tokenizer that is unusable for training is not a reason to refuse the export.
+        return {}
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
+# -------------------------------------------------------------------------------------------------------------- comparing
+
+LARGEST_DIFFERENCE = 1e-3
+"""Limit for logits in float32. A model with logits above a few tens might differ by more without being wrong."""
+
+
+def require_transformers() -> None:
+    """Raises ConfigError if torch and transformers are not installed."""
+    from importlib.util import find_spec
+
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise ConfigError(f"--verify needs {' and '.join(missing)}: pip install 'jaxllm[reference]', or leave it out.")
+
+
+def require_agreement(hugging_face: Path, ours: Path, step: int | None = None) -> Agreement:
+    """Raises ConfigError if the logits differ by more than LARGEST_DIFFERENCE."""
+    found = verify(hugging_face, ours, step)
+    if not found.largest_difference <= LARGEST_DIFFERENCE:
+        raise ConfigError(
+            f"The {found.line}; that is above {LARGEST_DIFFERENCE:g}, so nothing was kept: report it with the model."
+        )
+    return found
+
+
+def verify(hugging_face: Path, ours: Path, step: int | None = None, *, sequences: int = 2, length: int = 32) -> Agreement:
+    """Compares the logits of random tokens, by transformers from one folder and by jaxllm from the other, in float32. It needs
+    memory for two copies of the model in float32.
+
+    Args:
+      step: the checkpoint if `ours` is a run directory; default: the newest.
+    """
+    import jax
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from jaxllm.checkpoint.load_model import load_model
+
+    logging.disable_progress_bar()
+    network = AutoModelForCausalLM.from_pretrained(hugging_face, dtype=torch.float32, attn_implementation="eager")
+    ids_BS = np.random.default_rng(0).integers(0, network.config.vocab_size, (sequences, length)).astype(np.int32)
+    with torch.no_grad():
+        theirs_BSV = network(torch.tensor(ids_BS).long()).logits
+    with jax.default_matmul_precision("float32"):
+        ours_BSV = torch.tensor(np.asarray(load_model(ours, compute_dtype="float32", step=step)(jax.numpy.asarray(ids_BS))))
+    log_p, log_q = theirs_BSV.double().log_softmax(-1), ours_BSV.double().log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    return Agreement((ours_BSV - theirs_BSV).abs().max().item(), kl, ids_BS.size)

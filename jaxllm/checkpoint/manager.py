@@ -1,0 +1,236 @@
+"""Saves and resumes a run. A kill, a full disk, a torn file or another mesh loses nothing.
+
+    run.dir/checkpoints/400/        one checkpoint; it has another name until it is complete
+      state/                        the complete TrainState (with train.diloco_steps a DilocoState): Orbax, OCDBT
+      meta/metadata                 JSON: step, samples consumed, fingerprint of the text, config, versions
+      files.json                    sizes and checksums of the files above
+    run.dir/checkpoints-damaged/    damaged checkpoints: moved, never deleted
+
+The rows that `vocab_rows` adds for a mesh are zero, and so are the layers that fill up a pipeline. Reading adds or removes
+them, and restacks the layers for other virtual stages. A checkpoint fits every mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from jaxllm.checkpoint.arrays import is_not_damage, on_host, read_arrays, restacked
+from jaxllm.checkpoint.files import (
+    FILES,
+    META,
+    STATE,
+    Meta,
+    cannot_be_read,
+    describe_files,
+    newest_whole,
+    read_meta,
+    saved_steps,
+    set_aside,
+    why,
+)
+from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
+from jaxllm.checkpoint.run_lock import unfenced
+from jaxllm.config import CheckpointConfig, ConfigError
+from jaxllm.runtime import distributed, exit_codes
+
+State = Any
+"""A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. Fields of None are not saved."""
+
+
+class SaveError(ConfigError):
+    """A checkpoint could not be written. The sentence names step, folder, reason, and the newest complete checkpoint."""
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, by step. With several processes, all create it and call it in the same order.
+
+    Args:
+      require: called before any change; RunDirLock.require if the run holds the directory.
+
+    Attributes:
+      latest: step of the newest intact checkpoint; None if there is none.
+      damaged: sentences on the newer checkpoints, which are damaged.
+
+    Raises:
+      ConfigError: there are checkpoints and none is intact.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, require: Callable[[], None] = unfenced):
+        self.folder = run_dir.absolute() / "checkpoints"
+        self._config, self._require = config, require
+        self._manager: ocp.CheckpointManager | None = None
+        self._errors: list[Exception] = []
+        self._saving: int | None = None
+        self._refused: dict[int, str] = {}
+        self.latest: int | None = None
+        self._choose()
+
+    @property
+    def damaged(self) -> list[str]:
+        return [f"checkpoint {step} is damaged ({reason})" for step, reason in self._refused.items()]
+
+    def meta(self) -> Meta:
+        """Metadata of the newest intact checkpoint."""
+        return read_meta(self.folder / str(self.latest))
+
+    def restore(self, like: State | Callable[[Meta], State], table: Any) -> State:
+        """Reads the newest readable state in the layout `like` (ShapeDtypeStructs with shardings), and sets `latest` to its
+        step. Damaged newer checkpoints are moved away, because training will save their steps again.
+
+        Args:
+          like: the layout, or a function from the metadata of the checkpoint to the layout.
+          table: the model's parameters as a nested dict of Parameter.
+
+        Raises:
+          ConfigError: none can be read, or the state belongs to another model.
+        """
+        silence_orphans()
+        while True:
+            assert self.latest is not None, "there is none to restore"
+            state, reason = None, ""
+            wanted = like(self.meta()) if callable(like) else like
+            try:
+                state = read_arrays(self.folder / str(self.latest) / STATE, _as_dict(wanted), table)
+            except ConfigError:
+                raise
+            except Exception as error:
+                # Orbax raises many types, also plain Exceptions.
+                if is_not_damage(error):
+                    raise cannot_be_read(self.folder / str(self.latest), error) from error
+                reason = why(error)
+            if not (reason := distributed.first_nonempty(reason)):
+                break
+            self._refused[self.latest] = reason
+            del state
+            self._choose()
+        if self._refused and distributed.is_main_process():
+            self._require()
+            for step in self._refused:
+                if (self.folder / str(step)).exists():
+                    set_aside(self.folder / str(step))
+        # This is a collective, so it runs only after all processes have agreed that they could read.
+        return _as_state(restacked(state, _as_dict(wanted)), wanted)
+
+    def save(self, step: int, state: State, meta: Meta) -> None:
+        """Saves `state` as checkpoint `step`. It waits for the previous save, and returns when the state is copied, or with
+        checkpoint.asynchronous=false when it is written. A step that is already saved does not change.
+
+        Raises:
+          SaveError: this save or the previous one failed.
+        """
+        try:
+            self._require()
+            self._manager = self._manager or self._open()
+            self._settle()
+            if step in self._manager.all_steps():
+                return
+            self._saving = step
+            items = {STATE: ocp.args.PyTreeSave(_as_dict(state)), META: ocp.args.JsonSave(meta)}
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            # Orbax does not copy arrays in host memory: the next step would overwrite them during the save.
+            if not self._config.asynchronous or on_host(state):
+                self._settle()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def raise_errors(self) -> None:
+        """Raises SaveError if the current save has failed. To be called at each step."""
+        if self._manager is None or self._saving is None:
+            return
+        try:
+            if self._errors:
+                raise self._errors[0]
+            if not self._manager.is_saving_in_progress():
+                self._settle()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        """Waits until all is written. Raises SaveError if a save failed."""
+        try:
+            if self._manager is not None:
+                self._settle()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Closes the manager after `wait`. Without `wait`, as after an error, a running save is abandoned."""
+        if self._manager is not None and self._saving is None:
+            self._manager.close()
+            self._manager = None
+
+    def _settle(self) -> None:
+        assert self._manager is not None, "open it first"
+        self._manager.wait_until_finished()
+        self._saving = None
+
+    def _open(self) -> ocp.CheckpointManager:
+        silence_orphans()
+        policies = ocp.checkpoint_managers
+        kept: list[Any] = [policies.LatestN(self._config.keep)]
+        if self._config.keep_every_steps is not None:
+            kept.append(policies.EveryNSteps(self._config.keep_every_steps))
+        registry = ocp.DefaultCheckpointHandlerRegistry()
+        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=True,
+            # Orbax calls it when every file is written and before the folder gets its name.
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
+        )
+        return ocp.CheckpointManager(self.folder, options=options, handler_registry=registry)
+
+    def _list_files(self) -> None:
+        for folder in self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"):
+            (folder / FILES).write_text(json.dumps(describe_files(folder)))
+        # Next, Orbax renames the folder and deletes older ones.
+        self._require()
+
+    def _choose(self) -> None:
+        """Process 0 finds the newest intact checkpoint that was not refused yet, and broadcasts it."""
+        found: dict[str, Any] = {"latest": None, "refused": {}, "error": ""}
+        if distributed.is_main_process():
+            try:
+                found["latest"], found["refused"] = newest_whole(self.folder, self._refused)
+            except ConfigError as error:
+                found["error"] = str(error)
+        found = json.loads(distributed.broadcast(json.dumps(found)))
+        self._refused = {int(step): reason for step, reason in found["refused"].items()}
+        self.latest = found["latest"]
+        if found["error"]:
+            raise ConfigError(found["error"])
+
+    def _failure(self, error: Exception) -> SaveError:
+        if isinstance(error, SaveError):
+            return error
+        steps = saved_steps(self.folder)
+        safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
+        found = SaveError(
+            f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
+            f"rerun the same command to resume."
+        )
+        if distributed.is_of_jax(distributed.causes(error, suppressed=True)[-1]):
+            # The cause is a device or a lost peer, not the disk.
+            found.exit_code = exit_codes.LOST
+        return found
+
+
+def _as_dict(state: State) -> Any:
+    if not dataclasses.is_dataclass(state):
+        return state
+    values = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
+    return {name: _as_dict(value) for name, value in values if value is not None}
+
+
+def _as_state(arrays: Any, like: State) -> State:
+    """Converts the output of _as_dict back to a state like `like`."""
+    if not dataclasses.is_dataclass(like):
+        return arrays
+    values = ((field.name, getattr(like, field.name)) for field in dataclasses.fields(like))
+    return type(like)(**{name: None if value is None else _as_state(arrays[name], value) for name, value in values})

@@ -1,0 +1,70 @@
+"""Reports errors of Orbax's saves at once, and suppresses the tracebacks that follow them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+
+class WatchedHandler(ocp.PyTreeCheckpointHandler):
+    """Records a write error at once. Orbax reports it only after a barrier of all processes, and if one process failed, that
+    barrier times out after twenty minutes.
+    """
+
+    def __init__(self, errors: list[Exception]):
+        super().__init__()
+        self._errors = errors
+
+    async def async_save(self, *arguments: Any, **options: Any) -> Any:
+        futures = await super().async_save(*arguments, **options)
+        return [WatchedFuture(future, self._errors) for future in futures or ()]
+
+    def finalize(self, directory: Any) -> None:
+        try:
+            super().finalize(directory)
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+
+class WatchedFuture:
+    """An Orbax future that records the error it raises."""
+
+    def __init__(self, future: Any, errors: list[Exception]):
+        self._future, self._errors = future, errors
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout)
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future, name)
+
+
+ORPHANS = ("Event loop is closed", "Encountered error while reading array index")
+
+
+def silence_orphans() -> None:
+    """Suppresses useless tracebacks and logs. After the first array that fails, Orbax closes its event loop, and asyncio,
+    TensorStore (writing) or Python (reading) print a traceback for each array that finishes later. They would hide the one
+    useful sentence. Orbax also logs through absl the errors that it raises, and warnings that would appear below a notebook
+    cell.
+    """
+    for name in ("asyncio", "absl"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+    if getattr(before, "silences_orphans", False):
+        return
+
+    def hook(raised: Any) -> None:
+        if not str(raised.exc_value).startswith(ORPHANS):
+            before(raised)
+
+    hook.silences_orphans = True
+    sys.unraisablehook = hook

@@ -1,0 +1,336 @@
+"""Lock on a run directory. It prevents two runs from writing checkpoints into the same directory.
+
+    run.dir/.holder.json    {"launch_id", "attempt", "host", "pid", "machine", "born", "token", "time"}
+
+A plain file lock is not enough. The holder may be stopped, or cut off from the network, while another run takes its place, and
+then come back. So process 0 of a run writes its token into this file, updates `time` every BEAT_S seconds as a heartbeat, and
+reads the token back (fencing) before it writes anything that the next run will read: a checkpoint's final name, a line of
+metrics (`require`). If it finds another token, or none because the other run may have ended by then, it prints a message, exits
+with exit_codes.LOST and writes nothing.
+
+A start takes the directory over from a holder
+
+  - of the same launch with a lower attempt: whatever restarted the run has given that attempt up;
+  - whose process has ended, where this machine can tell;
+  - that was silent for SILENT_S by the clock of the start: clocks of two hosts are not compared;
+
+and is refused otherwise. The heartbeat goes through an open file, which a takeover replaces under its name: a run that has lost
+the directory can no longer touch the file of the new holder.
+
+One gap remains: a process that freezes between reading its token and the rename or line that follows, and resumes after another
+run has taken over. The extra line is then a duplicate; the checkpoint is one of the same run under the same config.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from jaxllm.config import ConfigError
+from jaxllm.display import print_sentence
+from jaxllm.runtime import distributed, exit_codes
+
+HOLDER = ".holder.json"
+BEAT_S = 5.0
+SILENT_S = 4 * BEAT_S
+"""At least three missed heartbeats, whenever the watch began between two of them."""
+SETTLE_S = 1.0
+"""A live holder needs less time from reading its token to the end of the write."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Holder:
+    launch_id: str | None
+    attempt: int
+    host: str
+    pid: int
+    machine: str
+    """The boot and PID namespace in which `pid` is valid; "" if unknown."""
+    started_at: str
+    """Start time of the process, in clock ticks since that boot: the system reuses PIDs."""
+    token: str
+    time: str
+    """Last heartbeat, UTC. For people, and to detect changes."""
+
+    @property
+    def name(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+    def beat(self) -> bytes:
+        """Content of the file now. Its length is constant: it overwrites the previous heartbeat, and a reader may come in
+        between.
+        """
+        return replace(self, time=utc()).to_json()
+
+    def to_json(self) -> bytes:
+        values = asdict(self)
+        # The key in the file is older than the field's name: runs of both versions must understand each other's locks.
+        values["born"] = values.pop("started_at")
+        return json.dumps(values).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Holder:
+        values = json.loads(content)
+        values["started_at"] = values.pop("born")
+        return cls(**values)
+
+
+class RunDirLock:
+    """Lock of this process on a run directory, from `take` to `release`."""
+
+    def __init__(self, folder: Path, me: Holder):
+        self._folder, self._path, self._me = folder, folder / HOLDER, me
+        self._file: int | None = None
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="run-dir-lock", daemon=True)
+
+    @classmethod
+    def take(cls, folder: Path) -> RunDirLock:
+        """Returns when this process holds `folder`; that may take SILENT_S.
+
+        Raises:
+          ConfigError: another run holds it, or the lock file cannot be written.
+        """
+        launch = distributed.launch_info()
+        lock = cls(folder, this_process(launch.launch_id, launch.attempt))
+        try:
+            lock._take()
+        except OSError as error:
+            raise ConfigError(
+                f"{lock._path} cannot be written ({error.strerror}): remove the cause, or choose another run.dir."
+            ) from None
+        lock._beats.start()
+        return lock
+
+    def require(self) -> None:
+        """Ends the process with exit_codes.LOST if another run has taken the directory. Call it right before each write that
+        the next run will read.
+
+        After `release` the directory still belongs to this process until another run takes it: a save that was in progress when
+        the run failed may finish after that.
+
+        Raises:
+          OSError: the file system does not tell who holds it.
+        """
+        found = read_holder(self._path)
+        if found is None and self._ended.is_set():
+            return
+        if found is None or found.token != self._me.token:
+            how = f"was taken over by {found.name}" if found else f"was taken over, or its {HOLDER} removed"
+            leave(f"run.dir={self._folder} {how}: {self._me.name} writes nothing more there.")
+
+    def release(self) -> None:
+        """Frees the directory. If that does not happen, as after a kill, the next start detects it by itself."""
+        self._ended.set()
+        if self._beats.is_alive():
+            # The thread may hang in a write.
+            self._beats.join(BEAT_S)
+        try:
+            found = read_holder(self._path)
+            if found is not None and found.token == self._me.token:
+                self._path.unlink()
+        except OSError as error:
+            log.warning("%s cannot be removed (%s).", self._path, error.strerror)
+        if self._file is not None and not self._beats.is_alive():
+            os.close(self._file)
+            self._file = None
+
+    def _take(self) -> None:
+        while True:
+            found = read_holder(self._path)
+            if found is None and not self._path.exists():
+                try:
+                    self._write_holder(over=False)
+                    return
+                except FileExistsError:
+                    continue
+            verdict = "unsure" if found is None else holder_status(found, self._me)
+            if verdict == "unsure":
+                verdict = self._watch(found)
+            if verdict == "changed":
+                continue
+            if verdict == "holds":
+                assert found is not None, "a missing holder has no verdict"
+                raise ConfigError(
+                    f"run.dir={self._folder} is in use by {found.name}: wait for it, stop it, or choose another run.dir."
+                )
+            self._write_holder(over=True)
+            if verdict == "gone":
+                return
+            # The old holder may live for another moment, and another start may have reached the same verdict.
+            time.sleep(SETTLE_S)
+            if (now := read_holder(self._path)) is not None and now.token == self._me.token:
+                return
+
+    def _watch(self, found: Holder | None) -> str:
+        """Waits for a heartbeat: "holds", "silent", or "changed" if there is another holder now, or none."""
+        who = found.name if found else "another process"
+        log.warning("run.dir=%s was held by %s: watching up to %.0f s for a sign of life.", self._folder, who, SILENT_S)
+        look_s, watched_s = min(0.5, BEAT_S / 4), 0.0
+        while watched_s < SILENT_S:
+            began_s = time.monotonic()
+            time.sleep(look_s)
+            woke_s = time.monotonic()
+            now = read_holder(self._path)
+            # Whatever stopped this process may have stopped the holder's heartbeats too.
+            watched_s += min(woke_s - began_s, 2 * look_s) + time.monotonic() - woke_s
+            if now != found:
+                return "holds" if now and found and now.token == found.token else "changed"
+        return "silent"
+
+    def _write_holder(self, over: bool) -> None:
+        """Makes this process the holder in the file.
+
+        Raises:
+          FileExistsError: `over` is false and the file exists.
+        """
+        aside = self._folder / f"{HOLDER}-{uuid.uuid4().hex}"
+        file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.write(file, self._me.beat())
+            os.fsync(file)
+            if over:
+                os.replace(aside, self._path)
+            else:
+                rename_if_free(aside, self._path)
+        except BaseException:
+            os.close(file)
+            raise
+        finally:
+            aside.unlink(missing_ok=True)
+        if self._file is not None:
+            os.close(self._file)
+        self._file = file
+
+    def _beat(self) -> None:
+        assert self._file is not None, "started after the file is this process's"
+        while not self._ended.wait(BEAT_S):
+            try:
+                # First: after a takeover this file may be gone, and must not get a heartbeat.
+                self.require()
+                os.pwrite(self._file, self._me.beat(), 0)
+                # NFS shows a write to other hosts after a sync.
+                os.fsync(self._file)
+            except OSError as error:
+                log.debug("no heartbeat in %s: %s", self._path, error)
+
+
+@contextmanager
+def hold_run_dir(folder: Path) -> Iterator[Callable[[], None]]:
+    """Holds the run directory for this run; every process of it must call it. Yields RunDirLock.require on process 0, and a
+    function that does nothing on the others.
+
+    Raises:
+      ConfigError: on all processes, if another run holds it.
+    """
+    lock, refusal = None, ""
+    if distributed.is_main_process():
+        try:
+            lock = RunDirLock.take(folder)
+        except ConfigError as error:
+            refusal = str(error)
+    try:
+        if refusal := distributed.broadcast(refusal):
+            raise ConfigError(refusal)
+        yield unfenced if lock is None else lock.require
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def unfenced() -> None:
+    """Stands in for RunDirLock.require where no lock is held."""
+
+
+def holder_status(found: Holder, me: Holder) -> str:
+    """State of a holder, as far as it is known at once: "gone", "replaced" (an earlier attempt of this launch), "holds" or
+    "unsure".
+    """
+    is_here = bool(found.machine) and found.machine == me.machine
+    if is_here and start_time_of(found.pid) != found.started_at:
+        return "gone"
+    if found.launch_id and found.launch_id == me.launch_id and found.attempt < me.attempt:
+        return "replaced"
+    return "holds" if is_here else "unsure"
+
+
+def this_process(launch_id: str | None, attempt: int) -> Holder:
+    pid = os.getpid()
+    return Holder(launch_id, attempt, socket.gethostname(), pid, machine(), start_time_of(pid), uuid.uuid4().hex, utc())
+
+
+def machine() -> str:
+    """The boot and PID namespace of this process; "" if /proc does not tell. The host's name does not work: containers may
+    share it, and each numbers its own processes.
+    """
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def start_time_of(pid: int) -> str:
+    """Start time of a process of this machine; "" if there is none, or if it has ended and its parent has not waited for it
+    yet.
+    """
+    try:
+        # The program's name comes first, in parentheses, and may contain some.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+def utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def read_holder(path: Path) -> Holder | None:
+    """None if there is no such file, or its content is not a holder.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    try:
+        return Holder.from_json(path.read_bytes())
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+
+
+def rename_if_free(aside: Path, path: Path) -> None:
+    """Gives a file a name that is not taken. On a file system without links it checks first, and two processes may pass the
+    check at once.
+
+    Raises:
+      FileExistsError: the name is taken.
+    """
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(aside, path)
+
+
+def leave(sentence: str) -> NoReturn:
+    """Exits at once, whatever the other threads do: this process must not write any more."""
+    print_sentence(sentence)
+    os._exit(exit_codes.LOST)

@@ -1,0 +1,216 @@
+"""Model weights without the rest of a training state: finds them, starts runs from them, and exports them.
+
+Weights are stored in a run directory, in one of its checkpoints, in a Hugging Face folder, or in one of jaxllm's own
+(pretrained/folder.py describes its format). `export` writes jaxllm's own format. Format 1, which is still read, stored the
+weights with Orbax: DST/weights/ with {"params": ...}.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint.arrays import read_arrays, restacked
+from jaxllm.checkpoint.files import META, STATE, damage, newest_whole, read_meta, why
+from jaxllm.checkpoint.orbax_reader import OrbaxFolder
+from jaxllm.config import Config, ConfigError
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, read_json
+from jaxllm.pretrained.folder import TOKENIZER, Folder, copy_companions, is_model_folder, open_folder
+from jaxllm.pretrained.load import load_params
+from jaxllm.pretrained.safetensors import DTYPES
+from jaxllm.pretrained.staging import new_folder, require_new
+from jaxllm.pretrained.streaming import LARGEST_FILE, Move, describe_model, in_files, stream
+from jaxllm.runtime import distributed
+
+WEIGHTS = "weights"
+MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
+"""Model keys that may differ from the initial weights, for example to extend the context. A warning names them."""
+MUST_AGREE = tuple(key for key in SHAPE_KEYS if key not in MAY_DIFFER)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Weights on disk."""
+
+    description: str
+    """Path for messages, with the step if it is a run."""
+    folder: Path
+    """The Orbax folder, or the folder of the safetensors files."""
+    model: dict[str, Any]
+    """The model section of the config they were trained with, with at least the keys of the shape."""
+    run_dir: Path | None
+    """The run directory of a checkpoint; None for a model folder."""
+    opened: Folder | None = None
+    """The opened model folder in safetensors; None otherwise."""
+    train: dict[str, Any] | None = None
+    """The train section of a checkpoint's config; None otherwise."""
+
+    def as_folder(self) -> Folder:
+        """Returns a folder that reads one parameter at a time as NumPy arrays. It needs no device: it starts JAX on the CPU."""
+        if self.opened is not None:
+            return self.opened
+        distributed.start_without_devices()
+        return OrbaxFolder(**self._described(), arrays=self.folder.absolute())
+
+    def outline(self) -> Folder:
+        """Returns a folder with the model's description only. Reading values of a run would start JAX."""
+        return self.opened or Folder(**self._described())
+
+    def _described(self) -> dict[str, Any]:
+        home = (self.run_dir or self.folder.parent) / TOKENIZER
+        return {
+            "path": self.folder,
+            "description": self.description,
+            "model": self.model,
+            "companions": home if home.is_dir() else None,
+            "sequence_length": (self.train or {}).get("sequence_length"),
+        }
+
+
+def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
+    """Finds the weights at a path: a run directory (its newest complete checkpoint, or that of `step`), one of its checkpoints,
+    or a model folder, Hugging Face's or jaxllm's own. Uses no device.
+
+    Args:
+      key: the option or key that the user set to `text`, for error messages.
+
+    Raises:
+      ConfigError: the path has no weights.
+    """
+    path = Path(text)
+    if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
+        raise ConfigError(
+            f"--step={step} selects a checkpoint of a run directory, and {text} is not a run directory: leave it out."
+        )
+    if not path.is_dir():
+        raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
+    if (path / MODEL).is_file() and read_json(path / MODEL).get("format") == 1:
+        return _read_format_1(key, path)
+    if is_model_folder(path):
+        opened = open_folder(key, text)
+        return WeightsSource(opened.description, path, opened.model, None, opened)
+    if (path / "checkpoints").is_dir():
+        folder = path / "checkpoints"
+        if step is None:
+            step, _ = newest_whole(folder)
+        if step is None:
+            raise ConfigError(f"{key}={text} is a run without a checkpoint yet: let it save one, or give another.")
+        path = folder / str(step)
+        if not path.is_dir():
+            present = ", ".join(sorted((p.name for p in folder.iterdir() if p.name.isdecimal()), key=int)) or "none"
+            raise ConfigError(f"{key}={text} has no checkpoint of step {step}: it has {present}.")
+    elif not (path / META).is_dir() and not (path / STATE).is_dir():
+        raise ConfigError(
+            f"{key}={text} holds no weights: give a run directory, one of its checkpoints (such as "
+            f"runs/first/checkpoints/400), or a folder with {CONFIG} (Hugging Face) or {MODEL} (jaxllm)."
+        )
+    if reason := damage(path):
+        raise ConfigError(f"{key}: the checkpoint {path} is damaged ({reason}): give another.")
+    meta = read_meta(path)
+    run_dir = path.absolute().parent.parent
+    config = meta["config"]
+    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, config["model"], run_dir, train=config.get("train"))
+
+
+def _read_format_1(key: str, path: Path) -> WeightsSource:
+    section = read_json(path / MODEL).get("model")
+    if not isinstance(section, dict):
+        raise ConfigError(f"{key}: {path / MODEL} is damaged (it does not describe the model): export again.")
+    return WeightsSource(str(path), path / WEIGHTS, section, None)
+
+
+def initial_weights(config: Config) -> WeightsSource | None:
+    """Finds the weights that train.init_from names. None if it is not set. Uses no device.
+
+    Raises:
+      ConfigError: there are none, or their model has another shape. The message names the key and both values.
+    """
+    if config.train.init_from is None:
+        return None
+    source = find_weights("train.init_from", config.train.init_from)
+    for key in MUST_AGREE:
+        theirs, ours = source.model.get(key), getattr(config.model, key)
+        if theirs != ours:
+            raise ConfigError(
+                f"train.init_from={config.train.init_from} holds a model with model.{key}={theirs}, not {ours}: "
+                f"set model.{key}={theirs}, or start from other weights."
+            )
+    ours_said = config.model.model_dump(mode="json")
+    for key in MAY_DIFFER:
+        if key in source.model and source.model[key] != ours_said[key]:
+            log.warning(
+                "The weights of train.init_from come from a model with model.%s=%s; this run sets %s.",
+                *(key, source.model[key], ours_said[key]),
+            )
+    return source
+
+
+def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
+    """Reads the parameters with the shardings and dtypes of `like` (nested dict of ShapeDtypeStructs). Optimizer moments are
+    not read.
+
+    Args:
+      table: nested dict of Parameter.
+
+    Raises:
+      ConfigError: the files are damaged.
+    """
+    if source.opened is not None:
+        return load_params(source.opened, like)
+    try:
+        read = read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"The weights in {source.folder} cannot be read ({why(error)}): use others.") from None
+    return restacked(read, like)
+
+
+def export(text: str, destination: str, step: int | None = None, dtype: str = "float32", force: bool = False) -> WeightsSource:
+    """Exports the weights of a run directory or checkpoint into jaxllm's own format, one parameter at a time. It needs host
+    memory for the largest parameter with all its layers, independent of the mesh in training.
+
+    Args:
+      step: the checkpoint of a run directory; default: the newest.
+      dtype: float32, bfloat16 or float16.
+      force: move an existing folder aside.
+
+    Raises:
+      ConfigError: the destination exists, there is nothing to export, or it cannot be written.
+    """
+    require_new(destination, force)
+    numpy_dtype = dtype_named(dtype)
+    source = find_weights("RUN_OR_CHECKPOINT", text, step)
+    folder = source.as_folder()
+    tensors = {entry.name: (numpy_dtype, entry.shape) for entry in folder.entries.values()}
+    layout = in_files(tensors, WEIGHTS, LARGEST_FILE, {})
+    with new_folder(destination, layout.total_bytes, force) as aside:
+        stream(own_moves(folder, numpy_dtype), layout, aside)
+        more = {"sequence_length": folder.sequence_length}
+        (aside / MODEL).write_text(describe_model(source.model, source.description, numpy_dtype, layout, more))
+        copy_companions(folder.companions, aside / TOKENIZER)
+    return source
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The dtype of this name. Raises ConfigError if weights cannot be stored in it."""
+    found = {dtype.name: dtype for dtype in DTYPES.values()}
+    if name not in found:
+        raise ConfigError(f"--dtype={name} is not one of the choices: use {', '.join(found)}.")
+    return found[name]
+
+
+def own_moves(folder: Folder, dtype: np.dtype) -> list[Move]:
+    """Copies each parameter of a folder, layer by layer, under the same name."""
+    moves = []
+    for entry in folder.entries.values():
+        for layer in range(entry.layers or 1):
+            elements = folder.slab(entry, layer)
+            moves.append(Move(entry.name, elements, None, dtype, entry.name, layer * elements.size))
+    return moves

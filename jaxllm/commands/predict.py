@@ -1,0 +1,223 @@
+"""`jaxllm eval` and `jaxllm generate`, and the Python functions behind them: a model folder and a text give a score or a
+continuation.
+
+    evaluate("smollm2", "hamlet.txt", ["parallel.tensor=3"]).perplexity
+    generate("smollm2", ["The capital of France is"], max_new_tokens=20)[0].text
+
+Errors in a text or an option are raised before any device is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.checkpoint.load_model import KEY, LoadedModel, config_of, open_model
+from jaxllm.checkpoint.weights import find_weights
+from jaxllm.config import ConfigError, sequence_unit, with_overrides
+from jaxllm.data.chat import ChatTemplate, load_chat_template
+from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
+from jaxllm.inference.evaluate import evaluate as score
+from jaxllm.inference.generate import Completion, Generator, bucket, complete
+from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, stop_ids
+from jaxllm.inference.sampling import Sampling
+from jaxllm.pretrained.folder import Folder
+from jaxllm.runtime import distributed
+
+USUAL_LENGTH = 1024
+"""Tokens per window, unless the model was made for fewer."""
+BYTE_VOCABULARY = 512
+"""Largest vocabulary of a model that reads bytes if it has no tokenizer."""
+
+
+def evaluate(
+    model: str | Path,
+    text: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    sequence_length: int | None = None,
+    stride: int | None = None,
+    tokenizer: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Score:
+    """Evaluates a model on a text: loss, perplexity, bits per byte. inference/evaluate.py defines the windows.
+
+    Args:
+      model: a Hugging Face folder, one of jaxllm's own, a run directory or one of its checkpoints.
+      text: a file in UTF-8.
+      overrides: `section.key=value` strings, such as parallel.tensor=3. The default of model.compute_dtype is float32 on CPU
+        and bfloat16 on GPUs. Without parallel.*, the weights are distributed over all local devices.
+      sequence_length: S, tokens per window; default: 1024, or the model's own length if that is less.
+      stride: tokens from the start of one window to the next; default: S.
+      tokenizer: a folder with tokenizer.json, or bytes; default: the model's own.
+      say: receives lines of text for the terminal.
+      progress: called with (description, windows done, total).
+
+    Raises:
+      ConfigError: a file is invalid, the text is too short, or the model does not fit the mesh.
+    """
+    home = find_weights(KEY, str(model)).outline()
+    length = min(USUAL_LENGTH, _longest(home) or USUAL_LENGTH) if sequence_length is None else sequence_length
+    reader = _tokenizer(home, tokenizer, say)
+    ids, starts = tokenize(reader, read_text(text))
+    require_ids(ids, reader, home.model["vocab_size"])
+    windows = Windows(ids, starts, length, length if stride is None else stride)
+    width = _divisible(length, overrides)
+    loaded = _open(model, overrides, width)
+    _say_model(say, loaded)
+    _note_length(say, home, length)
+    return score(loaded.functions, loaded.params, loaded.mesh, windows, width=width, progress=progress)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How prompts are continued.
+
+    Raises:
+      ConfigError: an option makes no sense.
+    """
+
+    chat: bool = False
+    """Each prompt is what a user says, and the answer is generated."""
+    system: str | None = None
+    """With `chat`, the system message; default: the template's own, if it has one."""
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """This, top_p, top_k and seed: see Sampling; by default the likeliest token is taken."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    stop: str | Sequence[str] = ()
+    """A text, or several, that end a continuation and are not part of it; one that spells a special token is that token."""
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens={self.max_new_tokens} leaves nothing to generate: use 1 or more.")
+        if "" in self.stops:
+            raise ConfigError("--stop is empty, and would end every text at its start: give at least one character.")
+
+    @property
+    def stops(self) -> Sequence[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    tokenizer: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    on_text: Callable[[int, str, bool], None] = lambda row, text, ended: None,
+    **options: Any,
+) -> list[Completion]:
+    """Continues each prompt, up to a stop token, a stop text or max_new_tokens. Prompts run together but independently.
+
+    Args:
+      model, overrides, tokenizer, say: as in `evaluate`.
+      prompts: one or several texts to continue. With `chat` each is a user message, and the answer is generated.
+      on_text: called with (number of the prompt, new text, whether the text has ended) as text arrives.
+      options: fields of GenerateOptions: chat, system, max_new_tokens, temperature, top_p, top_k, seed, stop.
+
+    Raises:
+      ConfigError: a prompt or an option is invalid, or the model does not fit the mesh.
+    """
+    how = GenerateOptions(**options)
+    sampling = how.sampling
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not prompts:
+        raise ConfigError("No prompt is given: give one with --prompt.")
+    home = find_weights(KEY, str(model)).outline()
+    reader, vocab_size = _tokenizer(home, tokenizer, say), home.model["vocab_size"]
+    template = _template(home, reader, how.chat, how.system)
+    if template is None:
+        ids = [encode_prompt(reader, prompt, vocab_size) for prompt in prompts]
+    else:
+        ids = [encode_chat(reader, template, prompt, vocab_size, how.system) for prompt in prompts]
+    # A folder without a generation_config.json has these keys in its config.json.
+    ends = stop_ids(reader, {**home.original_config, **home.generation}, template, how.stops)
+    most = max(map(len, ids)) + how.max_new_tokens
+    loaded = _open(model, overrides, _divisible(bucket(most), overrides))
+    _say_model(say, loaded)
+    _note_length(say, home, most)
+    generator = Generator(loaded.model)
+    # The generator has its own copy, perhaps in another dtype.
+    del loaded
+    rest = {"sampling": sampling, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text}
+    return complete(generator, reader, ids, new_tokens=how.max_new_tokens, **rest)
+
+
+def _longest(home: Folder) -> int | None:
+    """Number of positions that the model was trained with, or made for."""
+    made_for = home.original_config.get("max_position_embeddings")
+    return home.sequence_length or (made_for if isinstance(made_for, int) and made_for > 0 else None)
+
+
+def _note_length(say: Callable[[str], None], home: Folder, positions: int) -> None:
+    if (longest := _longest(home)) is not None and positions > longest:
+        say(f"note: up to {positions:,} positions, but the model supports {longest:,}; expect nonsense beyond those")
+
+
+def _tokenizer(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:
+    if (found := given or home.tokenizer) is not None:
+        return load_tokenizer(found, for_documents=False)
+    if 2**8 <= home.model["vocab_size"] <= BYTE_VOCABULARY:
+        if home.model["vocab_size"] > 2**8:
+            say(f"note: {home.description} has no tokenizer.json, so text is read as bytes")
+        return load_tokenizer(BYTES)
+    raise ConfigError(
+        f"{home.description} has no tokenizer.json, and its vocabulary of {home.model['vocab_size']} is not bytes: name a "
+        f"folder that has one with --tokenizer."
+    )
+
+
+def _template(home: Folder, reader: Tokenizer, chat: bool, system: str | None) -> ChatTemplate | None:
+    if not chat:
+        if system is not None:
+            raise ConfigError("--system is part of a conversation: add --chat, or leave it out.")
+        return None
+    template = load_chat_template(reader.folder)
+    if template is None:
+        raise ConfigError(f"{home.description} has no chat template: leave out --chat, or add chat_template.jinja to it.")
+    return template
+
+
+def _divisible(length: int, overrides: Sequence[str]) -> int:
+    """The next length that divides over the mesh of the overrides. The padding comes last and affects no other position."""
+    sizes = with_overrides({}, overrides).get("parallel") or {}
+    context, tensor = (sizes.get(axis, 1) for axis in ("context", "tensor"))
+    if not all(isinstance(size, int) and size > 0 for size in (context, tensor)):
+        # The config reports what is wrong with them.
+        return length
+    unit = sequence_unit(context, tensor)
+    return -(-length // unit) * unit
+
+
+def _open(model: str | Path, overrides: Sequence[str], sequence_length: int) -> LoadedModel:
+    """Opens the model on the local devices, in a suitable compute dtype."""
+    # Errors in the overrides are reported here, before any device is used.
+    if "sequence_length" in (with_overrides({}, overrides).get("train") or {}):
+        raise ConfigError("train.sequence_length applies only to training: leave it out and use --sequence-length.")
+    config = config_of(find_weights(KEY, str(model)), overrides, sequence_length)
+    distributed.start(config.run)
+    if "compute_dtype" not in (with_overrides({}, overrides).get("model") or {}):
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        overrides = [*overrides, f"model.compute_dtype={dtype}"]
+    return open_model(model, overrides, sequence_length=sequence_length)
+
+
+def _say_model(say: Callable[[str], None], loaded: LoadedModel) -> None:
+    devices = loaded.mesh.devices
+    axes = ", ".join(f"{axis} {size}" for axis, size in loaded.mesh.shape.items() if size > 1)
+    where = f"{devices.size} {devices.flat[0].device_kind} device{'s' if devices.size > 1 else ''}{axes and ': '}{axes}"
+    say(f"{loaded.description}, computing in {loaded.config.model.compute_dtype} on {where}")

@@ -1,0 +1,146 @@
+"""Compiles the real train step without running it, for devices that need not be present.
+
+    devices = gpu_devices(hosts=1, gpus_per_host=8)
+    compiled = compile_step(config, devices)
+    compiled.memory_analysis(), compiled.as_text()
+
+XLA needs a description of the GPU, its plugin and NVIDIA's assembler (extra `aot`), not a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.hardware import GPUS, Gpu
+from jaxllm.mesh import batch_sharding
+from jaxllm.placement import mesh_on_hosts
+from jaxllm.runtime.xla_flags import compile_options
+from jaxllm.train.build import build_training
+
+DEMAND_BYTES = 10**15
+"""Memory size that XLA is given for each GPU. It is large enough that XLA never rematerialises and reports what the program
+needs. XLA also counts host buffers, and a large batch soon offloads a terabyte."""
+
+# XLA's GpuTargetConfigProto. The limits of blocks, threads and registers are the same for all these compute capabilities (CUDA
+# programming guide).
+_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {block_shared} shared_memory_per_core: {core_shared}
+  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""
+
+
+def target_text(gpu: Gpu, memory_bytes: int = DEMAND_BYTES) -> str:
+    """XLA's text description of this GPU."""
+    chip = gpu.chip
+    return _TARGET.format(
+        block_shared=chip.shared_memory_per_block,
+        core_shared=chip.shared_memory_per_multiprocessor,
+        cores=chip.multiprocessors,
+        fpus=chip.fpus_per_multiprocessor,
+        clock=chip.clock_ghz,
+        l2=chip.l2_cache_bytes,
+        bandwidth=round(gpu.memory_bandwidth_bytes_per_s),
+        memory=memory_bytes,
+        major=chip.compute_capability[0],
+        minor=chip.compute_capability[1],
+        name=gpu.device_kind or gpu.name,
+    )
+
+
+def can_compile_for_gpus() -> bool:
+    """Whether the CUDA plugin and NVIDIA's assembler are installed."""
+    try:
+        return all(importlib.util.find_spec(name) for name in ("jax_plugins.xla_cuda13", "nvidia.cudnn", "nvidia.cu13"))
+    except ModuleNotFoundError:  # not even the parent package
+        return False
+
+
+def versions() -> list[str]:
+    """Versions of the installed packages that compile: the CUDA plugin, cuDNN and the assembler."""
+    names = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found
+
+
+def gpu_devices(
+    hosts: int, gpus_per_host: int, gpu: Gpu = GPUS["h100-80gb"], memory_bytes: int = DEMAND_BYTES
+) -> Sequence[jax.Device]:
+    """Descriptions of hosts x gpus_per_host GPUs of a kind, to compile for.
+
+    Args:
+      memory_bytes: memory of each GPU, as XLA is given it.
+
+    Raises:
+      ConfigError: the packages are missing.
+    """
+    if not can_compile_for_gpus():
+        raise ConfigError("Compiling for GPUs without one needs NVIDIA's packages: pip install 'jaxllm[aot]'.")
+    topology = f"1x{hosts}x{gpus_per_host}"
+    target = target_text(gpu, memory_bytes)
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
+
+
+def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+    """Compiles the train step of `config` for `devices`; with train.diloco_steps, the inner step. It runs nothing and makes no
+    array."""
+    return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0].platform))
+
+
+def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
+    """The lowered train step, as XLA receives it."""
+    return trace_step(config, devices).lowered
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A train step, traced and lowered but not compiled."""
+
+    jaxpr: jax.extend.core.ClosedJaxpr
+    lowered: jax.stages.Lowered
+    attention: str
+    """Parallelized.attention: which kernel computes attention."""
+
+
+def trace_step(config: Config, devices: Sequence[jax.Device]) -> TracedStep:
+    """Traces and lowers the train step of `config` for `devices`."""
+    config = config.resolve(len(devices))
+    mesh = mesh_on_hosts(config.parallel, devices)
+    training = build_training(config, mesh)
+
+    def placed(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    M = config.num_microbatches
+    shape = (M, config.train.global_batch_sequences // M, config.train.sequence_length)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "mask": jnp.bool_}
+    if config.data.mask_documents:
+        dtypes["segments"] = jnp.int32
+    batch = {name: placed(jax.ShapeDtypeStruct(shape, dtype), batch_sharding(mesh)) for name, dtype in dtypes.items()}
+    platform = "cpu" if devices[0].platform == "cpu" else "cuda"
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, training.metrics_sharding))
+        traced = jitted.trace(training.layout(), batch)
+        return TracedStep(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)

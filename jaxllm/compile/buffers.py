@@ -1,0 +1,138 @@
+"""Reads XLA's buffer assignment from its dump: how much device memory a train step has in use at each of its instructions.
+
+    compiled = lowered.compile(compiler_options=options | dump_options(folder))
+    curve = read_dump(folder)
+
+XLA's public interface has a field for the assignment (memory_analysis().serialized_buffer_assignment_proto), which is empty for
+GPUs (JAX 0.10.2). A compilation's dump has all of it as text: the offset of every buffer, and the first and last instruction at
+which it is live. No JAX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+FORWARD, BACKWARD, UPDATE = PHASES = ("forward", "backward", "update")
+_STEM = "gpu_after_optimizations"
+
+
+@dataclass(frozen=True, eq=False)
+class StepMemory:
+    """Temporaries of one step on one device."""
+
+    used_bytes: np.ndarray
+    """int64 [instructions]: bytes in use at each instruction, in execution order; a loop's body counts once."""
+    allocated_bytes: int
+    """What XLA allocates for them: the peak in use plus the gaps between buffers."""
+    phases: tuple[str, ...]
+    """forward, backward or update, for each instruction."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at once."""
+        return int(self.used_bytes.max(initial=0))
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """Yields (phase, first instruction, one past the last) for each stretch of one phase."""
+        for phase, group in groupby(range(len(self.phases)), key=self.phases.__getitem__):
+            same = list(group)
+            yield phase, same[0], same[-1] + 1
+
+
+def dump_options(folder: str | Path) -> dict[str, str]:
+    """Extra compiler options that make XLA write its buffer assignment into a folder."""
+    return {"xla_dump_to": str(folder)}
+
+
+def read_dump(folder: str | Path) -> StepMemory:
+    """Reads the largest program that was dumped into the folder.
+
+    Raises:
+      FileNotFoundError: there is no dump, or this XLA dumps something else.
+    """
+    found = sorted(Path(folder).glob(f"*{_STEM}-buffer-assignment.txt"), key=lambda path: path.stat().st_size)
+    if not found:
+        raise FileNotFoundError(f"No buffer assignment was dumped into {folder}.")
+    stem = str(found[-1]).removesuffix("-buffer-assignment.txt")
+    texts = (
+        Path(stem + ending).read_text(encoding="utf-8") for ending in ("-buffer-assignment.txt", "-live-range.txt", ".txt")
+    )
+    return step_memory(*texts)
+
+
+def step_memory(assignment: str, live_range: str, hlo: str) -> StepMemory:
+    """Parses the texts of one dump: *-buffer-assignment.txt, *-live-range.txt and the program itself."""
+    order, lives = _live_ranges(live_range)
+    pieces, allocated = [], 0
+    for size, buffers in _temporaries(assignment):
+        # Allocations are placed end to end, so that no two overlap.
+        pieces += [(allocated + offset, length, *lives[name]) for name, length, offset in buffers if name in lives]
+        allocated += size
+    return StepMemory(_union(pieces, len(order)), allocated, tuple(_phases(order, hlo)))
+
+
+def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
+    """(instructions in order, value -> first and last instruction at which it is live)."""
+    order = re.findall(r"^ +\d+:(\S+)$", text, re.MULTILINE)
+    lives = re.findall(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)$", text, re.MULTILINE)
+    return order, {name: (int(start), int(end)) for name, start, end in lives}
+
+
+def _temporaries(text: str) -> Iterator[tuple[int, list[tuple[str, int, int]]]]:
+    """(size, [(value, size, offset)]) of each allocation for temporaries in device memory."""
+    for block in re.split(r"^(?=allocation \d+: )", text, flags=re.MULTILINE):
+        head = re.match(r"allocation \d+: size (\d+),(.*)", block)
+        if head is None or "preallocated-temp" not in head[2] or re.search(r"\bcolor [1-9]", head[2]):
+            continue
+        values = re.findall(r"^ +value: <\d+ (\S+?)( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)", block, re.MULTILINE)
+        # The live ranges append {} to the name of a value that is not part of a tuple.
+        named = [(name if "{" in name else name + "{}", int(size), int(offset)) for name, _, size, offset in values]
+        yield int(head[1]), named
+
+
+def _union(pieces: list[tuple[int, int, int, int]], instructions: int) -> np.ndarray:
+    """int64 [instructions]: bytes that at least one piece (offset, size, first instruction, last) covers. Values that share
+    memory, as those of a loop do, count once.
+    """
+    edges = np.unique([edge for offset, size, _, _ in pieces for edge in (offset, offset + size)]).astype(np.int64)
+    lengths = np.diff(edges)
+    covering = np.zeros(len(lengths), np.int64)
+    starts: list[list[slice]] = [[] for _ in range(instructions + 1)]
+    ends: list[list[slice]] = [[] for _ in range(instructions + 1)]
+    for offset, size, start, end in pieces:
+        where = slice(*np.searchsorted(edges, [offset, offset + size]))
+        if start < instructions:
+            starts[start].append(where)
+            ends[min(end + 1, instructions)].append(where)
+    used, now = np.zeros(instructions, np.int64), 0
+    for t in range(instructions):
+        for where in ends[t]:
+            covering[where] -= 1
+            now -= lengths[where][covering[where] == 0].sum()
+        for where in starts[t]:
+            now += lengths[where][covering[where] == 0].sum()
+            covering[where] += 1
+        used[t] = now
+    return used
+
+
+def _phases(order: list[str], hlo: str) -> Iterator[str]:
+    """The phase of each instruction, by the name of the operation it comes from: autodiff names the forward `jvp` and the
+    backward `transpose`; the step names the rest `optimizer`. An instruction with none of these is in the phase of the one
+    before it.
+    """
+    names = dict(re.findall(r'^ +(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"', hlo, re.MULTILINE))
+    phase = FORWARD
+    for instruction in order:
+        name = names.get(instruction, "")
+        for mark, meant in (("/optimizer/", UPDATE), ("transpose(", BACKWARD), ("jvp(", FORWARD)):
+            if mark in name:
+                phase = meant
+                break
+        yield phase

@@ -1,0 +1,326 @@
+"""Reads XLA's optimised HLO text: which collectives run, how often and over which mesh axes; copies between device and host;
+the instructions between the start and the done of either; the number of kernels. Plain text processing, no JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jaxllm.compile.hlo_text import (
+    BUFFER,
+    OPERAND,
+    TRIPS,
+    Instruction,
+    attention_flops,
+    byte_size,
+    coordinates_of,
+    device_groups,
+    matmul_flops,
+    parsed,
+    reads,
+    shape_of,
+    trip_count,
+)
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+ON_HOST = "S(5)"
+"""XLA's mark for arrays in host memory."""
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_RUNNING = ("while", "call", "conditional", "async-start")
+"""Operations that run other computations instruction by instruction."""
+NO_KERNELS = (*_PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
+"""Operations that launch nothing. The done of an asynchronous one launches nothing either."""
+
+
+@dataclass(frozen=True)
+class _Occurrence:
+    """An instruction in its computation, with how often it runs."""
+
+    among: list[Instruction]
+    position: int
+    executed: int
+    loops: tuple[int, ...]
+    computation: str = ""
+    """Name of the enclosing computation."""
+
+    @property
+    def instruction(self) -> Instruction:
+        return self.among[self.position]
+
+    def until(self, op: str) -> tuple[list[Instruction], Instruction]:
+        """(instructions between, the done), for a start."""
+        name, later = self.instruction.name, range(self.position + 1, len(self.among))
+        done = next(i for i in later if reads(self.among[i], name, op))
+        return self.among[self.position + 1 : done], self.among[done]
+
+    def inputs(self) -> list[Instruction]:
+        names = set(OPERAND.findall(self.instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
+        return [instruction for instruction in self.among[: self.position] if instruction.name in names]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction (the start of an asynchronous one)."""
+
+    kind: str
+    buffers: tuple[tuple[str, tuple[int, ...]], ...]
+    """dtype and shape of each result, per device."""
+    executed: int
+    """Executions in one run of the program, loops multiplied out."""
+    loops: tuple[int, ...]
+    """Trip counts of the enclosing loops, outermost first."""
+    axes: tuple[str, ...]
+    """Mesh axes that it runs over."""
+    asynchronous: bool
+    spans_matmul: bool
+    """Whether there is a matmul or fused attention, or a loop or call with one, between start and done."""
+    spans_loop: bool
+    """Whether there is a complete loop with one between them."""
+    flops_behind: int = 0
+    """FLOPs of the matmuls and attention between them, loops multiplied out, per execution."""
+    name: str = ""
+    computation: str = ""
+    """Names of the instruction and of the enclosing computation."""
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.buffers)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One operation that the device launches."""
+
+    op: str
+    """HLO's name: fusion, custom-call, copy, all-gather-start, ..."""
+    executed: int
+    """Executions in one run of the program."""
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """One copy between device memory and host memory, which XLA marks with `S(5)`."""
+
+    to_host: bool
+    buffer: tuple[str, tuple[int, ...]]
+    """dtype and shape of the copied array."""
+    executed: int
+    loops: tuple[int, ...]
+    asynchronous: bool
+    spans_matmul: bool
+    """The last four fields are as in Collective."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """An array that an instruction produces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    op_name: str
+    """Its origin in the traced program; the instruction's own name if XLA gives none."""
+    argument: str
+    """The program's argument of which it is a copy, cast, slice or gather; '' if there is none."""
+    executed: int
+    in_loop: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return byte_size(self.dtype, self.shape)
+
+
+@dataclass
+class Module:
+    """An HLO module.
+
+    Args:
+      text: `compiled.as_text()`.
+      axes: mesh axis names and sizes, in device order.
+    """
+
+    text: str
+    axes: Mapping[str, int]
+    computations: dict[str, list[Instruction]] = field(init=False)
+    entry: str = field(init=False)
+    _flops: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self):
+        self.computations, current = {}, None
+        for line in self.text.splitlines():
+            if (header := _HEADER.match(line)) and not line.startswith("HloModule"):
+                current = self.computations.setdefault(header[1], [])
+                if line.startswith("ENTRY"):
+                    self.entry = header[1]
+            elif current is not None and " = " in line:
+                current.append(parsed(line))
+
+    def collectives(self) -> list[Collective]:
+        kinds = {op: kind for kind in COLLECTIVES for op in (kind, f"{kind}-start")}
+        found = [at for at in self._walk(self.entry, 1, ()) if at.instruction.op in kinds]
+        return [self._collective(kinds[at.instruction.op], at) for at in found]
+
+    def loops_without_trip_count(self) -> int:
+        """Number of loops with collectives for which XLA gives no trip count; everything in them counts once. Our own loops
+        have one. The loop that XLA's collective pipeliner makes of the loop over microbatches has none (JAX 0.10.2)."""
+        loops = (occurrence.instruction for occurrence in self._walk(self.entry, 1, ()) if occurrence.instruction.op == "while")
+        return sum(not TRIPS.search(loop.text) and self._has_collective(loop) for loop in loops)
+
+    def _has_collective(self, loop: Instruction) -> bool:
+        inside = (
+            occurrence.instruction.op.removesuffix("-start") for name in loop.called for occurrence in self._walk(name, 1, ())
+        )
+        return any(op in COLLECTIVES for op in inside)
+
+    def running(self) -> list[str]:
+        """Names of the computations whose instructions run one by one: the entry and those of loops and calls, each after all
+        that it calls."""
+        order: dict[str, None] = {}
+
+        def visit(computation: str) -> None:
+            for instruction in self.computations[computation]:
+                for name in instruction.called if instruction.op in _RUNNING else ():
+                    visit(name)
+            order.setdefault(computation)
+
+        visit(self.entry)
+        return list(order)
+
+    def launches(self) -> list[Launch]:
+        """Every kernel, copy, library call and collective; an asynchronous one counts once."""
+        return [
+            Launch(occurrence.instruction.op, occurrence.executed)
+            for occurrence in self._walk(self.entry, 1, ())
+            if occurrence.instruction.op not in NO_KERNELS and not occurrence.instruction.op.endswith(("-done", "-update"))
+        ]
+
+    def host_copies(self) -> list[HostCopy]:
+        """Slices of arrays in host memory that are copied to or from the device."""
+        return [copy for occurrence in self._walk(self.entry, 1, ()) if (copy := self._host_copy(occurrence))]
+
+    def results(self) -> list[Result]:
+        """Every array that an instruction produces. Arrays that are only passed on (arguments, results of loops and calls,
+        tuples), values inside fusions, and arrays in host memory are left out. An array updated in place appears once per
+        update.
+        """
+        found = []
+        for occurrence in self._walk(self.entry, 1, ()):
+            instruction = occurrence.instruction
+            if instruction.op in _PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
+                continue
+            argument, op_name = self._argument(occurrence), _OP_NAME.search(instruction.text)
+            name = op_name[1] if op_name else instruction.name
+            for dtype, dims in BUFFER.findall(instruction.result):
+                found.append(Result(dtype, shape_of(dims), name, argument, occurrence.executed, bool(occurrence.loops)))
+        return found
+
+    def _argument(self, occurrence: _Occurrence) -> str:
+        """The program argument that an instruction reads, through others with a single array input; '' if there is none."""
+        for _ in range(8):
+            if occurrence.instruction.op == "parameter":
+                name = _OP_NAME.search(occurrence.instruction.text)
+                return name[1].replace("\\'", "'") if name else ""
+            inputs = [instruction for instruction in occurrence.inputs() if instruction.op not in ("constant", "iota")]
+            if len(inputs) != 1:
+                return ""
+            occurrence = _Occurrence(occurrence.among, occurrence.among.index(inputs[0]), occurrence.executed, occurrence.loops)
+        return ""
+
+    def flops(self, computation: str) -> int:
+        """FLOPs of the matmuls and fused attention in one run of a computation: 2 per product. A loop without a trip count
+        counts as one iteration, a conditional as all its branches, and an instruction without shapes as nothing."""
+        if computation not in self._flops:
+            among = self.computations.get(computation, [])
+            types = {instruction.name: instruction.result for instruction in among}
+            self._flops[computation] = sum(self.flops_of(instruction, types) for instruction in among)
+        return self._flops[computation]
+
+    def flops_of(self, instruction: Instruction, types: Mapping[str, str]) -> int:
+        """FLOPs of one instruction and of the computations it calls.
+
+        Args:
+          types: result types of the instructions in its computation, by name.
+        """
+        target = found[1] if (found := _TARGET.search(instruction.text)) else ""
+        if instruction.op == "dot" or re.search(r"gemm|cublas", target):
+            return matmul_flops(instruction, types)
+        if "fmha" in target:
+            return attention_flops(instruction, target, types)
+        inside = sum(self.flops(name) for name in instruction.called)
+        return inside * trip_count(instruction)
+
+    def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[_Occurrence]:
+        instructions = self.computations[computation]
+        for position, instruction in enumerate(instructions):
+            yield _Occurrence(instructions, position, executed, loops, computation)
+            if instruction.op == "while":
+                trips = trip_count(instruction)
+                for name in instruction.called:
+                    yield from self._walk(name, executed * trips, (*loops, trips))
+            elif instruction.op in _RUNNING:
+                for name in instruction.called:
+                    yield from self._walk(name, executed, loops)
+
+    def _collective(self, kind: str, occurrence: _Occurrence) -> Collective:
+        start = occurrence.instruction
+        asynchronous = start.op.endswith("-start")
+        between, end = occurrence.until(f"{kind}-done") if asynchronous else ([], start)
+        buffers = tuple((dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(end.result))
+        spans = [instruction for instruction in between if self._has_matmul(instruction)]
+        types = {instruction.name: instruction.result for instruction in occurrence.among if spans}
+        return Collective(
+            kind,
+            buffers,
+            occurrence.executed,
+            occurrence.loops,
+            self._axes_of(start.text),
+            asynchronous,
+            spans_matmul=bool(spans),
+            spans_loop=any(instruction.op == "while" for instruction in spans),
+            flops_behind=sum(self.flops_of(instruction, types) for instruction in spans),
+            name=start.name,
+            computation=occurrence.computation,
+        )
+
+    def _host_copy(self, occurrence: _Occurrence) -> HostCopy | None:
+        """The copy of a slice between device and host, if the instruction is one. XLA fuses the slice with the copy, and starts
+        it as `fusion-start` if it can."""
+        start = occurrence.instruction
+        asynchronous = start.op == "fusion-start"
+        if not asynchronous and start.op not in ("fusion", "copy", "dynamic-slice", "dynamic-update-slice"):
+            return None
+        between, end = occurrence.until("fusion-done") if asynchronous else ([], start)
+        to_host = ON_HOST in end.result
+        inputs = occurrence.inputs()
+        if not to_host and not any(ON_HOST in instruction.result for instruction in inputs):
+            return None
+        # What is written: the one large input that is not the array it goes into.
+        moved = [instruction.result for instruction in inputs if ON_HOST not in instruction.result] if to_host else [end.result]
+        buffers = [(dtype, shape_of(dims)) for result in moved for dtype, dims in BUFFER.findall(result)]
+        largest = max(buffers, key=lambda buffer: math.prod(buffer[1]))
+        spans = any(self._has_matmul(instruction) for instruction in between)
+        return HostCopy(to_host, largest, occurrence.executed, occurrence.loops, asynchronous, spans)
+
+    def _has_matmul(self, instruction: Instruction) -> bool:
+        target = _TARGET.search(instruction.text)
+        if instruction.op == "dot" or (target and re.search(r"gemm|cublas|cudnn", target[1])):
+            return True
+        inner = itertools.chain.from_iterable(self.computations.get(name, []) for name in instruction.called)
+        return any(self._has_matmul(i) for i in inner)
+
+    def _axes_of(self, text: str) -> tuple[str, ...]:
+        """The axes along which the devices of a group differ."""
+        names, sizes = tuple(self.axes), tuple(self.axes.values())
+        groups = device_groups(text, math.prod(sizes))
+        varying = set()
+        for group in groups:
+            coordinates = [coordinates_of(device, sizes) for device in group]
+            varying |= {name for i, name in enumerate(names) if len({c[i] for c in coordinates}) > 1}
+        return tuple(name for name in names if name in varying)

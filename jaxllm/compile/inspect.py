@@ -1,0 +1,242 @@
+"""A config on a mesh: every parameter, its two layouts, its bytes on one device, and where the mesh wastes work.
+
+    report = inspect_config(config, gpus=16)
+    Console().print(render(report))                 # inspect_text.py
+
+Everything follows from the config and the parameter table. No device of the mesh is started, so this works for any mesh on any
+machine. Weights, gradients and moments are counted; activations are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.compile.inspect_table import Bytes, ParameterRow, describe
+from jaxllm.compile.inspect_warnings import ConfigWarning, matmul_warnings, network_warnings
+from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
+from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices
+from jaxllm.cost_model.precision import Row, precision_table
+from jaxllm.display import readable
+from jaxllm.mesh import TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.model.layers import Block, Ops, rotary_table
+from jaxllm.model.llama import apply_block
+from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.parallel.parameters import parameter_table
+from jaxllm.parallel.vjp_residuals import extract
+from jaxllm.runtime import distributed
+from jaxllm.sharding import vocab_rows
+
+REFERENCE_GPU = "h100-80gb"
+"""The GPU whose link and speed the times use."""
+REACHED = 0.5
+"""Share of the peak that a well-shaped layer's forward pass reaches; a rule of thumb."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Tensors that remat keeps for the backward pass of one block, on one device."""
+
+    policy: str
+    kept: dict[str, float]
+    """Bytes per token and layer on the device."""
+    offloaded: dict[str, float]
+    """Bytes per token and layer in host memory."""
+    recomputed: tuple[str, ...]
+    unnamed: float
+    """Bytes of tensors without a name: only for policy `none`, and then all of them."""
+    link_s: float
+    """Time to send the offloaded bytes of one token and layer to the host; fetching them takes as long."""
+    compute_s: float
+    """Time of the layer's forward pass for one token; the backward takes twice that."""
+
+
+@dataclass(frozen=True)
+class StateOffload:
+    """parallel.offload_state, in bytes of one device and step."""
+
+    what: str
+    host: int
+    """Bytes stored in host memory."""
+    to_device: int
+    to_host: int
+    link_s: float
+    """Time of both directions, one after the other; nothing hides it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The complete result of `jaxllm inspect`."""
+
+    mesh: dict[str, int]
+    """Axis -> size, slow network to fast."""
+    gpus: int
+    gpus_per_host: int
+    hosts: int
+    hosts_because: str
+    zero: int
+    """The configured level."""
+    compute_dtype: str
+    parameter_count: int
+    """Without the rows that pad the vocabulary."""
+    vocabulary_padding_rows: int
+    parameters: tuple[ParameterRow, ...]
+    bytes_per_device: Bytes
+    activations: Activations
+    state_offload: StateOffload
+    precision: tuple[Row, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[ConfigWarning, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return {**asdict(self), "total_bytes_per_device": self.bytes_per_device.total}
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.parameter_count:,} parameters on {axes_line(self.mesh)}>"
+
+
+def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int | None = None) -> Report:
+    """Reports on a config on a number of GPUs.
+
+    Args:
+      gpus: default: run.cpu_devices, else the size of the config's mesh, else (parallel.data=auto) the present devices.
+      gpus_per_host: default: the largest divisor of gpus not above 8.
+
+    Raises:
+      ConfigError: the mesh has another size, a parameter cannot be sharded, or hosts do not divide.
+    """
+    gpus = count_devices(config, gpus)
+    config = config.resolve(gpus)
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host)
+    sizes = axis_sizes(config.parallel)
+    _, tree = parameter_table(config)
+    table = jax.tree.leaves(tree)
+    lines = tuple(describe(parameter, config) for parameter in table)
+    padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
+    held = sum((line.bytes_per_device for line in lines), Bytes(0, 0, 0, 0))
+    return Report(
+        mesh=sizes,
+        gpus=gpus,
+        gpus_per_host=per_host,
+        hosts=gpus // per_host,
+        hosts_because=because,
+        zero=config.parallel.zero,
+        compute_dtype=config.model.compute_dtype,
+        parameter_count=parameter_count(config.model),
+        vocabulary_padding_rows=padding,
+        parameters=lines,
+        bytes_per_device=held,
+        activations=activations(config),
+        state_offload=state_offload(config, held),
+        precision=precision_table(config),
+        notes=tuple(notes(config, lines, padding)),
+        warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, lines)),
+    )
+
+
+def count_devices(config: Config, gpus: int | None) -> int:
+    """Number of devices to inspect for. Only parallel.data=auto without a given number asks JAX for the present ones."""
+    named = named_devices(config, gpus)
+    if named is None:
+        distributed.start(config.run)
+        return jax.device_count()
+    return named
+
+
+# ------------------------------------------------------------------------------------------------------------ parameters
+
+
+def notes(config: Config, lines: tuple[ParameterRow, ...], padding: int) -> Iterator[str]:
+    """Yields remarks that the numbers do not show."""
+    model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
+    if padding:
+        yield f"{padding} rows of zeros pad the vocabulary from {model.vocab_size} to {model.vocab_size + padding}."
+    if extra := stacking_of(config).identity_layers:
+        yield f"{extra} identity layers (zero weights) fill up the {model.num_layers} for the pipeline; the bytes count them."
+    if parallel.zero and math.prod(sizes[axis] for axis in ZERO_AXES) == 1:
+        yield f"parallel.zero={parallel.zero} shards nothing here: data x context is 1."
+    if config.train.diloco_steps is not None:
+        outer = readable(sum(line.bytes_per_device.moments for line in lines))
+        yield f"DiLoCo holds {outer} more on each device: the weights of the last outer step and its momentum."
+    if all(line.bytes_per_device.compute_copy == 0 for line in lines):
+        yield f"No compute copy: the master weights are {model.compute_dtype} already and are used in place."
+    if model.num_kv_heads % sizes[TENSOR]:
+        held = sum(line.bytes_per_device.total for line in lines if "kv_heads" in line.dims)
+        cost = held - held // sizes[TENSOR]
+        yield (
+            f"Key-value heads are replicated: {model.num_kv_heads} of them do not split over tensor={sizes[TENSOR]}, so each "
+            f"tensor rank holds all {model.num_kv_heads} and uses one. Compared with an even split this costs {cost:,} bytes "
+            f"({readable(cost)}) more on each device."
+        )
+
+
+# ----------------------------------------------------------------------------------------------- activations and offload
+
+
+def activations(config: Config) -> Activations:
+    """Activations of a block under parallel.remat, with attention as on a GPU: in blocks over context ranks or between
+    documents."""
+    policy, model, parallel = policy_of(config.parallel.remat), config.model, config.parallel
+    c, t, S = parallel.context, parallel.tensor, config.train.sequence_length
+    blockwise = is_blockwise(config)
+    unnamed, held = 0.0, ActivationBytes({}, {})
+    if policy.everything:
+        unnamed = bytes_without_remat(model, S) / (c * t)
+    else:
+        held = bytes_per_token_and_layer(policy, model, context=c, tensor=t, blockwise=blockwise)
+    there = [name for name in policy.recompute if blockwise or name not in ATTENTION_RESULTS]
+    # Embedding and head do not belong to a layer.
+    head = 6 * model.vocab_size * model.hidden_size
+    flops = (train_flops_per_token(model, S) - head) / 3 / model.num_layers / (c * t)
+    return Activations(
+        policy=policy.name,
+        kept=held.kept,
+        offloaded=held.offloaded,
+        recomputed=tuple(there),
+        unnamed=unnamed,
+        link_s=sum(held.offloaded.values()) / GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s,
+        compute_s=flops / (GPUS[REFERENCE_GPU].dense_flops["bfloat16"] * REACHED),
+    )
+
+
+def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
+    """Bytes per token and layer of all residuals that autodiff keeps of a block with plain XLA attention on one device. They
+    come from the traced program, because there is no closed form.
+    """
+
+    def kept():
+        graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(0)))
+        weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
+        positions_BS = jnp.zeros((1, sequence_length), jnp.int32)
+        h_BSD = jnp.zeros((1, sequence_length, model.hidden_size), model.compute_dtype)
+        side = (rotary_table(model, positions_BS), None)
+        return extract(jax.vjp(partial(apply_block, graph, Ops()), weights, h_BSD, side)[1])
+
+    with nnx.use_eager_sharding(False):
+        leaves = jax.tree.leaves(jax.eval_shape(kept))
+    return sum(x.size * x.dtype.itemsize for x in leaves) / sequence_length
+
+
+def state_offload(config: Config, held: Bytes) -> StateOffload:
+    """Moments cross the link once each way. Master weights do too, and once more at the step's start, to be cast."""
+    what = config.parallel.offload_state
+    moments = held.moments if what != "none" else 0
+    master = held.master if what == "optimizer_and_master" else 0
+    to_device, to_host = moments + 2 * master, moments + master
+    link_s = (to_device + to_host) / GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s
+    return StateOffload(what, moments + master, to_device, to_host, link_s)
+
+
+def axes_line(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -1,0 +1,116 @@
+"""Reads traced programs (jaxprs): which equations run, how often, and how many FLOPs their matmuls are.
+
+    program = jax.make_jaxpr(function)(*arguments)
+    matmul_flops(program)
+    sum(visit.executed for visit in walk(program) if visit.equation.primitive.name == "dot_general")
+
+XLA's own cost analysis counts a loop's body once and does not cover GPUs; this module multiplies loops out. It counts the
+program as written, before XLA merges or drops anything.
+
+Inside a shard_map, a shape is that of one rank along the manual axes, and the global shape along all others. A visit therefore
+says how often each rank runs its equation and how many ranks do (the product of the axes that are manual there). FLOPs are
+summed over all ranks. In this library's train step (pipe, data, context) are manual, and `tensor` in nested regions: a matmul
+of the outer region counts once for each of its ranks, with its full size over tensor; attention counts for each tensor rank
+too, with that rank's heads. Both ways the sum is that of all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Axes = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One equation of a program, with how often it runs."""
+
+    equation: Any
+    """jax.extend.core.JaxprEqn."""
+    executed: int
+    """How often each rank runs it, with scans multiplied out. A `while`, whose iteration count is unknown, counts as one
+    iteration; each branch of a `cond` counts as if it were taken."""
+    loops: tuple[int | None, ...]
+    """Iterations of the enclosing loops, outermost first; None for a `while`."""
+    ranks: int
+    """How many ranks run it: the product of the manual mesh axes."""
+
+
+def walk(jaxpr: Any) -> Iterator[Visit]:
+    """Yields all equations of a Jaxpr or ClosedJaxpr and of the programs they call, in order; a call comes before its body."""
+    yield from _walk(_open(jaxpr), 1, (), 1, frozenset())
+
+
+def matmul_flops(jaxpr: Any) -> int:
+    """FLOPs of all matmuls (dot_general; a multiply and an add are two) in one run, over all ranks. A `cond` counts as its most
+    expensive branch. Kernels of other libraries, such as cuDNN's attention, are not counted.
+
+    Raises:
+      ValueError: a matmul is in a `while`, whose iteration count is unknown.
+    """
+    return _flops(_open(jaxpr), frozenset())
+
+
+def dot_flops(equation: Any) -> int:
+    """FLOPs of one dot_general on one rank: 2 x elements of the result x elements summed for each."""
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+
+
+def _walk(jaxpr: Any, executed: int, loops: tuple[int | None, ...], ranks: int, manual: Axes) -> Iterator[Visit]:
+    for equation in jaxpr.eqns:
+        yield Visit(equation, executed, loops, ranks)
+        trips, split = _trip_count(equation), _newly_manual(equation, manual)
+        inside = loops if trips == 1 else (*loops, trips)
+        for program in _programs(equation):
+            more = math.prod(split.values())
+            yield from _walk(program, executed * (trips or 1), inside, ranks * more, manual | split.keys())
+
+
+def _flops(jaxpr: Any, manual: Axes) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            total += dot_flops(equation)
+        split = _newly_manual(equation, manual)
+        inner = [_flops(program, manual | split.keys()) for program in _programs(equation)]
+        once = max(inner) if equation.primitive.name == "cond" else sum(inner)
+        trips = _trip_count(equation)
+        if trips is None and once:
+            raise ValueError("A matmul runs in a `while` loop, whose iteration count is unknown: use a scan.")
+        total += once * (trips or 1) * math.prod(split.values())
+    return total
+
+
+def _trip_count(equation: Any) -> int | None:
+    """How often an equation runs its programs; None if unknown, 1 if it is not a loop."""
+    if equation.primitive.name == "while":
+        return None
+    return equation.params["length"] if equation.primitive.name == "scan" else 1
+
+
+def _newly_manual(equation: Any, manual: Axes) -> dict[str, int]:
+    """Sizes of the mesh axes that this shard_map makes manual and that no enclosing one has made manual."""
+    if equation.primitive.name != "shard_map":
+        return {}
+    params = equation.params
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    return {axis: params["mesh"].shape[axis] for axis in axes if axis not in manual}
+
+
+def _programs(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation runs: all those among its parameters."""
+    for parameter in equation.params.values():
+        for value in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            program = _open(value)
+            if hasattr(program, "eqns") and hasattr(program, "outvars"):
+                yield program
+
+
+def _open(jaxpr: Any) -> Any:
+    """The Jaxpr of a ClosedJaxpr."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,0 +1,224 @@
+"""Simulates a compiled step's schedule: how much of each collective's time is hidden behind compute, and how much is exposed.
+
+    transfers = simulate_overlap(Module(text, axes), GPUS["h100-80gb"], gpus_per_host=8)
+    for row in by_kind(transfers): row.kind, row.axes, row.exposed_share
+
+XLA's optimised HLO lists instructions in issue order. The simulated device goes through that list. A matmul or fused attention
+takes the time of its FLOPs, at the share of the peak that cost_model/step_time.py uses for large matmuls. A collective's start
+hands the transfer to the link of its axes, which runs one transfer after another. Its done waits until that transfer ends. A
+loop's body is simulated once and counts once per iteration. The schedule is XLA's own; the times come from a model. Nothing is
+measured.
+
+The simulation is pessimistic: only matmuls and attention count as compute. Norms, casts, the optimizer and kernel launches take
+no time and hide nothing. It is optimistic in two points: a loop inside which a link is busy counts as plain compute for
+transfers that span that loop; and two transfers over different axes may share one hardware link.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxllm.compile.hlo import Collective, Module
+from jaxllm.compile.hlo_text import Instruction, byte_size, trip_count
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.network import Links, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
+from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective instruction and its simulated time. Bytes and seconds are per execution and device."""
+
+    kind: str
+    axes: tuple[str, ...]
+    executed: int
+    in_loops: bool
+    asynchronous: bool
+    sent_bytes: float
+    flops_behind: int
+    """FLOPs of matmuls and attention between start and done."""
+    transfer_s: float
+    """Duration on an idle link."""
+    exposed_s: float
+    """Time for which the device waits for the transfer."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """All transfers of one kind over the same axes, in one step on one device."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    sent_bytes: float
+    bare_bytes: float
+    """Bytes of collectives with no matmul and no attention between start and done, by the HLO text alone."""
+    exposed_bytes: float
+    """Each transfer's bytes times the exposed share of its time, by the simulation."""
+    flops_behind: float
+    transfer_s: float
+    exposed_s: float
+
+    @property
+    def bare_share(self) -> float:
+        return self.bare_bytes / self.sent_bytes if self.sent_bytes else 0.0
+
+    @property
+    def exposed_share(self) -> float:
+        return self.exposed_bytes / self.sent_bytes if self.sent_bytes else 0.0
+
+
+def simulate_overlap(module: Module, gpu: Gpu, gpus_per_host: int, *, fp8: bool = False) -> list[Transfer]:
+    """Simulates every collective of the module that has more than one participant.
+
+    Args:
+      gpus_per_host: devices are assigned to hosts in the order of the module's axes.
+      fp8: whether matmuls run at the FP8 peak. The model applies it to all of them, the head's too, so it hides too little.
+    """
+    return _Simulation(module, gpu, gpus_per_host, fp8).transfers()
+
+
+def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
+    """Groups transfers by kind and axes, those that send most first."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
+    for transfer in transfers:
+        groups.setdefault((transfer.kind, transfer.axes), []).append(transfer)
+    rows = [_sum(*key, members) for key, members in groups.items()]
+    return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
+
+
+def total(rows: Sequence[Overlap]) -> Overlap:
+    """Sums all rows into one."""
+    sums = {name: sum(getattr(row, name) for row in rows) for name in _SUMMED}
+    return Overlap("all", (), **sums)
+
+
+def sent_bytes(kind: str, size_bytes: float, ranks: int) -> float:
+    """Bytes that a device sends for a result of `size_bytes` on a ring of n ranks: (n-1)/n of a gathered or exchanged result,
+    twice that of an all-reduced one, n-1 times a reduce-scattered one, once a permuted one."""
+    n = ranks
+    return size_bytes * {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}.get(kind, (n - 1) / n)
+
+
+_SUMMED = ("count", "sent_bytes", "bare_bytes", "exposed_bytes", "flops_behind", "transfer_s", "exposed_s")
+
+
+def _sum(kind: str, axes: tuple[str, ...], members: Sequence[Transfer]) -> Overlap:
+    def over_step(value) -> float:
+        return sum(transfer.executed * value(transfer) for transfer in members)
+
+    return Overlap(
+        kind,
+        axes,
+        count=sum(transfer.executed for transfer in members),
+        sent_bytes=over_step(lambda t: t.sent_bytes),
+        bare_bytes=over_step(lambda t: 0 if t.flops_behind else t.sent_bytes),
+        exposed_bytes=over_step(lambda t: t.sent_bytes * min(1.0, t.exposed_s / t.transfer_s) if t.transfer_s else 0),
+        flops_behind=over_step(lambda t: t.flops_behind),
+        transfer_s=over_step(lambda t: t.transfer_s),
+        exposed_s=over_step(lambda t: t.exposed_s),
+    )
+
+
+@dataclass
+class _Clock:
+    now_s: float = 0.0
+    free_s: dict[tuple[str, ...], float] = field(default_factory=dict)
+    """Time at which the link of each set of axes is free."""
+    arrives_s: dict[str, float] = field(default_factory=dict)
+    """Arrival time of each transfer in flight, by the name of its start."""
+
+
+class _Simulation:
+    def __init__(self, module: Module, gpu: Gpu, gpus_per_host: int, fp8: bool):
+        self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
+        self.gpus_per_host = min(gpus_per_host, math.prod(module.axes.values()))
+        share = FITTED.hopper_matmul_share if gpu.chip.compute_capability >= (9, 0) else FITTED.matmul_share
+        peak = gpu.float8_flops if fp8 and gpu.float8_flops else gpu.dense_flops["bfloat16"]
+        self.flops_per_s = peak * share
+        self.found = module.collectives()
+        self.collectives = {(c.computation, c.name): c for c in self.found}
+        self.exposed_s: dict[tuple[str, str], float] = {}
+        """Exposed time by (computation, name of the instruction)."""
+        self.times_s: dict[str, float] = {}
+        """Duration of one run of each computation."""
+
+    def transfers(self) -> list[Transfer]:
+        for computation in self.module.running():
+            self.times_s[computation] = self.run(computation)
+        return [self.transfer(collective) for collective in self.found if collective.axes]
+
+    def transfer(self, collective: Collective) -> Transfer:
+        size = sum(byte_size(*buffer) for buffer in collective.buffers)
+        ranks = math.prod(self.module.axes[axis] for axis in collective.axes)
+        return Transfer(
+            collective.kind,
+            collective.axes,
+            collective.executed,
+            bool(collective.loops),
+            collective.asynchronous,
+            sent_bytes(collective.kind, size, ranks),
+            collective.flops_behind,
+            self.transfer_s(collective),
+            self.exposed_s[collective.computation, collective.name],
+        )
+
+    def run(self, computation: str) -> float:
+        """Seconds of one run of a computation. The computations that it calls must be simulated already."""
+        clock, among = _Clock(), self.module.computations[computation]
+        types = {instruction.name: instruction.result for instruction in among}
+        for instruction in among:
+            if collective := self.collectives.get((computation, instruction.name)):
+                self.start(clock, collective)
+            elif started := done_of(instruction, clock.arrives_s):
+                waited_s = max(0.0, clock.arrives_s.pop(started) - clock.now_s)
+                self.exposed_s[computation, started] = waited_s
+                clock.now_s += waited_s
+            elif runs_s := [self.times_s[name] for name in instruction.called if name in self.times_s]:
+                clock.now_s += trip_count(instruction) * sum(runs_s)
+            else:
+                clock.now_s += self.module.flops_of(instruction, types) / self.flops_per_s
+        return clock.now_s
+
+    def start(self, clock: _Clock, collective: Collective) -> None:
+        transfer_s = self.transfer_s(collective)
+        begins_s = max(clock.now_s, clock.free_s.get(collective.axes, 0.0))
+        arrives_s = clock.free_s[collective.axes] = begins_s + transfer_s
+        if collective.asynchronous:
+            clock.arrives_s[collective.name] = arrives_s
+        else:
+            self.exposed_s[collective.computation, collective.name] = arrives_s - clock.now_s
+            clock.now_s = arrives_s
+
+    def transfer_s(self, collective: Collective) -> float:
+        return transfer_s(collective, self.module.axes, self.gpus_per_host, self.links)
+
+
+def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | None:
+    """The start in `under_way` that this instruction completes; None if it completes none."""
+    if not instruction.op.endswith("-done"):
+        return None
+    return next((name for name in re.findall(r"%([\w.\-]+)", instruction.text.split("(", 1)[1]) if name in under_way), None)
+
+
+def transfer_s(collective: Collective, axes: Mapping[str, int], gpus_per_host: int, links: Links) -> float:
+    """Seconds of one execution on an idle link; 0 without participants. Axes that are not adjacent in the mesh count as if they
+    were."""
+    if not collective.axes:
+        return 0.0
+    names = list(axes)
+    n = math.prod(axes[axis] for axis in collective.axes)
+    inner = names[max(names.index(axis) for axis in collective.axes) + 1 :]
+    group = group_of(n, math.prod(axes[axis] for axis in inner), gpus_per_host)
+    size = sum(byte_size(*buffer) for buffer in collective.buffers)
+    if collective.kind == "all-reduce":
+        return all_reduce_s(size, group, links)
+    if collective.kind == "reduce-scatter":
+        return reduce_scatter_s(n * size, group, links)
+    if collective.kind == "collective-permute":
+        return permute_s(size, group, links)
+    # An all-to-all sends as much as an all-gather, less its own part.
+    return all_gather_s(size, group, links)

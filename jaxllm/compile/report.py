@@ -1,0 +1,314 @@
+"""Compiles a config's real train step with XLA and reports on the result. The GPUs need not be present.
+
+    report = compile_report(config, gpu=GPUS["h100-80gb"], gpus=64)
+    report.total_bytes, report.fits, report.collectives
+
+The step is the one that training runs, with the same options. It is compiled for GPUs with far more memory than they have, so
+that XLA reports how much the program needs. Its behaviour with the real memory takes a second compilation (real_memory=True).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from jaxllm.compile import aot
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.jaxpr_flops import matmul_flops
+from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap
+from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_flops, largest_results
+from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
+from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
+from jaxllm.display import readable
+from jaxllm.mesh import axis_sizes
+from jaxllm.runtime import distributed, xla_flags
+from jaxllm.runtime.initialize import code_hash
+from jaxllm.train.memory_check import capacity_of, total_bytes
+
+log = logging.getLogger(__name__)
+
+REMAT_SHARE = 0.76
+"""Share of the GPU's memory, as XLA knows it, above which XLA rematerialises a step (measured, JAX 0.10.2)."""
+
+
+@dataclass(frozen=True)
+class RealMemory:
+    """The compiled step if XLA knows the GPU's real memory."""
+
+    rematerialises: bool
+    rematerialised_instructions: int
+    temp_bytes: int
+    total_bytes: int
+    fits: bool
+    compile_s: float
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """The complete result of `jaxllm compile`; bytes are of one device."""
+
+    gpu: str
+    gpus: int
+    gpus_per_host: int
+    hosts_because: str
+    mesh: dict[str, int]
+    attention: str
+    argument_bytes: int
+    """State and batch."""
+    temp_bytes: int
+    """The peak of temporary buffers."""
+    output_bytes: int
+    alias_bytes: int
+    """Part of the output that reuses an argument's memory."""
+    total_bytes: int
+    """argument + temp + output - alias."""
+    host_bytes: int
+    """Bytes per device in pinned host memory."""
+    memory_bytes: int | None
+    """Memory of the device; None if it is not known (a CPU)."""
+    capacity_bytes: int | None
+    """The part of it that a step may use."""
+    fits: bool | None
+    share_of_capacity: float | None
+    compile_s: float
+    """Time for tracing, lowering and XLA."""
+    trace_s: float
+    hlo_instructions: int
+    hlo_bytes: int
+    """Length of the optimised program's text."""
+    executed_flops: int
+    """FLOPs of matmuls and cuDNN attention as traced, on all devices: including recomputation, before XLA drops anything."""
+    attention_kernel_flops: int
+    """cuDNN's part of them, by its shapes."""
+    model_flops: int
+    """FLOPs of one step: 6 per matmul parameter and token, and causal attention."""
+    near_rematerialisation: bool | None
+    """By the share of memory, which is a rule of thumb; real_memory is certain."""
+    real_memory: RealMemory | None
+    collectives: tuple[CollectiveRow, ...]
+    largest_results: tuple[LargeResult, ...]
+    warnings: tuple[str, ...]
+    jax_version: str
+    overlap: tuple[Overlap, ...] = ()
+    """Exposed time of collectives, by kind and axes; empty for devices whose figures are not known."""
+    cached: bool = False
+
+    def __repr__(self) -> str:
+        verdict = {None: "", True: ", which fits", False: ", which does not fit"}[self.fits]
+        return f"<CompileReport for {self.gpus} x {self.gpu}: {readable(self.total_bytes)} on each{verdict}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return asdict(self)
+
+
+def report_from_json(values: dict[str, Any]) -> CompileReport:
+    """The inverse of to_json. Raises TypeError or KeyError for other values."""
+    tupled = lambda cls, items: tuple(  # noqa: E731
+        cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}) for item in items
+    )
+    real = values["real_memory"]
+    return CompileReport(
+        **{
+            **values,
+            "real_memory": RealMemory(**real) if real else None,
+            "collectives": tupled(CollectiveRow, values["collectives"]),
+            "largest_results": tupled(LargeResult, values["largest_results"]),
+            "warnings": tuple(values["warnings"]),
+            "overlap": tupled(Overlap, values["overlap"]),
+        }
+    )
+
+
+def compile_report(
+    config: Config,
+    gpu: Gpu | None = None,
+    gpus: int | None = None,
+    gpus_per_host: int | None = None,
+    *,
+    real_memory: bool = False,
+    cache: Path | None = None,
+) -> CompileReport:
+    """Compiles the train step of a config and analyses the result. It runs nothing and makes no array.
+
+    Args:
+      gpu: the kind to compile for; the GPUs need not be present. None: the present devices, of any kind.
+      gpus: default: the size of the config's mesh.
+      gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
+      real_memory: compile once more, for the memory that the GPU has.
+      cache: folder of earlier reports, read and extended. Not used for present devices.
+
+    Raises:
+      ConfigError: the mesh has another size, hosts do not divide, a parameter cannot be sharded, or packages are missing.
+    """
+    if gpu is None:
+        return _for_attached_devices(config, gpus, gpus_per_host, real_memory)
+    distributed.start_without_devices()
+    gpus = require_devices(config, gpus)
+    config = config.resolve(gpus).at_largest_batch
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
+    # This reports missing packages even if the report is cached.
+    devices = aot.gpu_devices(gpus // per_host, per_host, gpu)
+    file = None if cache is None else cache / f"{cache_key(config, gpu, gpus, per_host, real_memory)}.json"
+    if file is not None and (found := _read(file, because)) is not None:
+        return found
+    real = aot.gpu_devices(gpus // per_host, per_host, gpu, gpu.memory_bytes) if real_memory else None
+    kind = (gpu.name, gpu.memory_bytes, gpu.capacity_bytes)
+    report = _compile(config, devices, real, kind, gpu, per_host, because)
+    if file is not None:
+        _write(file, report)
+    return report
+
+
+def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None, real_memory: bool) -> CompileReport:
+    distributed.start(config.run)
+    devices = jax.devices()
+    if real_memory:
+        raise ConfigError("--real-memory is for GPUs named by --gpu: present devices have their own memory.")
+    if gpus not in (None, len(devices)):
+        here = "is 1 device" if len(devices) == 1 else f"are {len(devices)} devices"
+        raise ConfigError(f"There {here} here, not {gpus}: name a kind with --gpu to compile for others.")
+    kind = devices[0].device_kind
+    known = gpu_from_device_kind(kind)
+    per_host, because = choose_gpus_per_host(len(devices), per_host, max(1, jax.local_device_count()))
+    named = (known.name if known else kind, known.memory_bytes if known else None, capacity_of(devices[0]))
+    return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
+
+
+def _compile(
+    config: Config,
+    devices: Sequence[jax.Device],
+    real: Sequence[jax.Device] | None,
+    kind: tuple[str, int | None, int | None],
+    gpu: Gpu | None,
+    per_host: int,
+    because: str,
+) -> CompileReport:
+    """Compiles for `devices`. Args: kind: name, memory and capacity of a device; gpu: its figures; real: devices with real
+    memory."""
+    name, memory_bytes, capacity = kind
+    options = xla_flags.compile_options(config, devices[0].platform)
+    started = time.perf_counter()
+    step = aot.trace_step(config, devices)
+    trace_s = time.perf_counter() - started
+    compiled = step.lowered.compile(compiler_options=options)
+    compile_s = time.perf_counter() - started
+    text: str = compiled.as_text() or ""
+    memory: Any = compiled.memory_analysis()
+    sizes = axis_sizes(config.parallel)
+    module = Module(text, sizes)
+    collectives = grouped(module.collectives(), sizes)
+    total = total_bytes(memory)
+    kernels = kernel_flops(step.jaxpr)
+    again = None if real is None or capacity is None else _with_real_memory(config, real, total, capacity)
+    fits = None if capacity is None else total <= capacity
+    return CompileReport(
+        gpu=name,
+        gpus=len(devices),
+        gpus_per_host=per_host,
+        hosts_because=because,
+        mesh=sizes,
+        attention=step.attention,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        total_bytes=total,
+        host_bytes=host_bytes(memory),
+        memory_bytes=memory_bytes,
+        capacity_bytes=capacity,
+        fits=fits,
+        share_of_capacity=None if capacity is None else total / capacity,
+        compile_s=compile_s,
+        trace_s=trace_s,
+        hlo_instructions=sum(map(len, module.computations.values())),
+        hlo_bytes=len(text),
+        executed_flops=matmul_flops(step.jaxpr) + kernels,
+        attention_kernel_flops=kernels,
+        model_flops=config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length),
+        near_rematerialisation=None if memory_bytes is None else total > REMAT_SHARE * memory_bytes,
+        real_memory=again,
+        collectives=collectives,
+        largest_results=largest_results(module),
+        warnings=(
+            *warnings(config, collectives, text, capacity, fits),
+            *unknown_loop_warnings(module.loops_without_trip_count()),
+        ),
+        jax_version=jax.__version__,
+        overlap=by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else (),
+    )
+
+
+def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int, capacity: int) -> RealMemory:
+    started = time.perf_counter()
+    compiled = aot.compile_step(config, devices)
+    compile_s = time.perf_counter() - started
+    # XLA's name for a rematerialised instruction.
+    repeated = len(re.findall(r"^\s*(?:ROOT )?%\S+\.remat\S* = ", compiled.as_text() or "", re.MULTILINE))
+    memory: Any = compiled.memory_analysis()
+    total = total_bytes(memory)
+    changed = repeated > 0 or total < demand
+    return RealMemory(changed, repeated, memory.temp_size_in_bytes, total, total <= capacity, compile_s)
+
+
+def host_bytes(memory: Any) -> int:
+    """total_bytes(), but of host memory."""
+    held = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+    return held + memory.host_temp_size_in_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+
+
+def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: bool) -> str:
+    """Hash of everything that the report depends on: the config without logs, checkpoints and run directory, the GPUs, the
+    versions of JAX and of the libraries that compile, XLA_FLAGS, jaxllm's own source.
+    """
+    what = config.model_dump(mode="json", exclude={"log": True, "checkpoint": True, "run": {"dir"}})
+    kind = {**vars(gpu), "dense_flops": dict(gpu.dense_flops), "chip": asdict(gpu.chip)}
+    share = [XLA_MEMORY_FRACTION, RESERVE_BYTES]
+    versions = [jax.__version__, jaxlib.__version__, *aot.versions(), xla_flags.given_flags(), code_hash()]
+    inputs = json.dumps([what, kind, share, gpus, per_host, real_memory, versions], sort_keys=True)
+    return hashlib.sha256(inputs.encode()).hexdigest()
+
+
+def _read(file: Path, because: str) -> CompileReport | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return report_from_json({**values, "hosts_because": because, "cached": True})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning("%s is not a usable report (%s): compiling again.", file, error)
+        return None
+
+
+def _write(file: Path, report: CompileReport) -> None:
+    """Writes the report atomically. If the folder cannot be written, the next start compiles again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                json.dump(report.to_json(), out)
+            os.replace(temporary, file)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        log.warning("The report is not cached: %s cannot be written (%s).", file.parent, error.strerror or error)

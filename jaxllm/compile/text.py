@@ -1,0 +1,154 @@
+"""The compile report as terminal text. `jaxllm compile` prints it.
+
+Console().print(render(report))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from jaxllm.compile.inspect import axes_line
+from jaxllm.compile.overlap import total
+from jaxllm.compile.report import CompileReport
+from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
+from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import readable
+
+ROWS = 14
+"""Collectives in the table; the JSON has all."""
+
+
+def render(report: CompileReport) -> Group:
+    """The report for a terminal of at least 80 columns."""
+    taken = f"compiled in {report.compile_s:.1f} s" + (", earlier (from the cache)" if report.cached else "")
+    parts = [
+        Text(
+            f"The train step for {report.gpus} x {report.gpu}, "
+            f"{hosts_text(report.gpus, report.gpus_per_host)} ({report.hosts_because}), {taken}"
+        ),
+        Text(f"  {axes_line(report.mesh)}; attention {report.attention}"),
+        Text("\nBytes on one device, by XLA"),
+        bytes_table(report),
+        *verdict(report),
+        Text("\nOne step"),
+        *(Padding(Text(line), (0, 0, 0, 2)) for line in step_lines(report)),
+    ]
+    if report.collectives:
+        legend = "hidden: asynchronous, with a matmul between start and done; bare: without; sync: all wait"
+        parts += [
+            Text(f"\nCollectives of one step, on one device ({legend})"),
+            Padding(collectives_table(report), (0, 0, 0, 2)),
+        ]
+        left = len(report.collectives) - ROWS
+        if left > 0:
+            parts.append(Text(f"  and {left} kinds that send less; --json has all"))
+    if report.overlap:
+        parts += [Text("\nExposed communication, by kind"), Padding(overlap_table(report), (0, 0, 0, 2))]
+        parts.append(Text("  bare: no matmul between start and done; shows: by a model's times"))
+    if report.largest_results:
+        parts += [Text("\nLargest results of instructions (some share memory, at different times)"), results_table(report)]
+    if report.warnings:
+        parts.append(Text("\nWarnings"))
+        parts += [Padding(Text(line), (0, 0, 0, 2)) for line in report.warnings]
+    return Group(*parts)
+
+
+def bytes_table(report: CompileReport) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    rows = [
+        ("arguments: state and batch", report.argument_bytes),
+        ("temporaries, at their peak", report.temp_bytes),
+        ("outputs", report.output_bytes),
+        ("of these in place of arguments", -report.alias_bytes),
+        ("total", report.total_bytes),
+    ]
+    if report.host_bytes:
+        rows.append(("in the host's memory besides", report.host_bytes))
+    for name, size in rows:
+        sign = "-" if size < 0 else ""
+        style = "bold" if name == "total" else ""
+        table.add_row(f"  {name}", f"{sign}{readable(abs(size))}", f"{size:,}", style=style)
+    return table
+
+
+def verdict(report: CompileReport) -> Iterator[Text]:
+    if report.capacity_bytes is None:
+        yield Text("The memory of this device is not known.")
+        return
+    share = f"{report.share_of_capacity:.1%} of the {readable(report.capacity_bytes)} that a step may take"
+    if report.fits:
+        yield Text(f"Fits: {share}", style="bold")
+    else:
+        over = readable(report.total_bytes - report.capacity_bytes)
+        yield Text(f"DOES NOT FIT: {share}, {over} too much", style="bold")
+    if report.memory_bytes is not None:
+        yield Text(
+            f"  ({XLA_MEMORY_FRACTION:.0%} of {readable(report.memory_bytes)}, which jaxllm gives XLA, less "
+            f"{readable(RESERVE_BYTES)} kept back)"
+        )
+    if (real := report.real_memory) is not None:
+        if real.rematerialises:
+            yield Text(
+                f"With its real memory XLA computes {real.rematerialised_instructions} instructions again and takes "
+                f"{readable(real.total_bytes)}: slower, and it {'fits' if real.fits else 'does not fit'}"
+            )
+        else:
+            yield Text("With its real memory XLA makes the same program: nothing is computed again for want of room")
+    elif report.near_rematerialisation:
+        yield Text("Above three quarters of the memory XLA computes things again to save some: --real-memory says what it does")
+
+
+def step_lines(report: CompileReport) -> Iterator[str]:
+    kernels = f", {teraflops(report.attention_kernel_flops)} of them cuDNN attention's by its shapes"
+    yield (
+        f"{teraflops(report.executed_flops)} TFLOP on all devices: matmuls as traced, with what is computed twice"
+        f"{kernels if report.attention_kernel_flops else ''}; the model's own are {teraflops(report.model_flops)} (causal)"
+    )
+    yield f"{report.hlo_instructions:,} HLO instructions, {readable(report.hlo_bytes)} of text; JAX {report.jax_version}"
+
+
+def teraflops(flops: int) -> str:
+    return f"{flops / 1e12:,.0f}" if flops >= 1e14 else f"{flops / 1e12:.3g}"
+
+
+def collectives_table(report: CompileReport) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for heading in ("kind", "over", "dtype", "times", "sent", "how", ""):
+        table.add_column(heading, overflow="fold", justify="right" if heading in ("times", "sent") else "left")
+    for row in report.collectives[:ROWS]:
+        how = "hidden" if row.behind_matmuls else "bare" if row.asynchronous else "sync"
+        axes = " x ".join(row.axes) or "-"
+        where = "loops" if row.in_loops else ""
+        table.add_row(row.kind, axes, row.dtype, f"{row.count:,}", readable(row.sent_bytes), how, where)
+    return table
+
+
+def overlap_table(report: CompileReport) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for heading in ("kind", "over", "sent", "bare", "shows", "TFLOP behind"):
+        table.add_column(heading, overflow="fold", justify="left" if heading in ("kind", "over") else "right")
+    for row in (*report.overlap[:ROWS], total(report.overlap)):
+        shares = (f"{row.bare_share:.0%}", f"{row.exposed_share:.0%}")
+        flops = teraflops(round(row.flops_behind))
+        table.add_row(row.kind, " x ".join(row.axes), readable(row.sent_bytes), *shares, flops)
+    return table
+
+
+def results_table(report: CompileReport) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for large in report.largest_results:
+        times = f" x {large.instructions}" if large.instructions > 1 else ""
+        shape = f"{large.dtype}[{','.join(map(str, large.shape))}]{times}"
+        table.add_row(f"  {readable(large.bytes)}", shape, Text(large.origin))
+    return table

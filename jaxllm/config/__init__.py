@@ -1,0 +1,45 @@
+"""The typed, validated config: all keys, all checks, and reading from YAML and overrides."""
+
+from jaxllm.config.checks import all_have_layers, sequence_unit
+from jaxllm.config.config import Config, json_schema, load_config
+from jaxllm.config.errors import ConfigError
+from jaxllm.config.load import config_folder, published_models, with_overrides
+from jaxllm.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RopeScaling,
+    RunConfig,
+    Section,
+    SourceConfig,
+)
+from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions, divisors
+
+__all__ = [
+    "ATTENTION_RESULTS",
+    "AUTO",
+    "BLOCK_INPUT",
+    "BLOCK_TENSORS",
+    "ZERO_DIMS",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "Remat",
+    "RopeScaling",
+    "RunConfig",
+    "Section",
+    "SourceConfig",
+    "XlaOptions",
+    "all_have_layers",
+    "config_folder",
+    "divisors",
+    "json_schema",
+    "load_config",
+    "published_models",
+    "sequence_unit",
+    "with_overrides",
+]

@@ -1,0 +1,120 @@
+"""Checks that compare sections of a config with each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from jaxllm.config.errors import refuse
+from jaxllm.config.sections import ModelConfig, ParallelConfig, TrainConfig
+from jaxllm.config.types import divisors
+
+FP8_UNIT = 16
+"""Dims of cuBLASLt's FP8 matmuls must be multiples of this (cuBLAS library documentation, cublasLtMatmul)."""
+
+
+def sequence_unit(context: int, tensor: int) -> int:
+    """Sequence lengths must be multiples of this to be split over these axes."""
+    return context * math.lcm(2, tensor) if context > 1 else tensor
+
+
+def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
+    """Raises if heads, widths, sequence or layers do not divide over the axes that split them."""
+    if model.num_heads % parallel.tensor:
+        raise refuse(
+            f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
+            f"use one of {list(divisors(model.num_heads))}."
+        )
+    if model.num_kv_heads % parallel.tensor and parallel.tensor % model.num_kv_heads:
+        raise refuse(
+            f"model.num_kv_heads={model.num_kv_heads} can be neither split over parallel.tensor={parallel.tensor} nor "
+            f"repeated evenly: make one a multiple of the other."
+        )
+    if (size := model.intermediate_size) % parallel.tensor:
+        raise refuse(
+            f"model.intermediate_size={size} is not a multiple of parallel.tensor={parallel.tensor}: "
+            f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
+        )
+    if model.matmul_dtype == "fp8":
+        _check_fp8(model, parallel.tensor)
+    # Each context rank has two chunks of a sequence (parallel/zigzag.py), and each tensor rank has a part of those.
+    c = parallel.context
+    unit = sequence_unit(c, parallel.tensor)
+    if S % unit:
+        nearest = f"{S // unit * unit} or {math.ceil(S / unit) * unit}" if unit < S else str(unit)
+        parts = f"in two chunks over parallel.context={c} and each part " if c > 1 else ""
+        raise refuse(
+            f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
+            f"set train.sequence_length={nearest}."
+        )
+    chunks = parallel.pipe * parallel.virtual_stages
+    if not all_have_layers(model.num_layers, chunks):
+        fix = _fewer_chunks(model.num_layers, parallel)
+        raise refuse(
+            f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
+            f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: {fix}."
+        )
+
+
+def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
+    if train.diloco_steps is None:
+        return
+    if parallel.offload_state != "none":
+        raise refuse(
+            f"train.diloco_steps={train.diloco_steps} keeps every replica's state on its devices: set "
+            f"parallel.offload_state=none, not {parallel.offload_state}, or leave DiLoCo out."
+        )
+    if train.diloco_after_steps >= train.steps:
+        raise refuse(
+            f"train.diloco_after_steps={train.diloco_after_steps} leaves DiLoCo none of train.steps={train.steps}: "
+            f"make it smaller, or leave train.diloco_steps out."
+        )
+
+
+def _check_fp8(model: ModelConfig, tensor: int) -> None:
+    """Raises if FP8 does not support a matmul dim of a block, as sharded on a tensor rank."""
+    widths = {
+        "hidden_size": (model.hidden_size, 1),
+        "intermediate_size": (model.intermediate_size, tensor),
+        "num_heads x head_dim": (model.num_heads * model.head_dim, tensor),
+        # Replicated on every rank if the heads do not divide.
+        "num_kv_heads x head_dim": (model.num_kv_heads * model.head_dim, 1 if model.num_kv_heads % tensor else tensor),
+    }
+    for key, (full, ranks) in widths.items():
+        if (width := full // ranks) % FP8_UNIT:
+            split = f" over parallel.tensor={tensor}" if ranks > 1 else ""
+            raise refuse(
+                f"model.matmul_dtype=fp8 multiplies {FP8_UNIT} numbers at a time, and model.{key}{split} is {width}: make it a "
+                f"multiple of {FP8_UNIT}, or set model.matmul_dtype=compute_dtype."
+            )
+
+
+def all_have_layers(layers: int, chunks: int) -> bool:
+    """Whether every chunk has a layer if all chunks but the last are full."""
+    return layers > (chunks - 1) * math.ceil(layers / chunks)
+
+
+def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
+    """Settings that give every chunk a layer: fewer virtual stages if that is enough, else fewer stages."""
+    # More chunks than layers never work.
+    for virtual_stages in range(min(parallel.virtual_stages - 1, layers), 1, -1):
+        if all_have_layers(layers, parallel.pipe * virtual_stages):
+            return f"set parallel.virtual_stages={virtual_stages}"
+    if parallel.virtual_stages > 1 and all_have_layers(layers, parallel.pipe):
+        return "set parallel.virtual_stages=1 and schedule=1f1b"
+    stages = next(pipe for pipe in range(min(parallel.pipe - 1, layers), 0, -1) if all_have_layers(layers, pipe))
+    return f"set parallel.pipe={stages}" + (", virtual_stages=1 and schedule=1f1b" if parallel.virtual_stages > 1 else "")
+
+
+def check_batch_schedule(train: TrainConfig) -> None:
+    """Raises if the thresholds do not rise, or if batch_lr is set without a schedule."""
+    thresholds = [tokens for tokens, _ in train.batch_schedule]
+    for before, after in itertools.pairwise(thresholds):
+        if after <= before:
+            raise refuse(
+                f"train.batch_schedule goes from {before:,} tokens to {after:,}: its from_tokens must rise; put them in order."
+            )
+    if train.batch_lr != "none" and not train.batch_schedule:
+        raise refuse(
+            f"train.batch_lr={train.batch_lr} needs train.batch_schedule, and there is none: set one, or set batch_lr=none."
+        )

@@ -1,0 +1,361 @@
+"""The config: typed, frozen, strict. It defines all that a run does, and invalid values are refused before any device is used.
+
+    config = load_config("configs/quickstart.yaml", ["train.steps=20"])
+
+A recipe is a YAML file with the sections below. `model.name` loads a published shape from configs/models; keys beside it
+override that shape. Every error is one sentence (ConfigError) that says what to change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from jaxllm.config.batch_schedule import Phase, phase_at, phases_of, sequences_before
+from jaxllm.config.checks import all_have_layers, check_batch_schedule, check_diloco, check_split, sequence_unit
+from jaxllm.config.errors import ConfigError, one_sentence, refuse
+from jaxllm.config.load import config_folder, find_recipe, published_models, read_yaml, take_named, with_overrides
+from jaxllm.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RopeScaling,
+    RunConfig,
+    Section,
+    SourceConfig,
+    TrainConfig,
+)
+from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions, divisors
+from jaxllm.display import table
+
+__all__ = [
+    "ATTENTION_RESULTS",
+    "AUTO",
+    "BLOCK_INPUT",
+    "BLOCK_TENSORS",
+    "ZERO_DIMS",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Remat",
+    "RopeScaling",
+    "RunConfig",
+    "Section",
+    "SourceConfig",
+    "TrainConfig",
+    "XlaOptions",
+    "all_have_layers",
+    "config_folder",
+    "divisors",
+    "find_recipe",
+    "json_schema",
+    "load_config",
+    "published_models",
+    "sequence_unit",
+    "with_overrides",
+]
+
+
+class Config(Section):
+    """The config of one run. Its repr is a recipe of the keys that differ from the defaults; `model_dump()` has every key."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _check(self):
+        model, parallel, train = self.model, self.parallel, self.train
+        kinds = {part.source for part in self.data.sources}
+        reads_bytes = self.data.tokenizer in (None, "bytes") and "prepared" not in kinds
+        for part in self.data.sources if reads_bytes and model.vocab_size < 256 else ():
+            if part.source in ("python_stdlib", "files"):
+                raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={part.source} needs 256.")
+        if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
+            raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
+        check_split(model, parallel, train.sequence_length)
+        check_diloco(train, parallel)
+        if parallel.data != AUTO:
+            _check_microbatches(self)
+        check_batch_schedule(train)
+        if train.skip_spikes and train.spike_deviations is None:
+            raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
+        if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
+            raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
+        _check_log(self, of_bytes=reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"})
+        return self
+
+    def __repr__(self) -> str:
+        changed = self.model_dump(mode="json", exclude_defaults=True)
+        recipe = yaml.safe_dump(changed, sort_keys=False, default_flow_style=None, width=78)
+        return f"# what differs from the defaults\n{recipe}"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        changed = self.model_dump(mode="json", exclude_defaults=True)
+        rows = [(section, "\n".join(f"{key}: {value}" for key, value in keys.items())) for section, keys in changed.items()]
+        tokens = f"{self.total_tokens:,} tokens in {self.train.steps:,} steps; what differs from the defaults"
+        return table(rows, left=2, caption=tokens)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens per optimizer step; with train.batch_schedule, in the first step."""
+        return self.train.global_batch_sequences * self.train.sequence_length
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens_before(self.train.steps)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of the batch schedule, in order. Without train.batch_schedule there is one phase."""
+        train = self.train
+        return phases_of(train.global_batch_sequences, train.batch_schedule, train.sequence_length)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """All global batch sizes in the config, in sequences."""
+        return (self.train.global_batch_sequences, *(sequences for _, sequences in self.train.batch_schedule))
+
+    def phase_at(self, step: int) -> Phase:
+        """The phase of the step that follows `step` steps."""
+        return phase_at(self.phases, step)
+
+    def sequences_before(self, step: int) -> int:
+        """Sequences that the first `step` steps consume, which is also the index of the next sample."""
+        return sequences_before(self.phases, step)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens that the first `step` steps consume."""
+        return self.sequences_before(step) * self.train.sequence_length
+
+    def in_phase(self, phase: Phase) -> Config:
+        """This config with the batch size of `phase` for all steps; needs a concrete parallel.data."""
+        batch = {"global_batch_sequences": phase.sequences, "batch_schedule": (), "batch_lr": "none"}
+        train = self.train.model_copy(update={**batch, "microbatch_sequences": self.microbatch_sequences})
+        return self.model_copy(update={"train": train})
+
+    @property
+    def at_largest_batch(self) -> Config:
+        """`in_phase` of the largest batch that the run reaches, whose step needs most memory. Unchanged without a schedule."""
+        if not self.train.batch_schedule:
+            return self
+        reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
+        return self.in_phase(max(reached, key=lambda phase: phase.sequences))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices in the mesh; needs a concrete parallel.data."""
+        p = self.parallel
+        return p.replica * p.pipe * int(p.data) * p.context * p.tensor
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of one virtual stage of the pipeline, including identity layers."""
+        return math.ceil(self.model.num_layers / (self.parallel.pipe * self.parallel.virtual_stages))
+
+    @property
+    def microbatch_sequences(self) -> int:
+        """Sequences per microbatch on one data rank, in every phase; needs a concrete parallel.data."""
+        if self.train.microbatch_sequences is not None:
+            return self.train.microbatch_sequences
+        ranks = self.parallel.replica * int(self.parallel.data)
+        if self.train.global_batch_sequences % ranks:
+            raise _batch_does_not_divide(self, ranks)
+        return self.train.global_batch_sequences // ranks
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Sequences per microbatch on all data ranks of all replicas; needs a concrete parallel.data."""
+        return self.parallel.replica * int(self.parallel.data) * self.microbatch_sequences
+
+    @property
+    def num_microbatches(self) -> int:
+        """M = global / (replica x data x microbatch), in the first phase; needs a concrete parallel.data."""
+        ranks = self.parallel.replica * int(self.parallel.data)
+        per_microbatch = ranks * self.microbatch_sequences
+        if self.train.global_batch_sequences % per_microbatch:
+            raise _batch_does_not_divide(self, ranks)
+        return self.train.global_batch_sequences // per_microbatch
+
+    def resolve(self, num_devices: int) -> Config:
+        """This config with parallel.data filled in for a number of devices.
+
+        Raises:
+          ConfigError: the mesh cannot have that many devices, or the batch does not divide over it.
+        """
+        p = self.parallel
+        others = {"pipe": p.pipe, "context": p.context, "tensor": p.tensor, "replica": p.replica}
+        rest = math.prod(others.values())
+        wanted = "parallel." + " x ".join(f"{axis}={size}" for axis, size in others.items() if size > 1)
+        if p.data == AUTO:
+            if num_devices % rest:
+                raise ConfigError(
+                    f"{wanted} does not divide the {_devices(num_devices)} here: "
+                    f"choose axis sizes whose product divides {num_devices}."
+                )
+            data = num_devices // rest
+        else:
+            data = int(p.data)
+            if data * rest != num_devices:
+                factors = "replica x pipe x data x context x tensor"
+                sizes = " x ".join(map(str, (p.replica, p.pipe, data, p.context, p.tensor)))
+                hint = (
+                    f"set parallel.data={num_devices // rest}"
+                    if num_devices % rest == 0
+                    else f"change the axes so that their product is {num_devices}"
+                )
+                raise ConfigError(
+                    f"The mesh {factors} = {sizes} is {_devices(data * rest)}, but there {'is' if num_devices == 1 else 'are'} "
+                    f"{num_devices}: {hint}, or set run.cpu_devices={data * rest} to try it on this machine's CPU."
+                )
+        parallel = self.parallel.model_copy(update={"data": data})
+        config = self.model_copy(update={"parallel": parallel})
+        try:
+            _check_microbatches(config)
+        except PydanticCustomError as error:
+            raise ConfigError(error.message()) from None
+        return config
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _check_log(config: Config, of_bytes: bool) -> None:
+    """Checks the log section. `of_bytes`: the run reads one text in memory, as bytes."""
+    log = config.log
+    if config.data.held_out_fraction == 0 and (config.train.eval_every_steps or log.baselines):
+        raise refuse(
+            "train.eval_every_steps and log.baselines need held-out text: set data.held_out_fraction above 0 or remove them."
+        )
+    if log.baselines and not of_bytes:
+        raise refuse(
+            "log.baselines counts bytes of one text in memory: set log.baselines=false, or read files without a tokenizer."
+        )
+    if log.profile_steps and not 1 <= log.profile_steps[0] <= log.profile_steps[1] <= config.train.steps:
+        raise refuse(f"log.profile_steps={list(log.profile_steps)} is not [first, last] within 1..{config.train.steps}.")
+
+
+def _check_microbatches(config: Config) -> None:
+    """Raises if the batch of a phase does not divide over the data ranks, if its microbatches do not divide over an interleaved
+    pipeline, or if it has a single part where the noise scale needs two."""
+    _check_rounds(config)
+    _check_parts(config)
+    ranks = config.parallel.replica * int(config.parallel.data)
+    unit = ranks * config.microbatch_sequences
+    for from_tokens, batch in config.train.batch_schedule:
+        if batch % unit:
+            below, above = batch // unit * unit, (batch // unit + 1) * unit
+            raise refuse(
+                f"train.batch_schedule has {batch} sequences from {from_tokens:,} tokens on, which do not divide into data "
+                f"ranks x microbatch = {ranks} x {config.microbatch_sequences} = {unit}: use "
+                f"{f'{below} or ' if below else ''}{above}, or change train.microbatch_sequences or parallel.data."
+            )
+        pipe, M = config.parallel.pipe, batch // unit
+        if config.parallel.virtual_stages > 1 and M % pipe:
+            raise refuse(
+                f"train.batch_schedule has {batch} sequences from {from_tokens:,} tokens on, in {M} microbatches, and "
+                f"parallel.schedule=interleaved takes them in rounds of parallel.pipe={pipe}: use a multiple of {unit * pipe} "
+                f"sequences, or another train.microbatch_sequences."
+            )
+
+
+def _check_parts(config: Config) -> None:
+    """Raises if a step that measures the noise scale has only one part."""
+    if (every := config.log.noise_scale_every) is None:
+        return
+    least = min([config.train.global_batch_sequences, *(batch for _, batch in config.train.batch_schedule)])
+    # With DiLoCo each replica measures alone.
+    own = least // config.parallel.replica if config.train.diloco_steps is not None else least
+    if own // config.microbatch_sequences < 2:
+        raise refuse(
+            f"log.noise_scale_every={every} compares the parts of a step, and {own} sequences with microbatches of "
+            f"{config.microbatch_sequences} on each data rank are one part: "
+            + (
+                f"set train.microbatch_sequences to {own // 2} or less."
+                if own > 1
+                else "make train.global_batch_sequences larger."
+            )
+        )
+
+
+def _check_rounds(config: Config) -> None:
+    parallel, M, G = config.parallel, config.num_microbatches, config.train.global_batch_sequences
+    if parallel.virtual_stages == 1 or M % parallel.pipe == 0:
+        return
+    rounds = [near for near in (M // parallel.pipe * parallel.pipe, (M // parallel.pipe + 1) * parallel.pipe) if near]
+    batches = " or ".join(str(G // M * near) for near in rounds)
+    raise refuse(
+        f"parallel.schedule=interleaved takes microbatches in rounds of parallel.pipe={parallel.pipe}, and a step has {M}: "
+        f"make it {' or '.join(map(str, rounds))}, with train.global_batch_sequences={batches} or another microbatch_sequences."
+    )
+
+
+def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:
+    batch, micro = config.train.global_batch_sequences, config.train.microbatch_sequences
+    if micro is None:
+        replica = config.parallel.replica
+        step = ranks
+        each = f"parallel.replica x data = {ranks} ranks" if replica > 1 else f"parallel.data={ranks} ranks"
+    else:
+        step, each = ranks * micro, f"data ranks x microbatch = {ranks} x {micro} = {ranks * micro}"
+    below, above = batch // step * step, (batch // step + 1) * step
+    choices = f"{below} or {above}" if below else str(above)
+    if micro is None or batch % ranks:
+        instead = "change parallel.data"
+    else:
+        own = batch // ranks
+        instead = f"set train.microbatch_sequences={max(n for n in divisors(own) if n <= micro)}"
+    return refuse(f"train.global_batch_sequences={batch} does not divide into {each}: use {choices}, or {instead}.")
+
+
+def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Reads a recipe.
+
+    Args:
+      path: a YAML file, or its content as a mapping; or the name of a recipe that comes with jaxllm, such as quickstart or
+        configs/quickstart.yaml, if that file does not exist here.
+      overrides: `section.key=value` strings with the value in YAML; later ones win.
+
+    Raises:
+      ConfigError: one sentence that names the key and what to change.
+    """
+    values = read_yaml(find_recipe(Path(path))) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
+    # A section whose keys are all commented out is None in YAML.
+    values = with_overrides(values, overrides)
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("name") is not None:
+        take_named(values)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(one_sentence(error, Config)) from None
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a recipe, for editors."""
+    schema = Config.model_json_schema()
+    # A recipe may leave sizes to model.name.
+    schema["$defs"]["ModelConfig"].pop("required", None)
+    return schema

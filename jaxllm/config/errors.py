@@ -1,0 +1,125 @@
+"""Messages for an invalid config: one sentence that names the key and says what to change."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
+
+
+class ConfigError(ValueError):
+    """A config that cannot run. The message is one sentence that says what to change."""
+
+    exit_code = 2
+    """Exit code of the command (exit_codes.py). A subclass has another if a restart may help without a change."""
+
+
+def refuse(sentence: str) -> PydanticCustomError:
+    """An error for validators. Pydantic passes its sentence through unchanged."""
+    return PydanticCustomError("jaxllm", "{sentence}", {"sentence": sentence})
+
+
+def line_of(error: BaseException) -> str:
+    """The error's message on one line without its full stop, for use inside a sentence."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def why_not_yaml(error: Exception) -> str:
+    """Why yaml.safe_load failed, in a few words, with the line number if known."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    return f"line {mark.line + 1}: {problem}" if problem and mark else line_of(error)
+
+
+def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
+    """The first error of a config of class `root`, in words that a user can act on."""
+    first = error.errors()[0]
+    # For a union, pydantic appends the tag of the tried member to the key; those tags never equal a key of ours.
+    where = [part for part in first["loc"] if isinstance(part, int) or not re.search(r"[\[-]|^(int|float|bool)$", part)]
+    path, kind, given = _path(where), first["type"], first.get("input")
+    if kind == "jaxllm":
+        return first["msg"]
+    if kind == "extra_forbidden":
+        keys = list(_section_class(root, where[:-1]).model_fields)
+        nearest = difflib.get_close_matches(str(where[-1]), keys, n=1, cutoff=0.5)
+        home = next((s for s, f in root.model_fields.items() if where[-1] in getattr(f.annotation, "model_fields", {})), None)
+        if nearest:
+            hint = f"did you mean {_path([*where[:-1], nearest[0]])}?"
+        elif home:
+            hint = f"did you mean {home}.{where[-1]}?"
+        else:
+            hint = f"the keys there are {', '.join(keys)}."
+        return f"Unknown key {path}: {hint}"
+    if kind == "missing":
+        if len(where) == 1:
+            return f"The section {path} is missing: add it to the config."
+        hint = " (or model.name for a published shape)" if where[0] == "model" and len(where) == 2 else ""
+        # Command line overrides cannot reach an element of a list.
+        override = "" if any(isinstance(part, int) for part in where) else f" or with {path}=VALUE"
+        return f"{path} is missing: set it in the config{override}{hint}."
+    if kind == "literal_error":
+        choices = _literal_choices(root, where) or str(first.get("ctx", {}).get("expected")).replace("'", "")
+        return f"{path}={_plain(given)} is not one of the choices: use {choices}."
+    if path == "parallel.data":
+        return f"{path}={_plain(given)} is not valid: it should be a whole number of at least 1, or auto."
+    return f"{path}={_plain(given)} is not valid: {_expectation(first)}."
+
+
+def _expectation(error: Mapping[str, Any]) -> str:
+    """Describes a valid value, in pydantic's words unless they are about Python classes."""
+    kind, given = error["type"], error.get("input")
+    if kind == "int_type" and isinstance(given, float) and given.is_integer():
+        # YAML reads 1e9 as a float.
+        return f"it should be a valid integer, written {int(given)}"
+    if kind == "string_type" and isinstance(given, int | float):
+        return "it should be a valid string, so put it in quotes (and those in quotes for a shell)"
+    plain = {"bool_type": "be true or false", "tuple_type": "be a list", "float_parsing": "be a valid number"}
+    plain |= {"int_parsing_size": "be smaller", "model_type": "have keys below it", "dict_type": "have keys below it"}
+    if kind in plain:
+        return f"it should {plain[kind]}"
+    return re.sub(r"^\w+ should", "it should", error["msg"]).replace(" after validation", "")
+
+
+def _path(where: Sequence[str | int]) -> str:
+    """Joins (data, mixture, 0, name) into data.mixture[0].name."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+
+
+def _section_class(root: type[BaseModel], where: Sequence[str | int]) -> type[BaseModel]:
+    node = root
+    for key in where:
+        # An element of a list has the class that the annotation of the list's key names.
+        if not isinstance(key, int):
+            node = next(_classes(node.model_fields[key].annotation))
+    return node
+
+
+def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The section classes in a type: the type itself, members of a union, elements of a tuple."""
+    if isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _classes(inner)
+
+
+def _literal_choices(root: type[BaseModel], where: Sequence[str | int]) -> str | None:
+    places = sum(isinstance(part, int) for part in where[-1:])
+    *outer, key = where[: len(where) - places]
+    annotation = _section_class(root, outer).model_fields[str(key)].annotation
+    if places:
+        # The choices for an element of a list.
+        annotation = get_args(annotation)[0]
+    choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
+    return ", ".join(choices) or None
+
+
+def _plain(value: Any) -> str:
+    """A value as the user wrote it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,0 +1,267 @@
+"""Translates between Hugging Face's config.json and the `model` section. Refuses unsupported networks by key.
+
+There are two dialects. Folders of the hub and transformers 4 use `rope_theta`, `rope_scaling`, `torch_dtype`; transformers 5
+uses `rope_parameters`, `dtype`. The output has both, with equal values, so either version loads it. This module is pure Python:
+a recipe may name a folder, and reading its shape takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config.errors import ConfigError
+
+CONFIG, MODEL = "config.json", "model.json"
+SHAPE_KEYS = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("rope_theta", "rope_scaling", "tie_embeddings", "norm_eps"),
+)
+"""Keys of the `model` section that define the network, as opposed to how it runs."""
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+"""jaxllm's and Hugging Face's names of the sizes that each config.json has."""
+ROPE_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position": "original_max_position_embeddings",
+}
+CLASSES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+}
+"""Defaults of transformers for keys that are missing in config.json, where the two classes differ."""
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", "swish", None),
+    "quantization_config": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (None, 1),
+    "is_encoder_decoder": (None, False),
+}
+"""Keys that change the network, with the values that jaxllm supports."""
+
+
+def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Builds the shape keys of the `model` section from the content of a config.json.
+
+    Args:
+      where: the file, for error messages.
+
+    Raises:
+      ConfigError: a key is missing or has another type, or the network is not supported. The message names the key.
+    """
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{where} does not hold a JSON object: give the config.json of a Llama model.")
+    kind = _kind(found, where)
+    for key, allowed in MUST_BE.items():
+        if (value := found.get(key)) not in allowed:
+            raise ConfigError(f"{where} says {key}={_plain(value)}, which jaxllm's Llama does not support: use another model.")
+    if "AutoModelForCausalLM" in (found.get("auto_map") or {}):
+        raise ConfigError(f"{where} says auto_map, so its network has its own code: use a model of transformers' Llama class.")
+    if found.get("max_position_embeddings") is not None:
+        _integer(found, "max_position_embeddings", where)
+    _refuse_window(found, kind, where)
+    section: dict[str, Any] = {ours: _integer(found, theirs, where) for ours, theirs in SIZES.items()}
+    kv_heads = found.get("num_key_value_heads", DEFAULTS[kind]["num_key_value_heads"])
+    kv_heads = section["num_heads"] if kv_heads is None else kv_heads
+    section["num_kv_heads"] = _integer({"num_key_value_heads": kv_heads}, "num_key_value_heads", where)
+    if found.get("head_dim") is None and section["hidden_size"] % section["num_heads"]:
+        raise ConfigError(f"{where} has no head_dim, and its hidden_size is not a multiple of its heads: add head_dim.")
+    given = found.get("head_dim") is not None
+    section["head_dim"] = _integer(found, "head_dim", where) if given else section["hidden_size"] // section["num_heads"]
+    section["norm_eps"] = _number(found, "rms_norm_eps", where, 1e-6)
+    if (tied := found.get("tie_word_embeddings")) not in (True, False, None):
+        raise ConfigError(f"{where} says tie_word_embeddings={_plain(tied)}: it should be true or false.")
+    section["tie_embeddings"] = bool(tied)
+    section["rope_theta"], section["rope_scaling"] = _rope(found, kind, where)
+    return {key: section[key] for key in SHAPE_KEYS}
+
+
+def hugging_face_config(
+    model: Mapping[str, Any],
+    *,
+    dtype: str,
+    max_position: int | None,
+    original: Mapping[str, Any] | None = None,
+    tokens: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Builds the content of a config.json that transformers 4.43 and later, including 5, load as this network.
+
+    Args:
+      model: the `model` section. Only its shape keys are read.
+      dtype: dtype of the weights beside it: float32, bfloat16 or float16.
+      max_position: positions that the model was trained for. None: the value in `original`, or transformers' default.
+      original: the config.json that the model came with. Its keys beyond the shape are kept.
+      tokens: bos_token_id, eos_token_id and similar, for a model without a config.json.
+    """
+    original = dict(original or {})
+    kind = _kind(original, "The original config.json") if original else "llama"
+    config: dict[str, Any] = {
+        "architectures": original.get("architectures") or ["LlamaForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        **({} if original else {"attention_dropout": 0.0, "use_cache": True, "bos_token_id": None, "eos_token_id": None}),
+        **original,
+        **({} if original else dict(tokens or {})),
+        **{theirs: model[ours] for ours, theirs in SIZES.items()},
+        "num_key_value_heads": model["num_kv_heads"],
+        "head_dim": model["head_dim"],
+        "rms_norm_eps": model["norm_eps"],
+        "tie_word_embeddings": model["tie_embeddings"],
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if "initializer_std" in model:
+        config["initializer_range"] = model["initializer_std"]
+    if max_position is not None:
+        config["max_position_embeddings"] = max_position
+    window = {**DEFAULTS[kind], **config}.get("sliding_window")
+    if window is not None and max_position is not None and window < max_position:
+        # The window was as wide as the context, which is now longer.
+        config["sliding_window"] = None
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if (ours := model.get("rope_scaling")) is not None:
+        scaling = {"rope_type": "llama3"} | {theirs: ours[key] for key, theirs in ROPE_SCALING.items()}
+    config["rope_theta"] = model["rope_theta"]
+    config["rope_scaling"] = scaling if ours is not None else None
+    config["rope_parameters"] = {**scaling, "rope_theta": model["rope_theta"]}
+    config.pop("original_max_position_embeddings", None)
+    return config
+
+
+def folder_shape(path: Path) -> dict[str, Any] | None:
+    """Shape keys of the model in a folder, Hugging Face's or jaxllm's own. None if it is neither.
+
+    Raises:
+      ConfigError: its description is damaged, or the network is not supported.
+    """
+    if (path / MODEL).is_file():
+        section = read_json(path / MODEL).get("model")
+        if not isinstance(section, dict) or not set(SIZES) <= section.keys():
+            raise ConfigError(f"{path / MODEL} does not describe the model's shape: convert or export it again.")
+        return {key: section[key] for key in SHAPE_KEYS if key in section}
+    if (path / CONFIG).is_file():
+        return model_section(read_json(path / CONFIG), str(path / CONFIG))
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads the object in a JSON file.
+
+    Raises:
+      ConfigError: the file cannot be read or holds no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the folder.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({' '.join(str(error).split())}): get the file again.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} does not hold a JSON object: get the file again.")
+    return found
+
+
+def _kind(found: Mapping[str, Any], where: str) -> str:
+    """Returns llama or mistral."""
+    classes, kind = found.get("architectures"), found.get("model_type")
+    if classes:
+        name = classes[0] if isinstance(classes, list) and len(classes) == 1 else str(classes)
+        if name not in CLASSES:
+            raise ConfigError(f"{where} says architectures={_plain(classes)}: jaxllm supports {' and '.join(CLASSES)}.")
+        if kind not in (None, CLASSES[name]):
+            raise ConfigError(f"{where} says architectures={name} and model_type={kind}, which do not match.")
+        return CLASSES[name]
+    if kind not in CLASSES.values():
+        raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm supports {' and '.join(CLASSES.values())}.")
+    return str(kind)
+
+
+def _refuse_window(found: Mapping[str, Any], kind: str, where: str) -> None:
+    window = found.get("sliding_window", DEFAULTS[kind].get("sliding_window"))
+    longest = found.get("max_position_embeddings", DEFAULTS[kind]["max_position_embeddings"])
+    if window is None or (isinstance(window, int) and isinstance(longest, int) and window >= longest):
+        return
+    silent = "" if "sliding_window" in found else ", which is transformers' default for a missing key"
+    raise ConfigError(
+        f"{where} says sliding_window={_plain(window)}{silent}, shorter than max_position_embeddings={_plain(longest)}: jaxllm "
+        f"attends to all positions, so set sliding_window to null if shorter contexts are enough, or use another model."
+    )
+
+
+def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[str, Any] | None]:
+    """Reads (theta, rope_scaling section or None) from either dialect, or from both if they agree."""
+    dialects = {key: found[key] for key in ("rope_scaling", "rope_parameters") if found.get(key)}
+    for key, value in dialects.items():
+        if not isinstance(value, Mapping) or any(isinstance(part, Mapping) for part in value.values()):
+            raise ConfigError(f"{where} says {key}={_plain(value)}: jaxllm supports one rotary embedding for all layers.")
+    thetas = {key: value["rope_theta"] for key, value in dialects.items() if "rope_theta" in value}
+    if "rope_theta" in found:
+        thetas["rope_theta"] = found["rope_theta"]
+    _refuse_disagreement(thetas, where)
+    theta = _number({"rope_theta": next(iter(thetas.values()), 10000.0)}, "rope_theta", where)
+    scalings = {key: _scaling(value, found, kind, f"{where}: {key}") for key, value in dialects.items()}
+    _refuse_disagreement(scalings, where)
+    return theta, next(iter(scalings.values()), None)
+
+
+def _refuse_disagreement(said: Mapping[str, Any], where: str) -> None:
+    (first, *others) = said.items() or [("", None)]
+    for other in others:
+        if other[1] != first[1]:
+            raise ConfigError(f"{where}: {first[0]} and {other[0]} disagree ({first[1]} and {other[1]}): keep the correct one.")
+
+
+def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where: str) -> dict[str, Any] | None:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ConfigError(
+            f"{where} says partial_rotary_factor={_plain(rope['partial_rotary_factor'])}: jaxllm's Llama supports only 1."
+        )
+    if rope_type == "default":
+        return None
+    if rope_type != "llama3":
+        raise ConfigError(f"{where} says rope_type={_plain(rope_type)}: jaxllm's Llama supports default and llama3.")
+    longest = found.get("max_position_embeddings", DEFAULTS[kind]["max_position_embeddings"])
+    original = "original_max_position_embeddings"
+    _refuse_disagreement(
+        {key: said[original] for key, said in (("it", rope), ("the config", found)) if original in said}, where
+    )
+    filled = {original: found.get(original, longest), **rope}
+    section = {ours: _number(filled, theirs, where) for ours, theirs in ROPE_SCALING.items()}
+    return section | {"original_max_position": int(section["original_max_position"])}
+
+
+def _integer(found: Mapping[str, Any], key: str, where: str) -> int:
+    value = found.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where} says {key}={_plain(value)}: it should be a whole number of at least 1.")
+    return value
+
+
+def _number(found: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = found.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{where} says {key}={_plain(value)}: it should be a number above 0.")
+    return float(value)
+
+
+def _plain(value: Any) -> str:
+    """The value as JSON, shortened to one line."""
+    text = json.dumps(value, default=str).strip('"')
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,82 @@
+"""Types of config keys, among them `Remat` and the names of a block's tensors."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from jaxllm.config.errors import refuse
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
+AUTO = "auto"
+BLOCK_INPUT = "block_input"
+ATTENTION_RESULTS = ("attention_output", "attention_lse")
+BLOCK_TENSORS = (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
+"""Tensors that a block may keep for its backward pass, in order of computation. The model gives its tensors these names."""
+ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
+"""ZeRO shards the first of these dims that the parameter has, that divides evenly, and that no other axis shards. It never
+shards a dim that counts layers, because ZeRO 3 gathers layer by layer."""
+RematAction = Literal["keep", "recompute", "offload"]
+
+
+def _check_remat(remat: Any) -> Any:
+    if not isinstance(remat, Mapping):
+        return remat
+    for name, action in remat.items():
+        if name not in BLOCK_TENSORS:
+            nearest = difflib.get_close_matches(str(name), BLOCK_TENSORS, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"the tensors of a block are {', '.join(BLOCK_TENSORS)}."
+            raise refuse(f"parallel.remat.{name} is not a tensor of a block: {hint}")
+        if action not in get_args(RematAction):
+            raise refuse(f"parallel.remat.{name}={action} is not one of the choices: use {', '.join(get_args(RematAction))}.")
+    if remat.get(BLOCK_INPUT) == "recompute":
+        raise refuse("parallel.remat.block_input=recompute is impossible, as all starts from it: use keep or offload.")
+    held = [name for name in ATTENTION_RESULTS if remat.get(name, "recompute") != "recompute"]
+    if len(held) == 1:
+        other = next(name for name in ATTENTION_RESULTS if name not in held)
+        raise refuse(f"parallel.remat.{held[0]}={remat[held[0]]} gains nothing alone: keep or offload {other} too.")
+    return dict(remat)
+
+
+Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, RematAction], BeforeValidator(_check_remat)]
+
+
+def one_or_more(given: Any) -> Any:
+    return (given,) if isinstance(given, str) else given
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
+
+
+def _pairs(schedule: Any) -> Any:
+    if schedule is None:
+        return ()
+    if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
+        raise refuse(
+            f"train.batch_schedule={schedule} is not a list of pairs: write [[from_tokens, global_batch_sequences], ...], such "
+            f"as [[1000000000, 2048]]."
+        )
+    return schedule
+
+
+BatchSchedule = Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], BeforeValidator(_pairs)]
+XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending. In the root's time: a size mistyped by some digits is answered too."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(small + [number // n for n in reversed(small) if n * n != number])

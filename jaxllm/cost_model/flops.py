@@ -1,0 +1,59 @@
+"""Parameters and model FLOPs of a shape, in closed form.
+
+A multiply and an add are two FLOPs. Only matmuls count; norms, rotary angles, softmax and the optimizer do not. Work repeated
+by rematerialisation counts once (MFU, not HFU; Chowdhery et al. 2022, "PaLM", appendix B).
+
+D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length.
+"""
+
+from jaxllm.config import ModelConfig
+
+
+def layer_matmul_parameters(model: ModelConfig) -> int:
+    """Parameters of one layer's matrices: D H (2 N + 2 K) for queries, keys, values and output, 3 D F for the gated
+    feed-forward."""
+    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    return attention + 3 * model.hidden_size * model.intermediate_size
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """All parameters, without the padding a mesh may add; a tied embedding and head count once.
+
+    L (D H (2 N + 2 K) + 3 D F + 2 D) + D + V D (2 V D untied): two norms a layer and one at the end.
+    """
+    layer = layer_matmul_parameters(model) + 2 * model.hidden_size
+    vocabulary_matrices = 1 if model.tie_embeddings else 2
+    return model.num_layers * layer + model.hidden_size + vocabulary_matrices * model.vocab_size * model.hidden_size
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Parameters that multiply every token: L (D H (2 N + 2 K) + 3 D F) + V D.
+
+    The V D is the head, tied or not; an embedding lookup is not a matmul.
+    """
+    return model.num_layers * layer_matmul_parameters(model) + model.vocab_size * model.hidden_size
+
+
+def attention_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool) -> int:
+    """FLOPs per token of scores and weighted values, all layers, forward only: 4 S N H L; causal 2 S N H L.
+
+    Causal attention counts half the square, as published figures do; the exact share with the diagonal is (S + 1) / (2 S).
+    Packed documents are ignored: every token counts for the complete sequence.
+    """
+    full_square = 4 * sequence_length * model.num_heads * model.head_dim * model.num_layers
+    return full_square // 2 if causal else full_square
+
+
+def train_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool = True) -> int:
+    """Model FLOPs of forward and backward per token: 6 x matmul_parameters + 3 x attention_flops_per_token.
+
+    The backward pass does twice the forward's work: one matmul for each of a matmul's two inputs.
+    """
+    return 6 * matmul_parameters(model) + 3 * attention_flops_per_token(model, sequence_length, causal)
+
+
+def mfu(
+    tokens_per_s_per_device: float, model: ModelConfig, sequence_length: int, peak_flops: float, causal: bool = True
+) -> float:
+    """Model FLOPs utilisation, as a fraction of `peak_flops` (FLOP/s: the dense peak of the compute dtype)."""
+    return tokens_per_s_per_device * train_flops_per_token(model, sequence_length, causal) / peak_flops

@@ -1,0 +1,325 @@
+"""Figures of each kind of GPU, by NVIDIA's data sheets. Every estimate and every MFU uses them.
+
+    gpu = find_gpu("h100-80gb")      # the value of --gpu: a name, or a YAML file that describes another kind
+    gpu.capacity_bytes               # the most that one train step may use
+
+Data sheets list tensor core speeds with 2:4 sparsity, which training does not use. The values here are dense: half of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import yaml
+
+from jaxllm.config.errors import ConfigError, why_not_yaml
+
+MIB = 2**20
+TERA = 1e12
+GIGA = 1e9
+PCIE_SHARE = 0.86
+"""Share of a data sheet's PCIe figure that a large copy from pinned memory reaches. A packet of 256 bytes has 24 to 28 bytes of
+header and framing (PCI Express base specification), and flow control takes its part: 55 of 64 GB/s. Calculated, not
+measured."""
+
+XLA_MEMORY_FRACTION = 0.92
+"""Share of a GPU's memory that XLA allocates at the start for all its buffers (xla_flags.apply sets it; JAX's default is 0.75).
+The other 8%, 3.2 GiB of an A100's 40 and 6.4 of an H100's 80, are for the driver's allocations: the CUDA context and loaded
+kernels (about 0.5 GiB), and NCCL's buffers (about 0.5 GiB for each group of ranks). Both are rules of thumb."""
+RESERVE_BYTES = 2**30
+"""Reserve in XLA's share that every verdict keeps free: for the CUDA context and NCCL if they need more than the 8% (the share
+can then be lowered by as much), and for everything beside the step: the next batch, cuBLAS's workspaces, gaps between buffers.
+Chosen, not measured."""
+
+NVLINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 14e-6
+"""Latency of one ring step, as NCCL's own tuning assumes for long messages (hwLat in graph/tuning.cc, ring, protocol
+Simple)."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Properties of a GPU, besides its memory, that XLA needs to compile for it."""
+
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    fpus_per_multiprocessor: int
+    """float32 units."""
+    shared_memory_per_multiprocessor: int
+    """Bytes; one block may have 1 KiB less."""
+    l2_cache_bytes: int
+    clock_ghz: float
+
+    @property
+    def shared_memory_per_block(self) -> int:
+        """Bytes that a block can request; 48 KiB need no request."""
+        return self.shared_memory_per_multiprocessor - 1024
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether XLA starts transfers as early as they could be useful: for Hopper and later it does, and holds more for it;
+        for an A100 it starts them late (compiled steps; its scheduler goes by the GPU's speeds)."""
+        return self.compute_capability >= (9, 0)
+
+
+# Multiprocessors, L2 and boost clocks: NVIDIA's architecture papers (A100, H100, Blackwell) and what XLA's own descriptions of
+# these boards (xla/backends/gpu/target_config/specs) read from the driver; shared memory: CUDA programming guide, compute
+# capabilities 8.0, 9.0 and 10.0.
+A100 = Chip((8, 0), 108, 64, 164 * 1024, 40 * MIB, 1.41)
+H100 = Chip((9, 0), 132, 128, 228 * 1024, 50 * MIB, 1.98)
+H100_NVL = dataclasses.replace(H100, clock_ghz=1.785)
+B200 = Chip((10, 0), 148, 128, 228 * 1024, 132_644_864, 1.965)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, in the host in which it is usually sold."""
+
+    name: str
+    memory_bytes: int
+    """Total memory as the driver reports it. A train step gets less: see capacity_bytes."""
+    dense_flops: Mapping[str, float]
+    """Peak FLOP/s without sparsity: bfloat16 and tf32 on tensor cores, float32 on the CUDA cores."""
+    memory_bandwidth_bytes_per_s: float
+    gpus_per_host: int
+    """GPUs that reach each other at link_bandwidth_bytes_per_s."""
+    link_bandwidth_bytes_per_s: float
+    """NVLink bandwidth in one direction; data sheets list the sum of both."""
+    link_latency_s: float
+    """Latency of one ring step inside the host."""
+    network_bandwidth_bytes_per_s: float
+    """Bandwidth between hosts, per GPU, in one direction: that of the reference system's adapters, not of every cluster."""
+    network_latency_s: float
+    """Latency of one ring step that crosses hosts."""
+    host_bandwidth_bytes_per_s: float
+    """Bandwidth to and from the host's pinned memory, each way: PCIe's, less the packet overhead (see PCIE_SHARE)."""
+    chip: Chip
+    source: str
+    device_kind: str = ""
+    """JAX's name (`jax.Device.device_kind`), in full: a PCIe card or a cut-down export model of the same family has other
+    figures. '' if the name is not known."""
+
+    def peak_flops(self, compute_dtype: str) -> float:
+        """Dense peak, FLOP/s, of matmuls in a compute dtype. XLA multiplies float32 matrices in TF32 on these chips."""
+        return self.dense_flops["tf32" if compute_dtype == "float32" else "bfloat16"]
+
+    @property
+    def float8_flops(self) -> float | None:
+        """Peak FLOP/s of FP8 without sparsity: twice that of bfloat16 on every chip with FP8 (NVIDIA's data sheets of H100,
+        H200 and B200). None before Ada."""
+        return 2 * self.dense_flops["bfloat16"] if self.chip.compute_capability >= (8, 9) else None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that one train step may use: XLA's share of the memory, less the reserve."""
+        return int(self.memory_bytes * XLA_MEMORY_FRACTION) - RESERVE_BYTES
+
+
+class _Links(NamedTuple):
+    """How the GPUs of a host reach each other, other hosts and their own, in the units of data sheets."""
+
+    gpus_per_host: int
+    nvlink_gb_per_s: float
+    """One direction."""
+    network_gbit_per_s: float
+    pcie_gb_per_s: float
+
+
+_A100_TFLOPS = {"bfloat16": 312, "tf32": 156, "float32": 19.5}
+_H100_TFLOPS = {"bfloat16": 989, "tf32": 494, "float32": 67}
+_DGX_A100 = _Links(8, 300, 200, 32)
+_DGX_H100 = _Links(8, 450, 400, 64)
+
+
+def _gpu(
+    name: str,
+    *,
+    memory_mib: int,
+    memory_gb_per_s: float,
+    tflops: Mapping[str, float],
+    links: _Links,
+    chip: Chip,
+    source: str,
+    device_kind: str = "",
+) -> Gpu:
+    return Gpu(
+        name=name,
+        memory_bytes=memory_mib * MIB,
+        dense_flops=MappingProxyType({dtype: speed * TERA for dtype, speed in tflops.items()}),
+        memory_bandwidth_bytes_per_s=memory_gb_per_s * GIGA,
+        gpus_per_host=links.gpus_per_host,
+        link_bandwidth_bytes_per_s=links.nvlink_gb_per_s * GIGA,
+        link_latency_s=NVLINK_LATENCY_S,
+        network_bandwidth_bytes_per_s=links.network_gbit_per_s * GIGA / 8,
+        network_latency_s=NETWORK_LATENCY_S,
+        host_bandwidth_bytes_per_s=links.pcie_gb_per_s * GIGA * PCIE_SHARE,
+        chip=chip,
+        source=source,
+        device_kind=device_kind,
+    )
+
+
+# memory_mib is nvidia-smi's "total". The GB of a name is a GiB up to Hopper ("80gb": 79.6 GiB); "192gb" is decimal.
+_TABLE = (
+    _gpu(
+        "a100-40gb",
+        device_kind="NVIDIA A100-SXM4-40GB",
+        memory_mib=40960,
+        memory_gb_per_s=1555,
+        tflops=_A100_TFLOPS,
+        links=_DGX_A100,
+        chip=A100,
+        source="NVIDIA A100 Tensor Core GPU data sheet, A100 40GB SXM; network: NVIDIA DGX A100 data sheet",
+    ),
+    _gpu(
+        "a100-80gb",
+        device_kind="NVIDIA A100-SXM4-80GB",
+        memory_mib=81920,
+        memory_gb_per_s=2039,
+        tflops=_A100_TFLOPS,
+        links=_DGX_A100,
+        chip=A100,
+        source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM; network: NVIDIA DGX A100 data sheet",
+    ),
+    _gpu(
+        "h100-80gb",
+        device_kind="NVIDIA H100 80GB HBM3",
+        memory_mib=81559,
+        memory_gb_per_s=3350,
+        tflops=_H100_TFLOPS,
+        links=_DGX_H100,
+        chip=H100,
+        source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; network: NVIDIA DGX H100 data sheet",
+    ),
+    # The SXM5 board with HBM2e, four per host: more memory than the 80 GB board, and slower. The H100 NVL below is another
+    # card.
+    _gpu(
+        "h100-94gb",
+        memory_mib=95830,
+        memory_gb_per_s=2396,
+        tflops=_H100_TFLOPS,
+        links=_Links(4, 450, 200, 64),
+        chip=H100,
+        source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; memory and network: TSUBAME4.0 hardware description",
+    ),
+    # A PCIe card. NVLink bridges connect two; more of them in a host communicate over PCIe. The network is a guess: no
+    # reference system exists.
+    _gpu(
+        "h100-nvl-94gb",
+        device_kind="NVIDIA H100 NVL",
+        memory_mib=95830,
+        memory_gb_per_s=3900,
+        tflops={"bfloat16": 835, "tf32": 417, "float32": 60},
+        links=_Links(2, 300, 200, 64),
+        chip=H100_NVL,
+        source="NVIDIA H100 Tensor Core GPU data sheet, H100 NVL",
+    ),
+    _gpu(
+        "h200-141gb",
+        device_kind="NVIDIA H200",
+        memory_mib=143771,
+        memory_gb_per_s=4800,
+        tflops=_H100_TFLOPS,
+        links=_DGX_H100,
+        chip=H100,
+        source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM; network: NVIDIA DGX H200 data sheet",
+    ),
+    _gpu(
+        "b200-192gb",
+        device_kind="NVIDIA B200",
+        memory_mib=183359,
+        memory_gb_per_s=8000,
+        tflops={"bfloat16": 2250, "tf32": 1100, "float32": 80},
+        links=_Links(8, 900, 400, 64),
+        chip=B200,
+        source="NVIDIA Blackwell Architecture Technical Brief, HGX B200; network: NVIDIA DGX B200 data sheet",
+    ),
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _TABLE})
+"""All kinds, by the name that `--gpu` accepts."""
+
+
+def gpu_from_device_kind(kind: str) -> Gpu | None:
+    """The GPU whose `jax.Device.device_kind` is `kind`; None for a CPU and for a GPU that is not in the table."""
+    return next((gpu for gpu in _TABLE if kind and gpu.device_kind == kind), None)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU for a value of `--gpu`: one of GPUS, or a YAML file (ends in .yaml or .yml) that describes another.
+
+    In such a file, `like: NAME` gives the default of every field; any field of Gpu and Chip may follow by its name, and any
+    entries of dense_flops. Bytes, seconds and FLOP/s are plain numbers:
+
+        like: h100-80gb
+        name: h20-96gb
+        memory_bytes: 102_625_181_696
+        dense_flops: {bfloat16: 148.0e+12}
+        multiprocessors: 78
+
+    Raises:
+      ConfigError: the name, file or field does not exist, or a value is invalid.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return _gpu_from_file(Path(name))
+    if name not in GPUS:
+        nearest = [known for known in GPUS if name and known.startswith(name.lower())] or difflib.get_close_matches(name, GPUS)
+        choose = f"did you mean {nearest[0]}? Choose" if nearest else "choose"
+        raise ConfigError(
+            f"There is no GPU {name or repr(name)}: {choose} one of {', '.join(GPUS)}, or a YAML file of your own."
+        )
+    return GPUS[name]
+
+
+def _gpu_from_file(path: Path) -> Gpu:
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or why_not_yaml(error)
+        raise ConfigError(f"{path} cannot be read as the description of a GPU: {reason}.") from None
+    if not isinstance(given, dict) or not isinstance(given.get("like"), str) or given["like"] not in GPUS:
+        raise ConfigError(f"{path} does not say which GPU it is like: write like: and one of {', '.join(GPUS)}.")
+    base = GPUS[given.pop("like")]
+    on_chip = {field.name for field in dataclasses.fields(Chip)}
+    known = on_chip | {field.name for field in dataclasses.fields(Gpu)} - {"chip"}
+    for key, value in given.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it may have {', '.join(sorted(known))}."
+            raise ConfigError(f"Unknown key {key} in {path}: {hint}")
+        _check_value(path, key, value, getattr(base.chip if key in on_chip else base, key))
+    chip = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in on_chip}
+    rest = {key: value for key, value in given.items() if key not in on_chip}
+    if "dense_flops" in rest:
+        rest["dense_flops"] = MappingProxyType({**base.dense_flops, **rest["dense_flops"]})
+    named = {"name": path.stem, "source": str(path), "device_kind": ""}
+    gpu = dataclasses.replace(base, **{**named, **rest, "chip": dataclasses.replace(base.chip, **chip)})
+    if gpu.capacity_bytes <= 0:
+        raise ConfigError(f"memory_bytes={gpu.memory_bytes} in {path} leaves no memory for a step: it should be above 2 GiB.")
+    return gpu
+
+
+def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
+    """Raises ConfigError unless the value has the example's type: text, numbers above zero, or several of them."""
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0  # noqa: E731
+    is_whole = lambda x: isinstance(x, int) and is_number(x)  # noqa: E731
+    if isinstance(example, str):
+        right, should = isinstance(value, str), "text"
+    elif isinstance(example, Mapping):
+        right = isinstance(value, dict) and all(dtype in example and is_number(x) for dtype, x in value.items())
+        should = f"numbers above zero for any of {', '.join(example)}"
+    elif isinstance(example, tuple):
+        right = isinstance(value, list) and len(value) == 2 and is_whole(value[0]) and value[1] in range(10)
+        should = "two whole numbers, such as [9, 0]"
+    elif isinstance(example, int):
+        right, should = is_whole(value), "a whole number above zero"
+    else:
+        # YAML 1.1 reads 3.35e12 as text, because the exponent has no sign.
+        right, should = is_number(value), "a number above zero; with an exponent, write 1.0e+12"
+    if not right:
+        raise ConfigError(f"{key}={value} in {path} is not valid: it should be {should}.")

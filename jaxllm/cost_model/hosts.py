@@ -1,0 +1,59 @@
+"""The number of GPUs that a config is for, and how they are grouped into hosts."""
+
+from __future__ import annotations
+
+from jaxllm.config import AUTO, Config, ConfigError, divisors
+
+HOST_GPUS = 8
+"""GPUs of the usual host; a default host has at most this many."""
+
+
+def named_devices(config: Config, gpus: int | None) -> int | None:
+    """The given number, else run.cpu_devices, else the size of the config's mesh; None if it depends on the devices present
+    (parallel.data=auto).
+
+    Raises:
+      ConfigError: the number is below one.
+    """
+    if gpus is not None and gpus < 1:
+        raise ConfigError(f"--gpus={gpus} is not valid: it should be at least 1.")
+    if gpus is not None:
+        return gpus
+    if config.run.cpu_devices is not None:
+        return config.run.cpu_devices
+    return None if config.parallel.data == AUTO else config.devices
+
+
+def require_devices(config: Config, gpus: int | None) -> int:
+    """As named_devices(), for GPUs that need not be present.
+
+    Raises:
+      ConfigError: the number is not given anywhere.
+    """
+    named = named_devices(config, gpus)
+    if named is None:
+        raise ConfigError("parallel.data=auto uses all present GPUs: give their number with --gpus, or set parallel.data.")
+    return named
+
+
+def hosts_text(gpus: int, per_host: int) -> str:
+    """'2 hosts of 8'."""
+    hosts = gpus // per_host
+    return f"{hosts} {'host' if hosts == 1 else 'hosts'} of {per_host}"
+
+
+def choose_gpus_per_host(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
+    """(GPUs per host, reason). Without a given number, a host has at most `largest` GPUs.
+
+    Raises:
+      ConfigError: the given number does not divide the GPUs.
+    """
+    if per_host is None:
+        per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
+        return per_host, f"the largest divisor of {gpus} not above {largest}, or --gpus-per-host"
+    if per_host < 1 or gpus % per_host:
+        usable = ", ".join(map(str, divisors(gpus)))
+        raise ConfigError(
+            f"--gpus-per-host={per_host} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}: use one of {usable}."
+        )
+    return per_host, "as given"

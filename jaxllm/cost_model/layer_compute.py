@@ -1,0 +1,164 @@
+"""Roofline of one layer's compute, for one microbatch on one GPU: matmuls, attention, and memory-bound kernels."""
+
+from __future__ import annotations
+
+from jaxllm.config import ATTENTION_RESULTS, Config
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.activations import is_blockwise, policy_of, takes_cudnn
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.network import Group, group_of, links_of
+from jaxllm.cost_model.step_parts import (
+    ATTENTION_ROWS,
+    ATTENTION_SHARES,
+    BANDWIDTH_SHARE,
+    MEMORY_SHARE,
+    Fitted,
+    tile_share,
+)
+
+
+class LayerCompute:
+    """Sizes of a config on one GPU, and the compute time of one layer and microbatch.
+
+    D, F, N, K, H, L as in flops.py; P stages, V virtual stages, M microbatches; d, c, t ranks of data, context and tensor.
+    """
+
+    backward_mlp_moves = 8
+    """Reads and writes of the feed-forward width in SwiGLU's backward; its product is recomputed for mlp_down's gradient."""
+
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
+        model, parallel = config.model, config.parallel
+        self.config, self.model, self.parallel, self.gpu = config, model, parallel, gpu
+        self.fitted = fitted
+        self.policy = policy_of(parallel.remat)
+        self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
+        self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
+        replica_devices = self.P * self.d * self.c * self.t
+        self.devices = parallel.replica * replica_devices
+        self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
+        self.peak_flops = gpu.peak_flops(model.compute_dtype)
+        is_hopper = gpu.chip.compute_capability >= (9, 0)
+        self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
+        self.is_fp8, float8_flops = model.matmul_dtype == "fp8", gpu.float8_flops
+        if self.is_fp8 and float8_flops is None:
+            raise ConfigError(
+                f"model.matmul_dtype=fp8 needs a GPU of Ada, Hopper or later, and {gpu.name} is older: set "
+                f"model.matmul_dtype=compute_dtype, or choose another --gpu."
+            )
+        self.block_flops = self.matmul_flops * (float8_flops / self.peak_flops if self.is_fp8 and float8_flops else 1.0)
+        self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
+        self.links = links_of(gpu, BANDWIDTH_SHARE)
+
+        def axis(size: int, stride: int) -> Group:
+            return group_of(size, stride, min(gpus_per_host, self.devices))
+
+        self.tensor_group, self.context_group = axis(self.t, 1), axis(self.c, self.t)
+        self.data_group = axis(self.d * self.c, self.t)
+        self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, replica_devices)
+
+        self.rows = config.microbatch_sequences * self.S // self.c
+        """Tokens of a microbatch that a rank multiplies; tensor ranks gather the sequence first."""
+        D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+        # Key-value heads that do not divide are replicated over tensor ranks.
+        self.query_width, self.key_width = N * H // self.t, K * H // (self.t if K % self.t == 0 else 1)
+        self.mlp_width = model.intermediate_size // self.t
+        self.matmuls = {name: (width, D) for name, width in self.input_widths().items()}
+        """Name -> columns of the output, length of the sum."""
+        self.matmuls |= {"attention_out": (D, self.query_width), "mlp_down": (D, self.mlp_width)}
+        self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
+        self.stage_layers = self.V * config.chunk_layers
+
+    def input_widths(self) -> dict[str, int]:
+        """Columns of the matmuls that read a block's two inputs, by name."""
+        widths = {"query": self.query_width, "key": self.key_width, "value": self.key_width}
+        return widths | {"mlp_gate": self.mlp_width, "mlp_up": self.mlp_width}
+
+    def matmul_s(self, rows: int, columns: int, length: int) -> float:
+        """Time of a rows x columns matmul in which each element sums `length` products."""
+        share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
+        traffic = self.itemsize * (rows * length + length * columns + rows * columns)
+        return max(2 * rows * columns * length / (self.matmul_flops * share), self.moved_s(traffic))
+
+    def block_matmul_s(self, rows: int, columns: int, length: int) -> float:
+        """The same for a matmul of a block: in FP8, if the config asks for it, faster by the ratio of the peaks and with inputs
+        of one byte. That FP8 reaches the same share of its peak as bfloat16 is a guess."""
+        if not self.is_fp8:
+            return self.matmul_s(rows, columns, length)
+        share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
+        traffic = rows * length + length * columns + self.itemsize * rows * columns
+        return max(2 * rows * columns * length / (self.block_flops * share), self.moved_s(traffic))
+
+    def rounding_s(self) -> float:
+        """FP8 rounding, forward and backward: an array is read for its maximum, then read again and written in one byte. This
+        happens for each input and weight in both passes, and once for each output's gradient. Queries, keys and values share an
+        input, and so do gate and up. Savings by fusion and recomputation are not counted."""
+        D, N, K, F = self.model.hidden_size, self.query_width, self.key_width, self.mlp_width
+        inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
+        numbers = self.rows * (2 * inputs + gradients) + 2 * self.layer_parameters
+        return self.moved_s(numbers * (2 * self.itemsize + 1))
+
+    def moved_s(self, size_bytes: float) -> float:
+        return size_bytes / self.memory_bytes_per_s
+
+    def layer_matmuls_s(self) -> tuple[float, float]:
+        """(forward, backward). The backward has two matmuls per forward matmul: for the input's and for the weight's
+        gradient."""
+        forward_s = backward_s = 0.0
+        for columns, length in self.matmuls.values():
+            forward_s += self.block_matmul_s(self.rows, columns, length)
+            backward_s += self.block_matmul_s(self.rows, length, columns) + self.block_matmul_s(length, columns, self.rows)
+        return forward_s, backward_s
+
+    def attention_s(self) -> tuple[float, float]:
+        """(forward, backward). Fused attention has two matmuls over the causal half forward and five backward, which recomputes
+        the scores; in a ring the work is equal on every rank (zigzag.py).
+
+        Plain XLA attention multiplies the full square and keeps scores in memory, in float32: softmax reads or writes them four
+        times forward, about twice that backward.
+        """
+        heads, multiprocessors = self.model.num_heads // self.t, self.gpu.chip.multiprocessors
+        square = 2 * self.rows * self.S * heads * self.model.head_dim
+        if self.fuses_attention:
+            blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
+            filled = blocks / (-(-blocks // multiprocessors) * multiprocessors)
+            half_s = square / 2 / (self.peak_flops * filled)
+            return 2 * half_s / ATTENTION_SHARES[0], 5 * half_s / ATTENTION_SHARES[1]
+        scores_s = self.moved_s(4 * 4 * self.rows * self.S * heads)
+        square_s = square / self.matmul_flops
+        return 2 * square_s + scores_s, (5 if self.c > 1 else 4) * square_s + 2 * scores_s
+
+    @property
+    def fuses_attention(self) -> bool:
+        return takes_cudnn(self.model)
+
+    def moves_s(self) -> tuple[float, float]:
+        """(forward, backward) time of memory-bound kernels.
+
+        Forward: norms and residual sums read or write a token's width nine times, of which a rank has 1/t; rotary embeddings
+        read and write queries and keys; SwiGLU accesses the feed-forward width three times. Backward: twelve, two and
+        backward_mlp_moves times. Each further step of a ring merges an output in float32 (10 bytes per element) and adds a
+        gradient of queries (8).
+        """
+        split = self.model.hidden_size / self.t
+        rotary = 2 * (self.query_width + self.key_width)
+        forward = 9 * split + rotary + 3 * self.mlp_width
+        backward = 12 * split + rotary + self.backward_mlp_moves * self.mlp_width
+        merged = (self.c - 1) * self.query_width
+        return (
+            self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),
+            self.moved_s(self.rows * (self.itemsize * backward + 8 * merged)),
+        )
+
+    def gradient_sums_s(self) -> float:
+        """Time to write and read gradients and add them to float32 sums; from ZeRO 2 on a rank has its share of the sums."""
+        shares = self.data_group.size if self.parallel.zero >= 2 else 1
+        return self.moved_s(self.layer_parameters * (2 * self.itemsize + 8 / shares))
+
+    def recomputed(self) -> tuple[set[str], bool, bool]:
+        """(matmuls that the backward repeats, whether it repeats attention, whether it repeats the operations between
+        matmuls)."""
+        if self.policy.everything:
+            return set(), False, False
+        again = set(self.policy.recompute)
+        attention = not is_blockwise(self.config) or bool(again & set(ATTENTION_RESULTS))
+        return again & set(self.matmuls), attention, True

@@ -1,0 +1,147 @@
+"""Memory and FLOPs by the published rule for Megatron-LM: a second column for users of Megatron-LM.
+
+The rule (Fujii, Watanabe and Yokota 2024, "Accelerating Large Language Model Training with 4D Parallelism and Memory
+Consumption Estimator", arXiv:2411.06465): if the formula below gives at most SAFE_SHARE of the GPU's memory for stage 0, the
+run does not run out of memory. This held in 454 runs of Llamas on A100s and H100s. (A table of the same author, a month older,
+has 4 of 87 such runs without a result: benchmarks/published_rule.py.) The formula follows the first author's public code, a
+fork of Megatron-LM, tools/memory_estimate, December 2024.
+
+The bytes are Megatron's, not jaxllm's: bfloat16 weights, float32 gradients accumulated in place, AdamW with float32 master
+weights, 1F1B, sequence parallelism, flash attention, and no recomputation. parallel.remat, the compute dtype and documents are
+ignored.
+
+D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length, b
+sequences of a microbatch, M microbatches; p, d, c and t ranks of pipe, data, context and tensor.
+"""
+
+from __future__ import annotations
+
+from jaxllm.config import Config, ModelConfig
+from jaxllm.cost_model.flops import matmul_parameters, train_flops_per_token
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.memory import MemoryEstimate, StageMemory
+
+SAFE_SHARE = 0.8
+"""Share of a GPU's memory; the rest is for everything outside the formula: CUDA's context, NCCL, scratch and fragmentation."""
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+"""Bytes per parameter: bfloat16; float32; master weight and two moments in float32."""
+NOMINAL_UNIT_BYTES = 2**30
+
+
+def megatron_memory(config: Config) -> MemoryEstimate:
+    """Bytes of one device of stage 0, the fullest stage without rematerialisation.
+
+    With x = S b / (c t), a layer's matrices m = D H (2 N + 2 K) + 3 D F and its norms' 2 D,
+
+        parameters   ((m + 2 D) L / p + V D) / t, and V D / t + D more where p = 1 (head, last norm)
+        weights      2 x parameters
+        gradients    4 x parameters
+        optimizer    12 x parameters, / (d c) from ZeRO 1 on (Megatron's distributed optimizer; it does not support 2 and 3)
+        activations  x (L (8 D + 4 N H + 4 K H + 8 F) + 8 D p), times 1 + (p - 1) / (p virtual_stages) if interleaved, times
+                     min(1, M / p) if not
+        logits       x (4 D + 4 V), in float32, where p = 1
+
+    For H = D / N that is D (12 + 4 K / N + 8 F / D) bytes a token and layer. As in the author's code, norms are divided by t,
+    L / p is not rounded, and the 8 D p for embeddings is too large; the logits of a last stage are left out. Tied embeddings
+    have no second matrix.
+
+    Args:
+      config: resolved.
+    """
+    model, parallel = config.model, config.parallel
+    p, c, t = parallel.pipe, parallel.context, parallel.tensor
+    D, L = model.hidden_size, model.num_layers
+    parameters = (_layers_matrices(model) + 2 * D * L) / (p * t) + model.vocab_size * D / t
+    if p == 1:
+        parameters += D + (0 if model.tie_embeddings else model.vocab_size * D / t)
+    x = config.train.sequence_length * config.microbatch_sequences / (c * t)
+    activations = x * (L * _activation_bytes(model) + 8 * D * p)
+    if parallel.virtual_stages > 1:
+        activations *= 1 + (p - 1) / (p * parallel.virtual_stages)
+    else:
+        activations *= min(1, config.num_microbatches / p)
+    logits = x * 4 * (D + model.vocab_size) if p == 1 else 0
+    return _estimate(config, [(parameters, activations, logits)])
+
+
+def megatron_memory_by_stage(config: Config) -> MemoryEstimate:
+    """The same for every stage, with rules of the same kind for the parts that the published formula leaves out.
+
+    Stage i holds min(p - i, M) microbatches of its layers (gpipe: M; interleaved over v virtual stages: min((v - 1) p +
+    2 (p - i - 1) + 1, M v) chunks of L / (p v) layers). The first stage also holds the embedding and token ids in int32, the
+    last the head and its logits. Norms are replicated over tensor ranks. remat=full keeps 2 S b D / (c t) of each layer, and
+    all of one layer.
+
+    Args:
+      config: resolved.
+    """
+    model, parallel = config.model, config.parallel
+    p, c, t, chunks = parallel.pipe, parallel.context, parallel.tensor, parallel.virtual_stages
+    D, M, layers = model.hidden_size, config.num_microbatches, model.num_layers / p
+    tokens = config.train.sequence_length * config.microbatch_sequences / c
+    layer, vocabulary = tokens / t * _activation_bytes(model), model.vocab_size * D / t
+    stages = []
+    for i in range(p):
+        first, last = i == 0, i == p - 1
+        parameters = _layers_matrices(model) / (p * t) + 2 * D * layers + first * vocabulary + last * D
+        parameters += last * (0 if p == 1 and model.tie_embeddings else vocabulary)
+        if chunks > 1:
+            held = min((chunks - 1) * p + 2 * (p - i - 1) + 1, M * chunks) / chunks * layers
+        else:
+            held = (M if parallel.schedule == "gpipe" and p > 1 else min(p - i, M)) * layers
+        activations = held * 2 * D * tokens / t + layer if parallel.remat == "full" else held * layer
+        activations += first * 4 * tokens * min(p, M)
+        stages.append((parameters, activations, last * tokens / t * 4 * (D + model.vocab_size)))
+    return _estimate(config, stages)
+
+
+def megatron_fits(config: Config, gpu: Gpu) -> bool:
+    """Whether the published rule calls the config safe: megatron_memory is at most SAFE_SHARE of nominal_bytes."""
+    return megatron_memory(config).peak_bytes <= SAFE_SHARE * nominal_bytes(gpu)
+
+
+def nominal_bytes(gpu: Gpu) -> int:
+    """The memory of which the rule takes a share: that of the GPU, rounded to GiB.
+
+    The author's code compares GiB with the number in the GPU's name (40, 80, 94). Rounding gives the same numbers, although the
+    driver reports up to 0.4 GiB less. The name of a B200 is decimal: it has 179 GiB, not 192.
+    """
+    return round(gpu.memory_bytes / NOMINAL_UNIT_BYTES) * NOMINAL_UNIT_BYTES
+
+
+def megatron_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Model FLOPs of forward and backward per token, as Megatron-LM logs them: the full square of attention, with the head.
+
+    12 L D^2 ((1 + K / N + S / D) N H / D + 3 F / (2 D) + V / (2 L D)) (num_floating_point_operations in
+    megatron/training/training.py; later versions take half the square). Its V is the padded vocabulary; here it is not padded.
+    """
+    return float(train_flops_per_token(model, sequence_length, causal=False))
+
+
+def _layers_matrices(model: ModelConfig) -> int:
+    """Parameters of all layers' matrices: L m."""
+    return matmul_parameters(model) - model.vocab_size * model.hidden_size
+
+
+def _activation_bytes(model: ModelConfig) -> int:
+    """Activation bytes of one token in one layer, bfloat16: inputs and outputs of both norms, query, key, value, attention's
+    output, and four of the feed-forward's width (a fused SwiGLU would keep three).
+    """
+    return 8 * model.hidden_size + 4 * model.head_dim * (model.num_heads + model.num_kv_heads) + 8 * model.intermediate_size
+
+
+def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> MemoryEstimate:
+    """Builds the estimate from each stage's parameters, bytes of activations and bytes of logits."""
+    parallel = config.parallel
+    shards = int(parallel.data) * parallel.context if parallel.zero else 1
+    estimates = []
+    for stage, (parameters, activations, logits) in enumerate(stages):
+        terms = {
+            "weights": WEIGHT_BYTES * parameters,
+            "gradients": GRADIENT_BYTES * parameters,
+            "optimizer": OPTIMIZER_BYTES * parameters / shards,
+            "activations": activations,
+            "logits": logits,
+        }
+        estimates.append(StageMemory(stage, {name: round(size) for name, size in terms.items()}))
+    return MemoryEstimate(devices=config.devices, stages=tuple(estimates), host_bytes=0)

@@ -1,0 +1,100 @@
+"""Roofline of one step of Megatron-LM on the same mesh: the parts in which it differs from jaxllm."""
+
+from __future__ import annotations
+
+from jaxllm.config import Config
+from jaxllm.cost_model.activations import policy_of
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.megatron import megatron_flops_per_token
+from jaxllm.cost_model.network import all_gather_s, all_reduce_s, reduce_scatter_s
+from jaxllm.cost_model.step_model import StepModel
+from jaxllm.cost_model.step_parts import Fitted, Transfers
+
+
+class MegatronStep(StepModel):
+    """1F1B, the head on the last stage, kernels that XLA would fuse, and exchanges over data behind compute."""
+
+    layer_kernels = 120
+    hop_kernels = 24
+    hidden_collectives = (2, 2)
+    """Two gathers overlap with the gradient of an input, and two scatters with that of a weight."""
+    backward_mlp_moves = 5
+
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
+        super().__init__(config, gpu, gpus_per_host, fitted)
+        # No activations are offloaded.
+        self.policy = policy_of("none")
+
+    def input_widths(self) -> dict[str, int]:
+        return {"query_key_value": self.query_width + 2 * self.key_width, "mlp_gate_up": 2 * self.mlp_width}
+
+    def flops_per_token(self) -> float:
+        return megatron_flops_per_token(self.model, self.S)
+
+    def recomputed(self) -> tuple[set[str], bool, bool]:
+        """Only full recomputation counts: flash attention replaces Megatron's selective recomputation."""
+        full = self.parallel.remat == "full"
+        return (set(self.matmuls) - {"mlp_down"} if full else set()), full, full
+
+    def gradient_sums_s(self) -> float:
+        """Zero, because Megatron accumulates inside the matmul."""
+        return 0.0
+
+    @property
+    def fuses_attention(self) -> bool:
+        return True
+
+    @property
+    def paired_share(self) -> float:
+        return 0.0
+
+    @property
+    def bare_messages(self) -> float:
+        """1, because 1F1B waits for each message."""
+        return 1.0
+
+    @property
+    def sends_by_layer(self) -> bool:
+        return False
+
+    @property
+    def context_method(self) -> str:
+        return "ring"
+
+    @property
+    def key_gradient_itemsize(self) -> int:
+        """Bytes of the compute dtype."""
+        return self.itemsize
+
+    def head_parts(self) -> tuple[int, int, int]:
+        return self.t, 10, 1
+
+    def add_pipe_reductions(self, transfers: Transfers) -> None:
+        """Adds nothing: the first stage has the embedding and the last the head."""
+
+    def vocabulary_parameters(self) -> float:
+        """In a pipeline, one matrix: the first stage has the embedding and the last the head."""
+        return super().vocabulary_parameters() if self.P == 1 else self.matrix_parameters()
+
+    def add_step_data(self, transfers: Transfers, forward_s: float, backward_s: float) -> None:
+        """Transfers over data x context, behind the last microbatch's backward and the first's forward; equal from ZeRO 1
+        on."""
+        group, links = self.data_group, self.links
+        if group.size == 1:
+            return
+        parameters = self.stage_layers * self.layer_parameters + self.vocabulary_parameters()
+        if self.parallel.zero == 0:
+            transfers.add("data", all_reduce_s(4 * parameters, group, links), backward_s)
+        else:
+            transfers.add("data", reduce_scatter_s(4 * parameters, group, links), backward_s)
+            transfers.add("data", all_gather_s(self.itemsize * parameters, group, links), forward_s)
+
+    def add_state_offload(self, transfers: Transfers) -> None:
+        """Adds nothing: no state is offloaded."""
+
+    def add_input(self, terms: dict[str, float]) -> None:
+        """Adds the time that a data rank waits for its input, beyond the step's own time."""
+        tokens = self.config.step_tokens / (self.parallel.replica * self.d)
+        wait_s = tokens / self.fitted.loader_tokens_per_s - sum(terms.values())
+        if wait_s > 0:
+            terms["input"] = wait_s

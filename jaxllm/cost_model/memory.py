@@ -1,0 +1,219 @@
+"""Closed-form memory of one train step per device: persistent state, and the peak of temporary buffers.
+
+    estimate = estimate_memory(config)             # config resolved: parallel.data a number
+    estimate.peak_bytes, estimate.stages[0].terms_bytes
+
+It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is compared with XLA's figures
+(benchmarks/memory_accuracy.py). State, weights, gradients, named activations and pipeline slots follow from shapes and
+shardings, to the byte. The other buffers of one layer's backward are counted in tensors: layer_backward.py. Nothing is fitted.
+No JAX.
+
+Transfer buffers count with their data: gathered weights in `weights`, `waiting_layer` and `working_set`, pipeline messages in
+`stage_messages`. NCCL's own buffers are outside XLA's memory and belong to the reserve (cost_model/hardware.py). So does
+cuDNN's workspace at run time, which XLA learns only from a real GPU.
+
+All stages of a pipeline run one program in lockstep. XLA therefore allocates the same memory for each stage, used or not: their
+terms are equal.
+
+A step is fullest at one of a few moments, whose sums are compared:
+
+    gather      the weights arrive in the compute dtype, some of them in two layouts
+    loss        all activations of a microbatch are live, and the logits of a chunk of tokens
+    feed_forward, feed_forward_end, attention
+                all activations, the gradients, and one layer's backward at its three fullest moments
+    head        the head's gradient is reduce-scattered beside all activations (ZeRO 2 and 3)
+    embedding   the embedding's gradient exists with all rows, in float32, before it is reduce-scattered (ZeRO 2 and 3)
+    reduce      the gradients are summed over ranks in float32, one of them in transfer (ZeRO 0, one microbatch)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxllm.config import Config
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.layer_backward import layer_backward
+from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
+
+MANY_RANKS = 128
+"""Number of ZeRO's ranks from which XLA plans buffers differently: 32 and 64 are few; 128, 256 and 512 are many (steps of
+Llama 3 8B and 70B on H100s)."""
+Terms = dict[str, int]
+"""Name of a term -> bytes."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One device of a pipeline stage, at its fullest moment."""
+
+    stage: int
+    terms_bytes: Terms
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.terms_bytes.values())
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    devices: int
+    stages: tuple[StageMemory, ...]
+    host_bytes: int
+    """Bytes per device in pinned host memory."""
+    moment: str = ""
+    """The fullest moment; '' for a convention without moments."""
+
+    @property
+    def peak_stage(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak_stage.total_bytes
+
+
+def estimate_memory(config: Config, gpu: Gpu | None = None) -> MemoryEstimate:
+    """Memory of the train step of a resolved config on a GPU.
+
+    Args:
+      gpu: the kind. For an A100, XLA starts transfers later and needs fewer buffers for them. Default: a later kind.
+
+    Raises:
+      ConfigError: a parameter has no dim that divides over ZeRO's ranks.
+    """
+    step = Step(config, gpu)
+    moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
+    terms = {name: round(size) for name, size in {**step.resident(), **held}.items() if size}
+    stages = tuple(StageMemory(stage, terms) for stage in range(config.parallel.pipe))
+    return MemoryEstimate(config.devices, stages, round(step.on_host()), moment)
+
+
+class Step(StepSizes):
+    """Combines the sizes of a train step at each moment."""
+
+    # ------------------------------------------------------------------------------------------------ vocabulary
+
+    @property
+    def loss_chunks(self) -> int:
+        return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
+
+    def head_gradient(self) -> float:
+        """The current microbatch's head gradient: float32, summed over chunks of tokens. With a single chunk its product is
+        computed late, and the gradient of the logits waits for it."""
+        if self.loss_chunks > 1:
+            return FLOAT32 * self.head.compute
+        return self.itemsize * self.tokens * self.rows
+
+    def waiting_head_gradient(self) -> float:
+        """The part of the head gradient that is live while layers run backward, with ZeRO 2 and 3: the float32 sum, or one
+        product in the compute dtype, as with several context ranks (by compiled steps). For few tokens the gradient of the
+        logits waits instead, because it is smaller."""
+        if self.loss_chunks == 1:
+            return self.itemsize * self.rows * min(self.tokens, self.model.hidden_size)
+        summed = self.parallel.context == 1 or self.model.tie_embeddings
+        return (FLOAT32 if summed else self.itemsize) * self.head.compute
+
+    def embedding_gradient(self) -> float:
+        """Bytes of the embedding gradient, allocated before it is needed. With ZeRO 2 and 3 this happens only where XLA starts
+        transfers early (not for an A100), and if the embedding is also the head or the ranks are many (by compiled steps; the
+        reason is not understood)."""
+        if self.zero >= 2:
+            early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks)
+        else:
+            early = (self.shared_out or self.parallel.tensor > 1) and (self.runs_ahead or self.accumulates)
+        return FLOAT32 * self.embedding.compute if early else 0
+
+    def scattered(self) -> float:
+        """The embedding gradient with all rows and a rank's share of it, and the head gradient in transfer."""
+        size = FLOAT32 * (self.embedding.compute + self.embedding.master)
+        if self.loss_chunks > 1:
+            # The sum over chunks, and the same in another layout.
+            return size + 2 * FLOAT32 * self.head.compute
+        product = self.itemsize * self.head.compute
+        if self.model.tie_embeddings:
+            return size + FLOAT32 * self.embedding.compute + product
+        return size + (FLOAT32 * self.head.compute if self.runs_ahead or self.many_ranks else product)
+
+    def head_shared_out(self) -> dict[str, float]:
+        """Terms while the head gradient is reduce-scattered: in float32, beside the product it comes from."""
+        size, alone = FLOAT32 * self.head.compute, self.loss_chunks == 1
+        if alone and not self.many_ranks:
+            product_and_logits = self.itemsize * (self.head.compute + self.tokens * self.rows)
+            return {"weights": self.weights(loss=True), "vocabulary_gradients": size + product_and_logits}
+        if alone or self.accumulates:
+            size += self.itemsize * self.head.compute + self.embedding_gradient()
+        return {"weights": self.weights(), "vocabulary_gradients": size}
+
+    @property
+    def many_ranks(self) -> bool:
+        return self.ranks >= MANY_RANKS
+
+    @property
+    def multiplies_early(self) -> bool:
+        """Whether the head gradient of a single chunk of tokens is computed before the layers run backward. XLA keeps the
+        smaller of the product and the gradient of the logits."""
+        tokens, width = self.tokens, self.model.hidden_size
+        return tokens > width or (tokens == width and not self.runs_ahead) or self.many_ranks
+
+    # --------------------------------------------------------------------------------------------------- moments
+
+    def moments(self) -> dict[str, dict[str, float]]:
+        """Terms of each moment that may be the fullest."""
+        held = {"weights": self.weights(), **self.gradients(), **self.activations(), **self.fp8_layouts()}
+        gather = self.gather(held)
+        moments = {"gather": gather} if gather else {}
+        if self.pipelined:
+            moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
+            return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
+        head, embedding = self.head_gradient(), self.embedding_gradient()
+        summed = head if self.loss_chunks > 1 else 0
+        at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
+        if not (self.stacks_gradients_early if self.zero < 2 else self.runs_ahead or self.policy.offload):
+            at_loss["microbatch_gradients"] = 0
+        if not self.runs_ahead:
+            at_loss["activations.fetched"] = 0
+        at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, 0) * self.units["layer"]
+        moments["loss"] = {**at_loss, "logits": self.logits()}
+        at_end = {"vocabulary_gradients": self.waiting_head_gradient() if self.zero >= 2 else head + embedding}
+        moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
+        if self.stacks_gradients_early and self.shared_out:
+            moments["reduce"] = {"gradients": FLOAT32 * (self.all.compute + self.largest_stack)}
+        if self.zero >= 2:
+            if self.loss_chunks > 1 or self.multiplies_early:
+                moments["head"] = {**at_loss, **self.head_shared_out()}
+            moments["embedding"] = {**self.gradients(), "vocabulary_gradients": self.scattered()}
+            if self.accumulates:
+                moments["embedding"] |= {"weights": self.weights(), "waiting_layer": self.units["layer"]}
+        return moments
+
+    def gather(self, held: dict[str, float]) -> dict[str, float]:
+        """Terms while the weights arrive; empty if that is never the fullest moment."""
+        if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
+            if self.pipelined:
+                return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
+            stack = {"relayout": self.itemsize * self.largest_stack}
+            return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
+        if self.zero == 2 and not (self.accumulates or self.policy.offload):
+            # Layers only: a single microbatch gathers the vocabulary when it is needed.
+            weights = {"weights": self.itemsize * self.layers.compute, "relayout": self.itemsize * self.largest_stack}
+            return {**self.activations(), **weights}
+        if self.zero == 3 and not self.runs_ahead and not self.pipelined:
+            gathered = self.embedding.compute + (0 if self.model.tie_embeddings else self.head.compute)
+            arriving = {"vocabulary_weights": self.itemsize * gathered, "waiting_layer": 2 * self.units["layer"]}
+            return {"weights": self.weights(), **self.gradients(), **arriving}
+        return {}
+
+    @property
+    def stacks_gradients_early(self) -> bool:
+        """Whether XLA writes autodiff's zero gradients early. With one microbatch and ZeRO 0 they are in the outermost part of
+        the program, which XLA runs before they are needed."""
+        return self.zero == 0 and not self.accumulates and not self.loops_by_hand
+
+    def logits(self) -> float:
+        """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""
+        tokens = -(-self.tokens // self.loss_chunks)
+        return (FLOAT32 + self.itemsize) * tokens * self.rows
+
+    def relayout(self) -> float:
+        """Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix."""
+        return self.itemsize * (self.largest_stack + self.embedding.compute)

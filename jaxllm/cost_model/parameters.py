@@ -1,0 +1,70 @@
+"""Elements of each parameter on one device, in the train step's sharding and in the sharding between steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxllm.config import ZERO_DIMS, ConfigError, ModelConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of one or several parameters on one device."""
+
+    compute: int
+    """In the train step's sharding."""
+    master: int
+    """In the sharding between steps."""
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.compute + other.compute, self.master + other.master)
+
+    def times(self, count: int) -> Elements:
+        return Elements(count * self.compute, count * self.master)
+
+
+def parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
+    """Elements of each parameter on one device; for a layer's parameter, those of one layer.
+
+    Raises:
+      ConfigError: a parameter has no dim that divides over ZeRO's ranks.
+    """
+    D, N, K, H, F = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate_size
+    ways = parallel.pipe * parallel.tensor
+    rows = -(-model.vocab_size // ways) * ways
+    shapes = {
+        "embedding": {"vocab": rows, "embed": D},
+        "final_norm": {"embed": D},
+        "head": {"vocab": rows, "embed": D},
+        "attention_norm": {"embed": D},
+        "query": {"embed": D, "heads": N, "head_dim": H},
+        "key": {"embed": D, "kv_heads": K, "head_dim": H},
+        "value": {"embed": D, "kv_heads": K, "head_dim": H},
+        "attention_out": {"heads": N, "head_dim": H, "embed": D},
+        "mlp_norm": {"embed": D},
+        "mlp_gate": {"embed": D, "mlp": F},
+        "mlp_up": {"embed": D, "mlp": F},
+        "mlp_down": {"mlp": F, "embed": D},
+    }
+    if model.tie_embeddings:
+        del shapes["head"]
+    split = {"vocab": ways, "heads": parallel.tensor, "mlp": parallel.tensor}
+    if K % parallel.tensor == 0:
+        split["kv_heads"] = parallel.tensor
+    return {name: _elements(name, shape, split, parallel) for name, shape in shapes.items()}
+
+
+def _elements(name: str, shape: dict[str, int], split: dict[str, int], parallel: ParallelConfig) -> Elements:
+    compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
+    ranks = int(parallel.data) * parallel.context
+    if parallel.zero == 0 or ranks == 1:
+        return Elements(compute, compute)
+    if any(split.get(dim, 1) == 1 and shape[dim] % ranks == 0 for dim in ZERO_DIMS if dim in shape):
+        return Elements(compute, compute // ranks)
+    if len(shape) == 1:
+        return Elements(compute, compute)
+    raise ConfigError(
+        f"No dim of {name} {shape} divides over data x context = {ranks}, as parallel.zero={parallel.zero} needs: "
+        f"set parallel.zero=0 or use fewer data ranks."
+    )

@@ -1,0 +1,285 @@
+"""Roofline of one step of jaxllm: its compute, memory traffic and transfers, in seconds. step_time.py explains the model."""
+
+from __future__ import annotations
+
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
+from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.layer_compute import LayerCompute
+from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
+from jaxllm.cost_model.step_parts import (
+    KERNEL_S,
+    STEP_KERNELS,
+    StepTime,
+    Transfers,
+    add_times,
+)
+
+
+class StepModel(LayerCompute):
+    """Combines the compute and the transfers of jaxllm's step."""
+
+    layer_kernels = 60
+    """Kernels of one layer, forward and backward, counted: 21 matmuls, attention, and the operations between them, fused by
+    XLA."""
+    hop_kernels = 12
+    """Kernels of one more step of a ring: attention, merging, sums."""
+    hidden_collectives = (3, 1)
+    """(gathers, scatters) over tensor that overlap with a matmul, per layer (70B at tensor 4, compiled for 1,024 H100s; assumed
+    to be those of the backward pass)."""
+
+    # ------------------------------------------------------------------------------------------------------- the whole step
+
+    def time(self) -> StepTime:
+        ticks = self.M * self.V
+        compute, *both_ways, forward_s, backward_s = self.tick()
+        terms = {name: ticks * time_s for name, time_s in compute.items()}
+        hidden: dict[str, float] = {}
+        for transfers in both_ways:
+            add_times(terms, transfers.exposed_s, ticks)
+            add_times(hidden, transfers.hidden_s, ticks + self.P - 1)
+        if self.P > 1:
+            terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
+        once = Transfers()
+        if self.P > 1:
+            self.add_pipe_reductions(once)
+        self.add_step_data(once, self.V * forward_s, self.V * backward_s)
+        self.add_replicas(once)
+        self.add_state_offload(once)
+        for found in (self.head(), self.update(), once.exposed_s):
+            add_times(terms, found)
+        add_times(hidden, once.hidden_s)
+        self.add_input(terms)
+        tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
+        return StepTime(terms, hidden, tokens_per_s, tokens_per_s * self.flops_per_token() / 1e12)
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs, as counted in tflops_per_gpu."""
+        return train_flops_per_token(self.model, self.S)
+
+    def tick(self) -> tuple[dict[str, float], Transfers, Transfers, float, float]:
+        """One chunk of layers: (compute by term, transfers forward, transfers backward, seconds forward, seconds backward)."""
+        layers = self.config.chunk_layers
+        matmuls_s, attention_s, moves_s = self.layer_matmuls_s(), self.attention_s(), self.moves_s()
+        again, attention_again, moves_again = self.recomputed()
+        repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in again)
+        repeated_s += attention_s[0] if attention_again else 0.0
+        repeated_s += moves_s[0] if moves_again else 0.0
+        kernels = self.layer_kernels + (self.c - 1) * self.hop_kernels
+        layer = {
+            "matmuls": sum(matmuls_s),
+            "attention": sum(attention_s),
+            "memory_bound": sum(moves_s),
+            "fp8_rounding": self.rounding_s() if self.is_fp8 else 0.0,
+            "gradient_sums": self.gradient_sums_s(),
+            "recomputation": repeated_s,
+            "launches": kernels * KERNEL_S,
+        }
+        forward, backward = Transfers(), Transfers()
+        if self.t > 1:
+            self.add_tensor(forward, backward, layers, matmuls_s, "attention_out" in again)
+        if self.c > 1:
+            self.add_context(forward, backward, layers, attention_s, attention_again)
+        forward_s, backward_s = (layers * sum(parts) for parts in zip(matmuls_s, attention_s, moves_s, strict=True))
+        forward_s += forward.total_s
+        backward_s += backward.total_s + layers * repeated_s
+
+        behind_forward, behind_backward = {}, {}
+        if self.P > 1:
+            message_s = permute_s(self.hidden_bytes, self.pipe_group, self.links)
+            bare = self.bare_messages
+            backward.add("pipe", message_s, times=2 * bare)
+            if bare < 1:
+                behind_forward["pipe"] = behind_backward["pipe"] = (1 - bare) * message_s
+        if self.sends_by_layer:
+            gather_s, scatter_s = self.layerwise_data_s()
+            if gather_s:
+                behind_forward["data"] = (layers - 1) * gather_s
+            behind_backward["data"] = (layers - 1) * (gather_s + scatter_s)
+            # A chunk's first gather and its last scatter cannot overlap with anything.
+            backward.add("data", gather_s + scatter_s)
+        if self.policy.offload:
+            link_s = layers * self.offloaded_bytes() / self.gpu.host_bandwidth_bytes_per_s
+            behind_forward["offload"] = behind_backward["offload"] = link_s
+        forward.add_together(behind_forward, forward_s)
+        backward.add_together(behind_backward, backward_s)
+        return {name: layers * time_s for name, time_s in layer.items() if time_s}, forward, backward, forward_s, backward_s
+
+    # -------------------------------------------------------------------------------- transfers of one layer and microbatch
+
+    def add_tensor(
+        self, forward: Transfers, backward: Transfers, layers: int, matmuls_s: tuple[float, float], scatters_again: bool
+    ) -> None:
+        """Sequence parallelism: hidden states are gathered into both halves of a block and scattered out of them. The backward
+        pass does the same and gathers the two inputs once more (6 and 4 per layer); if attention's output is recomputed, it
+        scatters once more.
+
+        hidden_collectives overlap with a matmul. In ticks that run layers of both passes, the others overlap with the other
+        pass's matmuls (benchmarks/overlap.py).
+        """
+        size_bytes = self.rows * self.model.hidden_size * self.itemsize
+        gather_s = all_gather_s(size_bytes, self.tensor_group, self.links)
+        scatter_s = reduce_scatter_s(size_bytes, self.tensor_group, self.links)
+        behind_s = matmuls_s[1] / (2 * len(self.matmuls))
+        gathers, scatters = 4, 2 + scatters_again
+        hidden_gathers, hidden_scatters = self.hidden_collectives
+        backward.add("tensor", gather_s, behind_s, layers * hidden_gathers)
+        backward.add("tensor", scatter_s, behind_s, layers * hidden_scatters)
+        # Collectives that cannot overlap with their own pass.
+        alone = (
+            (forward, matmuls_s[1] - (hidden_gathers + hidden_scatters) * behind_s, 2, 2),
+            (backward, matmuls_s[0], gathers - hidden_gathers, scatters - hidden_scatters),
+        )
+        paired = self.paired_share
+        for way, other_s, gathered, scattered in alone:
+            for transfer_s, times in ((gather_s, gathered), (scatter_s, scattered)):
+                way.add("tensor", transfer_s, times=(1 - paired) * layers * times)
+                way.add("tensor", transfer_s, other_s / (gathered + scattered), paired * layers * times)
+        # Counted in full, hidden or not, because the constant was fitted that way.
+        forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
+        backward.add("tensor_skew", self.fitted.sync_s, times=layers * (gathers + scatters))
+
+    @property
+    def paired_share(self) -> float:
+        """Share of the forward ticks that also run backward, layer by layer: all but the first P V. 0 with ZeRO 2 and 3, whose
+        own transfers use the overlap (a compiled step gained nothing)."""
+        if self.P == 1 or not self.parallel.overlap_passes or self.sends_by_layer:
+            return 0.0
+        return max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1))
+
+    @property
+    def bare_messages(self) -> float:
+        """Exposed share of a tick's messages between stages. Of those sent at the tick's start, behind the head, half are
+        exposed (by compiled steps)."""
+        return self.paired_share / 2
+
+    def add_context(
+        self, forward: Transfers, backward: Transfers, layers: int, attention_s: tuple[float, float], again: bool
+    ) -> None:
+        """Ring: keys and values travel behind attention's c blocks, in the backward pass with their gradients. All-gather: keys
+        and values are gathered before attention, in both passes, and their gradients are scattered after it."""
+        keys, hops = 2 * self.rows * self.key_width, layers * (self.c - 1)
+        sent, returned = keys * self.itemsize, keys * self.key_gradient_itemsize
+        if self.context_method == "ring":
+            hop_s = permute_s(sent, self.context_group, self.links)
+            hop_back_s = permute_s(sent + returned, self.context_group, self.links)
+            forward.add("context", hop_s, attention_s[0] / self.c, hops)
+            backward.add("context", hop_s, attention_s[0] / self.c, hops * again)
+            backward.add("context", hop_back_s, attention_s[1] / self.c, hops)
+        else:
+            gather_s = all_gather_s(sent * self.c, self.context_group, self.links)
+            scatter_s = reduce_scatter_s(returned * self.c, self.context_group, self.links)
+            forward.add("context", gather_s, times=layers)
+            backward.add("context", (1 + again) * gather_s + scatter_s, times=layers)
+
+    @property
+    def context_method(self) -> str:
+        return context_method(self.config)
+
+    @property
+    def key_gradient_itemsize(self) -> int:
+        """Bytes per element of the keys' gradients between context ranks: float32."""
+        return 4
+
+    @property
+    def sends_by_layer(self) -> bool:
+        """Whether gradients, and with ZeRO 3 also weights, travel over data x context layer by layer."""
+        return self.parallel.zero >= 2 and self.data_group.size > 1
+
+    def layerwise_data_s(self) -> tuple[float, float]:
+        """(gather, scatter) of a layer. ZeRO 2 scatters its gradients behind the backward of the layer before it; ZeRO 3 also
+        gathers its weights behind the layer that is computed before it, in both passes (layer_loop.py)."""
+        scatter_s = reduce_scatter_s(4 * self.layer_parameters, self.data_group, self.links)
+        if self.parallel.zero == 2:
+            return 0.0, scatter_s
+        return all_gather_s(self.itemsize * self.layer_parameters, self.data_group, self.links), scatter_s
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of a microbatch's hidden states between layers, on one rank."""
+        return self.rows * self.model.hidden_size * self.itemsize / self.t
+
+    def offloaded_bytes(self) -> float:
+        """Bytes offloaded to the host per layer, microbatch and rank."""
+        blockwise = is_blockwise(self.config)
+        held = bytes_per_token_and_layer(self.policy, self.model, context=self.c, tensor=self.t, blockwise=blockwise)
+        return self.rows * self.c * sum(held.offloaded.values())
+
+    # ------------------------------------------------------------------------------------- once a microbatch, once a step
+
+    def head(self) -> dict[str, float]:
+        """Logits, loss and their gradients for all microbatches."""
+        ways, passes, chunks = self.head_parts()
+        D, columns = self.model.hidden_size, -(-self.model.vocab_size // ways)
+        rows = -(-self.rows // chunks)
+        matmuls_s = self.matmul_s(rows, columns, D) + self.matmul_s(rows, D, columns) + self.matmul_s(columns, D, rows)
+        # Also reads and writes the float32 sum of the head's gradient.
+        loss_s = self.moved_s(rows * columns * 4 * passes + columns * D * 8)
+        return {"head": self.M * chunks * (matmuls_s + loss_s)}
+
+    def head_parts(self) -> tuple[int, int, int]:
+        """(ranks that share the vocabulary, approximate reads and writes of float32 logits, chunks of tokens)."""
+        return self.P * self.t, 6, -(-self.rows // self.config.train.loss_chunk_tokens)
+
+    def add_pipe_reductions(self, transfers: Transfers) -> None:
+        """Hidden states summed over the stages four times per microbatch: after the embedding, before the head, and backward
+        for both. XLA overlaps half of them with matmuls (70B compiled for 1,024 H100s)."""
+        reduce_s = all_reduce_s(self.hidden_bytes, self.pipe_group, self.links)
+        transfers.add("pipe", reduce_s, reduce_s, 2 * self.M)
+        transfers.add("pipe", reduce_s, times=2 * self.M)
+
+    def add_step_data(self, transfers: Transfers, forward_s: float, backward_s: float) -> None:
+        """Transfers over data x context: float32 gradients and weights in the compute dtype, except those sent layer by layer.
+
+        In a pipeline, every tick needs embedding and head, so they are sharded only for the update. Without a pipeline, ZeRO 2
+        scatters their gradients in every microbatch, and ZeRO 3 gathers them too. None of this overlaps with the first
+        microbatch's forward (forward_s) or the last one's backward (backward_s).
+        """
+        group, zero, links = self.data_group, self.parallel.zero, self.links
+        if group.size == 1:
+            return
+        layers, rest = self.stage_layers * self.layer_parameters, self.vocabulary_parameters()
+        if zero == 0:
+            transfers.add("data", all_reduce_s(4 * (layers + rest), group, links))
+        else:
+            each = self.M if self.P == 1 else 1
+            scatter_s = reduce_scatter_s(4 * (rest if zero >= 2 else layers + rest), group, links)
+            gather_s = all_gather_s(self.itemsize * (rest if zero == 3 else layers + rest), group, links)
+            transfers.add("data", scatter_s, times=each if zero >= 2 else 1)
+            transfers.add("data", gather_s, times=each if zero == 3 else 1)
+
+    def vocabulary_parameters(self) -> float:
+        """Parameters of embedding and head, on one rank."""
+        matrices = 1 if self.model.tie_embeddings else 2
+        return self.matrix_parameters() * matrices / self.P
+
+    def matrix_parameters(self) -> float:
+        """Parameters of the embedding, or of the head, on one tensor rank."""
+        return self.model.vocab_size * self.model.hidden_size / self.t
+
+    def shared_parameters(self) -> float:
+        """Parameters that a rank updates."""
+        parameters = self.stage_layers * self.layer_parameters + self.vocabulary_parameters()
+        return parameters / (self.data_group.size if self.parallel.zero else 1)
+
+    def update(self) -> dict[str, float]:
+        """AdamW in float32: reads weight, two moments and gradient, and writes the first three; the gradient's norm; the copy
+        in the compute dtype."""
+        moved_bytes = self.shared_parameters() * (4 * 4 + 3 * 4 + 4 + 4 + self.itemsize)
+        return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * KERNEL_S}
+
+    def add_replicas(self, transfers: Transfers) -> None:
+        """Transfers between replicas in float32, each rank its share: gradients once a step, or with DiLoCo weights once a
+        round."""
+        if self.replica_group.size > 1:
+            reduce_s = all_reduce_s(4 * self.shared_parameters(), self.replica_group, self.links)
+            transfers.add("replica", reduce_s, times=1 / (self.config.train.diloco_steps or 1))
+
+    def add_state_offload(self, transfers: Transfers) -> None:
+        """Moments cross the host's link once each way. Master weights do too, and once more to be cast at the step's start."""
+        state = self.parallel.offload_state
+        if state != "none":
+            crossing = 2 * 8 + (3 * 4 if state == "optimizer_and_master" else 0)
+            transfers.add("offload_state", self.shared_parameters() * crossing / self.gpu.host_bandwidth_bytes_per_s)
+
+    def add_input(self, terms: dict[str, float]) -> None:
+        """Adds nothing, because input is prefetched."""

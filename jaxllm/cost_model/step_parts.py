@@ -1,0 +1,120 @@
+"""Parts of the step-time model: its constants, the share of a matmul's speed that its shape permits, and overlapped transfers.
+step_time.py explains the model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+COMMUNICATION = ("tensor", "tensor_skew", "context", "pipe", "data", "replica", "offload", "offload_state")
+"""Terms that wait for other GPUs or for the host."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The four fitted constants."""
+
+    matmul_share: float
+    """Share of the dense peak that a large matmul reaches if its tiles fill the GPU: before Hopper."""
+    hopper_matmul_share: float
+    """The same from Hopper on, whose power limit does not permit the data sheet's clock."""
+    sync_s: float
+    """Time that tensor ranks wait for each other at each of their collectives, for any number of bytes."""
+    loader_tokens_per_s: float
+    """Input rate of a data rank, in Megatron's convention only. The published runs on 16 GPUs per data rank take 185 to 215 ms
+    per sequence of 8192, for all layouts and microbatches, where others take 260 and more."""
+
+
+FITTED = Fitted(matmul_share=0.773, hopper_matmul_share=0.557, sync_s=63e-6, loader_tokens_per_s=41_450)
+
+BANDWIDTH_SHARE = 0.8
+"""Share of a data sheet's link or network bandwidth that collectives reach: NCCL's own tests usually print 230 to 240 of 300
+GB/s on eight A100s and 360 to 370 of 450 on H100s."""
+MEMORY_SHARE = 0.8
+"""Share of the memory bandwidth that memory-bound kernels reach; a rule of thumb."""
+KERNEL_S = 5e-6
+"""Time to start a kernel, fill the GPU and drain it; a rule of thumb."""
+STEP_KERNELS = 400
+"""Kernels of one update."""
+ATTENTION_SHARES = (0.60, 0.50)
+"""Share of the dense peak that fused causal attention reaches forward and backward with heads of 128 and long sequences: Dao
+2023, "FlashAttention-2", for A100s, and Shah et al. 2024, "FlashAttention-3", for cuDNN on H100s; rounded."""
+ATTENTION_ROWS = 128
+"""Queries per thread block."""
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64, 64, 0.5))
+"""Rows and columns of a matmul's output tiles, and the speed of each kind relative to the largest: a small tile reads its
+inputs more often. Rules of thumb."""
+SHORTEST_SUM, SPLIT_SHARE = 1024, 0.95
+"""Shortest part, and relative speed, of a long sum that is split over multiprocessors and added at the end (split-K); rules of
+thumb."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    terms_s: dict[str, float]
+    """Exposed time by name, in seconds; axes of size 1 have no term. The terms sum to step_s."""
+    hidden_s: dict[str, float]
+    """Overlapped time of transfers, by the same names."""
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    """Model FLOPs: causal, or in Megatron's convention as Megatron-LM counts them."""
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.terms_s.values())
+
+    @property
+    def exposed_communication_share(self) -> float:
+        """Share of the step that waits for other GPUs and the host. Transfers inside the bubble are not counted."""
+        return sum(self.terms_s.get(name, 0.0) for name in COMMUNICATION) / self.step_s
+
+
+@lru_cache(maxsize=65536)
+def tile_share(rows: int, columns: int, length: int, multiprocessors: int) -> float:
+    """Share of a GPU's speed that a matmul's shape permits.
+
+    The output's tiles are assigned to the multiprocessors in waves. The last wave may be nearly empty, and tiles at the edges
+    extend beyond the output. The result is the best of TILES, with the sum over `length` in 1, 2, 4 or 8 parts.
+    """
+    splits = [ways for ways in (1, 2, 4, 8) if ways == 1 or length >= ways * SHORTEST_SUM]
+    best = 0.0
+    for tile_rows, tile_columns, speed in TILES:
+        tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+        for ways in splits:
+            places = -(-tiles * ways // multiprocessors) * multiprocessors
+            filled = rows * columns * ways / (places * tile_rows * tile_columns)
+            best = max(best, filled * speed * (SPLIT_SHARE if ways > 1 else 1.0))
+    return best
+
+
+class Transfers:
+    """Sums exposed and hidden times of transfers."""
+
+    def __init__(self):
+        self.exposed_s: dict[str, float] = {}
+        self.hidden_s: dict[str, float] = {}
+
+    def add(self, name: str, transfer_s: float, behind_s: float = 0.0, times: float = 1) -> None:
+        """Adds `times` transfers of transfer_s, each overlapped with behind_s of compute."""
+        hidden_s = min(transfer_s, behind_s)
+        self.exposed_s[name] = self.exposed_s.get(name, 0.0) + times * (transfer_s - hidden_s)
+        if times * hidden_s > 0:
+            self.hidden_s[name] = self.hidden_s.get(name, 0.0) + times * hidden_s
+
+    def add_together(self, transfers_s: dict[str, float], behind_s: float) -> None:
+        """Adds transfers over different links that overlap with the same compute: only the longest can be exposed."""
+        longest = max(transfers_s, key=transfers_s.__getitem__, default="")
+        for name, transfer_s in transfers_s.items():
+            self.add(name, transfer_s, behind_s if name == longest else math.inf)
+
+    @property
+    def total_s(self) -> float:
+        """Total exposed time."""
+        return sum(self.exposed_s.values())
+
+
+def add_times(sums: dict[str, float], found: dict[str, float], times: float = 1) -> None:
+    for name, time_s in found.items():
+        sums[name] = sums.get(name, 0.0) + times * time_s

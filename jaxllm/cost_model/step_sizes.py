@@ -1,0 +1,251 @@
+"""Tensors of a train step on one device: state, activations, weights and gradients. memory.py sums them."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+
+from jaxllm.config import Config
+from jaxllm.cost_model.activations import (
+    Policy,
+    bytes_per_token_and_layer,
+    context_method,
+    is_blockwise,
+    policy_of,
+    takes_cudnn,
+)
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.layer_backward import LayerShape
+from jaxllm.cost_model.parameters import Elements, parameters
+from jaxllm.pipeline_schedule import GPIPE, make_schedule
+
+FLOAT32 = 4
+
+
+@lru_cache(maxsize=4096)
+def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, int]:
+    """(slots for residuals, slots for finished outputs) of a schedule. It uses a short table: once a pipeline is full, 1f1b and
+    interleaved need no more slots.
+    """
+    if name != GPIPE:
+        microbatches = min(microbatches, 3 * stages)
+    schedule = make_schedule(name, stages, microbatches, virtual_stages)
+    return schedule.slots, schedule.finished_slots
+
+
+class StepSizes:
+    """Sizes of a train step's tensors, in bytes on one device."""
+
+    def __init__(self, config: Config, gpu: Gpu | None = None):
+        self.config, self.model, self.parallel = config, config.model, config.parallel
+        self.runs_ahead = gpu is None or gpu.chip.runs_ahead
+        p, train = config.parallel, config.train
+        self.policy: Policy = policy_of(p.remat)
+        self.ranks = int(p.data) * p.context
+        self.shared_out = self.ranks > 1
+        # A single rank has nothing to shard over.
+        self.zero = p.zero if self.shared_out else 0
+        self.itemsize = {"bfloat16": 2, "float32": 4}[self.model.compute_dtype]
+        self.microbatches = config.num_microbatches
+        self.local_length = train.sequence_length // p.context
+        self.tokens = config.microbatch_sequences * self.local_length
+        table = parameters(self.model, p)
+        of_layer = {name: e for name, e in table.items() if name not in ("embedding", "head", "final_norm")}
+        here = config.chunk_layers * p.virtual_stages
+        self.layer = sum(of_layer.values(), Elements(0, 0))
+        self.layers = self.layer.times(here)
+        self.largest_stack = here * max(e.compute for e in of_layer.values())
+        self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
+        self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
+        self.all = self.layers + self.vocabulary + table["final_norm"]
+        self.rows = self.head.compute // self.model.hidden_size
+        self.pipelined = p.pipe > 1
+        table_of = (p.schedule, p.pipe, self.microbatches, p.virtual_stages)
+        self.slots, self.finished_slots = slots_of(*table_of) if self.pipelined else (1, 0)
+
+    # ---------------------------------------------------------------------------------------- from step to step
+
+    def resident(self) -> dict[str, float]:
+        offload = self.parallel.offload_state
+        per_token = 3 * 4 + 1 + (4 if self.config.data.mask_documents else 0)
+        # With DiLoCo, the weights of the last outer step and its momentum.
+        outer = 2 * FLOAT32 * self.all.master if self.config.train.diloco_steps is not None else 0
+        return {
+            "master_weights": 0 if offload == "optimizer_and_master" else FLOAT32 * self.all.master,
+            "optimizer": 2 * FLOAT32 * self.all.master if offload == "none" else 0,
+            "outer_state": outer,
+            "batch": self.microbatches * self.tokens * per_token,
+        }
+
+    def on_host(self) -> float:
+        offload = self.parallel.offload_state
+        state = {"none": 0, "optimizer": 2, "optimizer_and_master": 3}[offload] * FLOAT32 * self.all.master
+        return state + self.slots * self.config.chunk_layers * sum(self.offloaded.values())
+
+    # ---------------------------------------------------------------------------------------------- activations
+
+    @cached_property
+    def units(self) -> dict[str, float]:
+        """Bytes of one tensor of a block, for one microbatch: of the feed-forward width, of the model's width unsharded and
+        sharded over tensor, of queries, of keys; and of one layer's weights."""
+        m, t = self.model, self.parallel.tensor
+        each = self.tokens * self.itemsize
+        keys = m.num_kv_heads // t if m.num_kv_heads % t == 0 else m.num_kv_heads
+        return {
+            "mlp": each * m.intermediate_size / t,
+            "whole": each * m.hidden_size,
+            "split": each * m.hidden_size / t,
+            "query": each * m.num_heads * m.head_dim / t,
+            "key": each * keys * m.head_dim,
+            "layer": self.itemsize * self.layer.compute,
+        }
+
+    @cached_property
+    def kept(self) -> dict[str, float]:
+        """Bytes on the device per layer and microbatch, by name."""
+        if not self.policy.everything:
+            return self._scaled(self._held.kept)
+        # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
+        # and the gathered sequence that enters the matmuls; queries, keys, values, attention's output; SwiGLU's products.
+        u = self.units
+        return {
+            "block_input": 2 * FLOAT32 / self.itemsize * 3 * u["split"],
+            "attention_input": u["whole"],
+            "query": u["query"],
+            "key": u["key"],
+            "value": u["key"],
+            "attention_output": u["query"],
+            "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
+            "mlp_input": u["whole"],
+            "mlp_products": 6 * u["mlp"],
+        }
+
+    @cached_property
+    def offloaded(self) -> dict[str, float]:
+        return {} if self.policy.everything else self._scaled(self._held.offloaded)
+
+    @cached_property
+    def _held(self):
+        p = self.parallel
+        return bytes_per_token_and_layer(
+            self.policy, self.model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(self.config)
+        )
+
+    def _scaled(self, per_token: dict[str, float]) -> dict[str, float]:
+        tokens = self.config.microbatch_sequences * self.config.train.sequence_length
+        return {name: size * tokens for name, size in per_token.items()}
+
+    @property
+    def scores(self) -> float:
+        """Elements of one layer's score matrices, if plain XLA computes them; else 0."""
+        m, p = self.model, self.parallel
+        if takes_cudnn(m) or p.context > 1:
+            return 0
+        return self.tokens * self.local_length * m.num_heads / p.tensor
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        p, config = self.parallel, self.config
+        return LayerShape(
+            units=self.units,
+            policy=self.policy,
+            kept=self.kept,
+            offloaded=self.offloaded,
+            scores=self.scores,
+            fp8_rounded=self.fp8_rounded,
+            sequences=config.microbatch_sequences,
+            local_length=self.local_length,
+            head_dim=self.model.head_dim,
+            context=p.context,
+            context_method=context_method(config),
+            tensor=p.tensor,
+            zero=self.zero,
+            microbatches=self.microbatches,
+            chunk_layers=config.chunk_layers,
+            virtual_stages=p.virtual_stages,
+            slots=self.slots,
+            documents=config.data.mask_documents,
+            pipelined=self.pipelined,
+            overlap_passes=p.overlap_passes,
+            loops_by_hand=self.loops_by_hand,
+            runs_ahead=self.runs_ahead,
+        )
+
+    def activations(self) -> dict[str, float]:
+        """Terms of all layers of a chunk, in all slots."""
+        count = self.slots * self.config.chunk_layers
+        held = {f"activations.{name}": count * size for name, size in self.kept.items()}
+        if self.policy.offload:
+            # One layer's tensors in transfer to the host or back.
+            held["activations.fetched"] = sum(self.offloaded.values())
+        if self.pipelined:
+            # Outputs that wait for the head, one that arrives and one that goes back.
+            held["stage_messages"] = (self.finished_slots + 2) * self.units["split"]
+            held["noise_scale"] = self.noise_scale()
+        return held
+
+    def noise_scale(self, at_loss: bool = False) -> float:
+        """Float32 bytes for measuring the noise scale in a pipeline (parallel/grad_square_norms.py): during a loss, that
+        microbatch's head gradient; with tied embeddings, always one microbatch's token rows per stage.
+        """
+        if self.config.log.noise_scale_every is None:
+            return 0
+        kept = min(self.microbatches, self.parallel.pipe) * self.units["split"] if self.model.tie_embeddings else 0
+        return FLOAT32 * (kept / self.itemsize + (self.head.compute if at_loss else 0))
+
+    # ------------------------------------------------------------------------------------ weights and gradients
+
+    @cached_property
+    def loops_by_hand(self) -> bool:
+        """Whether the layer loop accumulates its own gradients (layer_loop.py); else autodiff stacks them in the compute
+        dtype."""
+        return self.pipelined or self.zero >= 2 or bool(self.policy.offload)
+
+    @cached_property
+    def accumulates(self) -> bool:
+        """Whether gradients are accumulated. XLA removes a scan over one microbatch."""
+        return self.microbatches > 1 or self.pipelined
+
+    def weights(self, loss: bool = False) -> float:
+        """Weights in the compute dtype; none if the float32 weights can be read in place, unsharded by ZeRO.
+
+        Args:
+          loss: at the loss; else while layers are computed. With a single microbatch, XLA frees weights after their last use.
+        """
+        if self.itemsize == FLOAT32 and self.zero == 0:
+            return 0
+        layers = self.layers.master if self.zero == 3 else self.layers.compute
+        if self.pipelined:
+            # ZeRO 3 gathers the vocabulary once per step and keeps it both as received and in the layout for matmuls.
+            layouts = 2 if self.zero == 3 else 1
+            return self.itemsize * (layers + layouts * self.vocabulary.compute)
+        share = self.vocabulary.master if self.zero == 3 else self.vocabulary.compute
+        whole = self.head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
+        return self.itemsize * (layers + (share if self.accumulates else 0) + whole)
+
+    def fp8_layouts(self) -> dict[str, float]:
+        """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
+        transposes the stacks of query, key, value, gate and up weights before the loop, in the compute dtype (observed in one
+        step compiled for H100s; not fitted). Weights gathered by layer are transposed by layer."""
+        if self.model.matmul_dtype != "fp8" or self.zero == 3:
+            return {}
+        u, layers = self.units, self.config.chunk_layers * self.parallel.virtual_stages
+        columns = (u["query"] + 2 * u["key"] + 2 * u["mlp"]) / self.tokens
+        return {"fp8_layouts": layers * self.model.hidden_size * columns}
+
+    @property
+    def fp8_rounded(self) -> float:
+        """One byte per element of the gradients of SwiGLU's products, of the gathered sequence, and of one layer's weights."""
+        if self.model.matmul_dtype != "fp8":
+            return 0
+        return (2 * self.units["mlp"] + self.units["whole"] + self.units["layer"]) / self.itemsize
+
+    def gradients(self) -> dict[str, float]:
+        """Float32 sums over microbatches, and the gradients of the current microbatch beside them."""
+        layers = self.layers.master if self.zero >= 2 else self.layers.compute
+        shared = self.zero >= 2 and not self.pipelined
+        vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
+        if self.pipelined:
+            return {"gradients": FLOAT32 * (layers + vocabulary)}
+        at_hand = FLOAT32 * layers if self.loops_by_hand else self.itemsize * layers
+        sums = FLOAT32 * (layers + vocabulary) if self.accumulates else 0
+        return {"gradients": sums, "microbatch_gradients": at_hand}

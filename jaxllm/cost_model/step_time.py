@@ -1,0 +1,75 @@
+"""Predicted time of one train step: a roofline of its parts, in plain Python within a fraction of a millisecond. Nothing is
+measured.
+
+    step = estimate_step_time(config, GPUS["h100-80gb"], gpus_per_host=8)
+    step.step_s, step.tokens_per_s_per_gpu, step.terms_s
+    print("\\n".join(step_time_lines(step)))
+
+Each part is FLOPs over the speed that its shape permits, bytes over a bandwidth, or kernels times their launch time. A transfer
+that overlaps with compute costs only the time by which it outlasts the compute. terms_s has the exposed times and sums to the
+step; hidden_s has the overlapped times.
+
+A stage's work comes in ticks: one chunk of layers forward and one backward (pipeline_schedule.py). M microbatches over V
+virtual stages take M V ticks, plus P - 1 ticks in which a stage waits or computes garbage: the bubble, (P - 1) / V times a
+microbatch's layers. There are two conventions:
+
+  jaxllm    the transfers of parallel/: all stages in lockstep, embedding and head sharded over pipe, gradients reduced once a
+            step (ZeRO 0, 1) or behind the layer loop (2, 3)
+  megatron  Megatron-LM on the same mesh: 1F1B, the head on the last stage, for which all others wait, gradients and weights
+            exchanged behind the last backward and the first forward (the same from ZeRO 1 on), FLOPs as it counts them
+
+Constants: four are fitted (FITTED) and serve all kinds of GPU and both conventions. They are fitted to 88 published TFLOP/s of
+Megatron-LM (Llama 3.1 8B, S 8192, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`, which also
+fits to some rows and predicts the others. The rest come from data sheets (cost_model/hardware.py), follow from shapes, or are
+rules of thumb, marked as such. The choice of parts was made with knowledge of the published rows. jaxllm itself has not been
+timed on GPUs: its predictions apply these constants to its own compute and transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from jaxllm.config import Config
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.megatron_step import MegatronStep
+from jaxllm.cost_model.step_model import StepModel
+from jaxllm.cost_model.step_parts import FITTED, Fitted, StepTime
+
+Convention = Literal["jaxllm", "megatron"]
+CONVENTIONS = get_args(Convention)
+
+
+def estimate_step_time(
+    config: Config, gpu: Gpu, gpus_per_host: int, convention: str = "jaxllm", fitted: Fitted = FITTED
+) -> StepTime:
+    """Predicts the train step of a resolved config.
+
+    Args:
+      gpus_per_host: devices fill hosts in the mesh's order, replica and pipe slowest and tensor fastest. The network between
+        replicas is assumed to be that between hosts; the model has no slower one.
+      convention: jaxllm or megatron, see the module docstring. In Megatron's, parallel.remat=full means Megatron's full
+        recomputation; other values are ignored.
+      fitted: other constants, for fitting.
+
+    Raises:
+      ConfigError: the convention does not exist.
+    """
+    if convention not in CONVENTIONS:
+        raise ConfigError(f"convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
+    model = MegatronStep if convention == "megatron" else StepModel
+    return model(config, gpu, gpus_per_host, fitted).time()
+
+
+def step_time_lines(step: StepTime) -> Iterator[str]:
+    """A terminal table: for each term its exposed seconds, their share of the step, and its hidden seconds."""
+    yield f"{'term':<16}{'exposed s':>12}{'share':>8}{'hidden s':>12}"
+    for name in dict.fromkeys((*step.terms_s, *step.hidden_s)):
+        exposed_s = step.terms_s.get(name, 0.0)
+        yield _line(name.replace("_", " "), exposed_s, exposed_s / step.step_s, step.hidden_s.get(name, 0.0))
+    yield _line("step", step.step_s, 1.0, sum(step.hidden_s.values()))
+
+
+def _line(name: str, exposed_s: float, share: float, hidden_s: float) -> str:
+    return f"{name:<16}{exposed_s:>12.4f}{share:>8.1%}" + (f"{hidden_s:>12.4f}" if hidden_s else f"{'-':>12}")

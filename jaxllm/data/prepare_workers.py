@@ -1,0 +1,195 @@
+"""The processes that write shards for `jaxllm data prepare`, and their progress."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.data.shards import Origin, Task, write_shard
+from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The input of every worker."""
+
+    folder: Path
+    tokenizer: str
+    origin: Origin
+    strict: bool
+
+
+def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
+    """Makes the shards in `count` processes. With 1, in this process."""
+    if count == 1:
+        _run_here(job, tokenizer, tasks, shows)
+    else:
+        _run_workers(job, tasks, count, shows)
+
+
+def _run_here(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: PrepareProgress) -> None:
+    with _one_thread_for_tokenizers():
+        for task in tasks:
+            write_shard(job.folder, task, job.origin, tokenizer, job.strict, shows.advance)
+            shows.finished()
+
+
+def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
+    """Gives each worker one task at a time; the first error ends all workers."""
+    spawn = multiprocessing.get_context("spawn")
+    waiting = iter(tasks)
+    workers: dict[Any, Any] = {}
+    """Connection -> process."""
+    try:
+        # A terminal sends Ctrl-C to the workers too. They ignore it, and this process ends them.
+        with _interrupts_ignored():
+            for _ in range(count):
+                ours, theirs = spawn.Pipe()
+                worker = spawn.Process(target=_work, args=(theirs, job), daemon=True)
+                worker.start()
+                theirs.close()
+                workers[ours] = worker
+        while workers:
+            ready: list[Any] = wait(list(workers))
+            for connection in ready:
+                try:
+                    kind, *content = connection.recv()
+                    if kind in ("ready", "written"):
+                        task = next(waiting, None)
+                        connection.send(task)
+                        if task is None:
+                            workers.pop(connection).join()
+                except (EOFError, OSError):
+                    workers[connection].join()
+                    raise ConfigError(
+                        f"A worker was killed (exit code {workers[connection].exitcode}), perhaps because memory ran out: "
+                        f"run the command again with fewer --workers to resume."
+                    ) from None
+                if kind == "read":
+                    shows.advance(*content)
+                elif kind == "written":
+                    shows.finished()
+                elif kind == "refused":
+                    raise ConfigError(content[0])
+                elif kind == "failed":
+                    raise RuntimeError(f"A worker failed:\n{content[0]}")
+    finally:
+        for worker in workers.values():
+            worker.terminate()
+        for worker in workers.values():
+            worker.join()
+
+
+def _work(connection: Connection, job: Job) -> None:
+    """Runs a worker: it reports that it is ready, and makes the shards that it receives. It ends when its parent exits."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def say(*message) -> None:
+        try:
+            connection.send(message)
+        except OSError:
+            # An OSError would look like a full disk.
+            raise _ParentGone from None
+
+    try:
+        try:
+            tokenizer = load_tokenizer(job.tokenizer)
+            say("ready")
+            while (task := connection.recv()) is not None:
+                write_shard(job.folder, task, job.origin, tokenizer, job.strict, lambda *counts: say("read", *counts))
+                say("written")
+        except ConfigError as error:
+            say("refused", str(error))
+        except Exception as error:
+            if not isinstance(error, _ParentGone | EOFError | ConnectionResetError):
+                say("failed", traceback.format_exc())
+    except _ParentGone:
+        pass
+
+
+class _ParentGone(Exception):
+    """The parent process has exited."""
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _one_thread_for_tokenizers() -> Iterator[None]:
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+class PrepareProgress:
+    """A progress bar over bytes of input on a terminal, a line every ten seconds elsewhere, or nothing if not visible."""
+
+    def __init__(self, tasks: Sequence[Task], visible: bool):
+        self._total, self._shards = sum(task.size for task in tasks), len(tasks)
+        self._visible, self._bar = visible, None
+        self._read = self._tokens = self._finished = 0
+
+    def __enter__(self) -> PrepareProgress:
+        self._started = self._last_line = time.monotonic()
+        if self._visible:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+            console = Console(highlight=False, soft_wrap=True, markup=False)
+            if console.is_terminal and not console.is_dumb_terminal:
+                columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True))
+                self._bar = Progress(*columns, console=console, transient=True)
+                self._task = self._bar.add_task("starting", total=self._total)
+                self._bar.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, read: int, tokens: int) -> None:
+        self._read += read
+        self._tokens += tokens
+        self._show()
+
+    def finished(self) -> None:
+        self._finished += 1
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        speed = self._tokens / max(now - self._started, 1e-9)
+        text = f"{self._finished}/{self._shards} shards  {speed / 1e6:.2f}M tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._read, description=text)
+        elif self._visible and now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            print(f"{100 * self._read / max(self._total, 1):.0f}%  {text}", flush=True)

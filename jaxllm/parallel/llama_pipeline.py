@@ -1,0 +1,209 @@
+"""The Llama as a pipeline: what each rank does in a tick, and the forward and backward pass of a step made of it.
+
+Runs in the region that is manual over (replica, pipe, data, context). Each rank of `pipe` has its stages' layers and a slice of
+the vocabulary, of the embedding and of the head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.cost_model.activations import policy_of
+from jaxllm.mesh import PIPE
+from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
+from jaxllm.model.llama import BlockContext, apply_block
+from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
+from jaxllm.parallel.context import ParallelContext
+from jaxllm.parallel.embedding import add_over_ranks
+from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
+from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
+from jaxllm.parallel.layer_stacking import flatten_layers
+from jaxllm.parallel.pipeline import Microbatch, Unit, run_schedule, sum_over_stages
+from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, Tree, WeightAccess
+from jaxllm.pipeline_schedule import forward_only, make_schedule
+from jaxllm.pipeline_table import Schedule
+
+
+class StageSums(NamedTuple):
+    """The sums that the ticks of a step carry."""
+
+    gradients: Params
+    """float32: of the rank's weights, or of its shard of them where ZeRO scatters."""
+    squares: Any
+    """StageSquares; None without a tap."""
+
+
+def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> GradientRegion:
+    """Gradients by a pipeline schedule."""
+    parallel, stack_dims, scatter = ctx.config.parallel, ctx.stack_dims, ctx.access.scatter
+
+    def finalize_gradient(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
+        if name == "layers":
+            g = g.reshape(*w.shape[:stack_dims], *g.shape[1:])
+        return g if name == "layers" and scatter else g[None]
+
+    def region(weights: Params, batch: Batch):
+        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
+        flat = flatten_layers(weights, stack_dims)
+        zeros = {name: new_sums(tree, ctx.access if name == "layers" else WeightAccess()) for name, tree in flat.items()}
+        M, B, S = batch["tokens"].shape
+        schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
+        stage_tap = StageTap(tap, ctx.ops, schedule, ctx.config.model.tie_embeddings) if tap else None
+        squares = stage_tap.new((B, S, ctx.config.model.hidden_size)) if stage_tap else None
+        stage = LlamaStage(ctx, flat, scale, tap, stage_tap)
+        loss, sums = _run(ctx, schedule, stage, batch, StageSums(zeros, squares))
+        gradients = {
+            name: jax.tree.map(partial(finalize_gradient, name), sums.gradients[name], weights[name]) for name in weights
+        }
+        parts = tap.parts(sums.squares.by_microbatch, batch["mask"], ctx.loss_axes) if tap else None
+        return jax.lax.psum(loss, ctx.loss_axes), gradients, parts
+
+    return region
+
+
+def pipeline_loss_region(ctx: ParallelContext) -> LossRegion:
+    """The forward pass of a pipeline alone."""
+    parallel = ctx.config.parallel
+
+    def region(weights: Params, batch: Batch):
+        schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
+        stage = LlamaStage(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
+        total, _ = _run(ctx, schedule, stage, batch, None)
+        return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
+
+    return region
+
+
+def _run(ctx: ParallelContext, schedule: Schedule, stage: LlamaStage, batch: Batch, sums: StageSums | None):
+    model, shape = ctx.config.model, batch["tokens"].shape[1:]
+    zeros_BSD = ctx.ops.constrain(jnp.zeros((*shape, model.hidden_size), model.compute_dtype), SHARDED_SEQUENCE)
+    return run_schedule(schedule, stage, batch, zeros_BSD, sums)
+
+
+class LlamaStage:
+    """A rank's work in a tick: the Stage of pipeline.py.
+
+    Args:
+      weights: the rank's; layers [chunks x layers of a chunk, ...].
+      scale: factor of each token's loss in the sum.
+      tap, stage_tap: take the squares of gradients; None: nothing is measured.
+    """
+
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        weights: Params,
+        scale: jax.Array,
+        tap: GradSquareNorms | None = None,
+        stage_tap: StageTap | None = None,
+    ):
+        model, parallel, train = ctx.config.model, ctx.config.parallel, ctx.config.train
+        self.overlaps_passes = parallel.overlap_passes
+        self._model, self._tensor, self._ops = model, parallel.tensor, ctx.ops
+        self._weights, self._scale, self._tap = weights, scale, stage_tap
+        self._head = "embedding" if model.tie_embeddings else "head"
+        self._z_loss_weight = train.z_loss_weight
+        network = nnx.merge(ctx.graph, weights)
+        self._norm_graph = nnx.split(network.final_norm)[0]
+        block = partial(apply_block, nnx.split(network.layers)[0], ctx.ops)
+        policy = policy_of(parallel.remat)
+        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, unroll=unrolling(model))
+        part = VocabularySlice(
+            first=lambda rows: jax.lax.axis_index(PIPE) * rows,
+            total=lambda x: jax.lax.psum(x, PIPE),
+            largest=lambda x: jax.lax.pmax(x, PIPE),
+        )
+        self._bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
+
+    @jax.named_scope("embedding")
+    def look_up(self, microbatch: Microbatch) -> jax.Array:
+        found_BSD = self._ops.look_up(self._weights["embedding"], microbatch.rows["tokens"])
+        return self._ops.constrain(found_BSD, SHARDED_SEQUENCE)
+
+    @jax.named_scope("embedding_backward")
+    def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: StageSums) -> StageSums:
+        add = partial(add_over_ranks, ids_BS=microbatch.rows["tokens"], dh_BSD=dh_BSD, tensor=self._tensor)
+        before_VD = sums.gradients["embedding"]
+        if self._tap is None:
+            return StageSums(sums.gradients | {"embedding": add(before_VD)}, None)
+        own_VD = add(jnp.zeros_like(before_VD))
+        squares = self._tap.on_embedding(sums.squares, microbatch.number, own_VD, dh_BSD)
+        return StageSums(sums.gradients | {"embedding": before_VD + own_VD}, squares)
+
+    @jax.named_scope("stage_forward")
+    def forward(self, unit: Unit, h_BSD: jax.Array, ring: Ring | None, following: jax.Array | None):
+        then = None if following is None else following * self._loop.length + self._loop.length - 1
+        return self._loop.forward(self._weights["layers"], self._pass(unit, h_BSD), ring, then)
+
+    @jax.named_scope("stage_backward")
+    def backward(self, unit: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, handed_over: Tree, valid: jax.Array):
+        layers, back = self._weights["layers"], self._pass(unit, dh_BSD)
+        found = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid)
+        return self._accumulate(found, unit.microbatch, sums)
+
+    @jax.named_scope("stage_forward_and_backward")
+    def both(self, ahead: Unit, h_BSD: jax.Array, back: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, valid: jax.Array):
+        layers, passes = self._weights["layers"], (self._pass(ahead, h_BSD), self._pass(back, dh_BSD))
+        forward, backward = self._loop.both(layers, *passes, ring, sums.gradients["layers"], valid)
+        return forward, self._accumulate(backward, back.microbatch, sums)
+
+    def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: StageSums, valid: jax.Array):
+        rows, gradients = microbatch.rows, sums.gradients
+        weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * self._scale, 0)
+        normed_BSD, norm_backward = jax.vjp(self._norm, self._weights["final_norm"], h_BSD)
+        before_VD = gradients[self._head] if self._tap is None else jnp.zeros_like(gradients[self._head])
+        inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS, before_VD)
+        loss, dnormed_BSD, dhead_VD = loss_and_gradients(*inputs, z_loss_weight=self._z_loss_weight, **self._bounds)
+        # Each stage runs the norm's backward on its part. The map is linear, so the parts are added after it.
+        dnorm, dh_BSD = norm_backward(self._ops.constrain(dnormed_BSD, FULL_SEQUENCE))
+        squares = sums.squares
+        if self._tap is not None:
+            squares = self._tap.on_head(squares, microbatch.number, rows["tokens"], dhead_VD, dnorm, valid)
+            dhead_VD = gradients[self._head] + dhead_VD
+        dnorm = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients["final_norm"], dnorm)
+        dh_BSD = sum_over_stages(self._ops.constrain(dh_BSD, SHARDED_SEQUENCE))
+        return loss, dh_BSD, StageSums(gradients | {self._head: dhead_VD, "final_norm": dnorm}, squares)
+
+    def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
+        rows, head_VD = microbatch.rows, self._weights[self._head]
+        weights_BS = rows["mask"].astype(jnp.float32) * self._scale
+        normed_BSD = self._norm(self._weights["final_norm"], h_BSD)
+        return loss_alone(normed_BSD, head_VD, rows["targets"], weights_BS, **self._bounds)
+
+    def new_ring(self, slots: int, h_BSD: jax.Array, microbatch: Microbatch) -> Ring:
+        return self._loop.new_ring(slots, self._weights["layers"], h_BSD, self._block_context(microbatch.rows))
+
+    def _norm(self, scale: Tree, h_BSD: jax.Array) -> jax.Array:
+        return self._ops.constrain(nnx.merge(self._norm_graph, scale)(h_BSD), FULL_SEQUENCE)
+
+    def _block_context(self, rows: Rows) -> BlockContext:
+        return rotary_table(self._model, rows["positions"]), rows.get("segments")
+
+    def _pass(self, unit: Unit, x_BSD: jax.Array) -> Pass:
+        return Pass(unit.chunk, x_BSD, self._block_context(unit.microbatch.rows), unit.slot)
+
+    def _accumulate(self, found: tuple[jax.Array, Tree, Any], microbatch: Microbatch, sums: StageSums):
+        dh_BSD, layers, new = found
+        squares = sums.squares
+        if self._tap is not None:
+            squares = self._tap.add(squares, microbatch.number, new)
+        return self._ops.constrain(dh_BSD, SHARDED_SEQUENCE), StageSums(sums.gradients | {"layers": layers}, squares)
+
+
+def new_sums(weights: Tree, access: WeightAccess) -> Tree:
+    """Zeros for gradients: of the weights' shapes, or of a rank's shard of them if `access` scatters."""
+    gather, scatter = access.gather, access.scatter
+    if scatter is None:
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    layers = jax.tree.leaves(weights)[0].shape[0]
+
+    def shard(weights):
+        layer = jax.tree.map(lambda w: w[0], weights)
+        return scatter(gather(layer) if gather else layer)
+
+    return jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), jnp.float32), jax.eval_shape(shard, weights))

@@ -1,0 +1,47 @@
+"""Describes a gradient noise scale and a batch in one sentence, for the log (train/noise_scale.py) and for `jaxllm report`.
+
+No JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from jaxllm.plan.cost import short
+from jaxllm.plan.data_ranks import wasted_share
+
+
+class NoiseEstimate(NamedTuple):
+    """The noise scale and its 95% interval, in tokens. `low` is 0 and `high` infinite if that end is not known."""
+
+    tokens: float
+    low: float
+    high: float
+
+
+def reading(found: NoiseEstimate, batch_tokens: float) -> str:
+    """Describes a batch by the noise scale: the share of a step that is wasted, and the effect of twice the data ranks.
+
+    With w = B / (B + N), twice the batch takes (1 - w) / 2 fewer steps and w more tokens (data_ranks.StepsToLoss).
+    """
+    if found.low == 0 and math.isinf(found.high):
+        known = "unknown yet" if math.isinf(found.tokens) else f"about {short(found.tokens)} tokens"
+        return f"gradient noise scale {known}: too few or too noisy estimates to read it"
+    least, most = wasted_share(batch_tokens, found.high), wasted_share(batch_tokens, found.low)
+    if math.isinf(found.high):
+        scale, wasted = f"above {short(found.low)} tokens", f"at most {_percent(most)}"
+        fewer, more = f"at least {_percent((1 - most) / 2)}", f"at most {_percent(most)}"
+    else:
+        share = wasted_share(batch_tokens, found.tokens)
+        scale = f"{short(found.tokens)} tokens ({short(found.low)} to {short(found.high)})"
+        wasted = f"{_percent(share)} ({_percent(least)} to {_percent(most)})"
+        fewer, more = _percent((1 - share) / 2), _percent(share)
+    return (
+        f"gradient noise scale {scale}: of a step of {short(batch_tokens)} tokens {wasted} is wasted; twice the data ranks, "
+        f"with twice the batch, would take {fewer} fewer steps and {more} more tokens"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if share >= 0.1 else 1}f}%"

@@ -1,0 +1,247 @@
+"""Figures of device memory: its contents, over stages, settings or one step, beside the capacity. All are drawn from plain
+data.
+
+    stage_picture(estimate.memory.stages, "stages.png", capacity_bytes=estimate.capacity_bytes)
+
+Each *_figure returns a matplotlib Figure (a notebook shows it); each *_picture writes it to a .png or .svg. GiB are 2^30 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.memory import StageMemory, estimate_memory
+from jaxllm.display import readable
+from jaxllm.plan.advice import changed
+from jaxllm.plan.estimate import Estimate, fold
+from jaxllm.plots.schedule import new_figure, save
+
+MIB, GIB = 2**20, 2**30
+OVER = ("sequence", "microbatch")
+OPTIMIZER, PARAMETERS, GRADIENTS, ACTIVATIONS = GROUPS = ("optimizer", "parameters", "gradients", "activations")
+_GROUP_OF = {GRADIENTS: "gradient", OPTIMIZER: "master|moment|optimizer", PARAMETERS: "weight|parameter|copy"}
+"""Pattern in the names of a group's terms; the first match decides. Every other term exists only within a step: activations."""
+HUES = {
+    PARAMETERS: (0.12, 0.37, 0.65),
+    GRADIENTS: (0.16, 0.50, 0.28),
+    OPTIMIZER: (0.52, 0.25, 0.60),
+    ACTIVATIONS: (0.83, 0.42, 0.05),
+}
+_CAPACITY = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
+SMALL = 0.004
+"""Share of the tallest bar. A term below it in every bar is too thin to see and is counted under `other`."""
+MOST_STAGES = 16
+"""Largest number of stages drawn one by one."""
+MORE_BARS = 3
+"""Maximum number of bars on each side of the config's own."""
+FARTHEST = 3.0
+"""Multiple of the capacity, or of the config's own bytes. A taller bar would leave the others no height."""
+
+
+def group_of(term: str) -> str:
+    """The group of a term by its name: parameters, gradients, optimizer (with moments and fp32 master weights) or
+    activations."""
+    return next((group for group, words in _GROUP_OF.items() if re.search(words, term)), ACTIVATIONS)
+
+
+def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Total bytes of each of GROUPS."""
+    sums: dict[str, int] = dict.fromkeys(GROUPS, 0)
+    for term, size in terms_bytes.items():
+        sums[group_of(term)] += size
+    return sums
+
+
+# ------------------------------------------------------------------------------------------------------------- stacked
+
+
+def stage_picture(stages: Sequence[StageMemory], path: str | Path, **options: Any) -> None:
+    """Writes stage_figure(stages, **options)."""
+    save(stage_figure(stages, **options), path)
+
+
+def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = None, title: str = "") -> Any:
+    """A stacked bar of terms for each stage, with the capacity as a line. Above MOST_STAGES stages, equal neighbours share one
+    bar.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    columns = fold(stages) if len(stages) > MOST_STAGES else [(f"stage {stage.stage}", stage) for stage in stages]
+    labels = [label if len(stages) > 1 else "each device" for label, _ in columns]
+    return _stacked(labels, fold_slivers([stage.terms_bytes for _, stage in columns]), "", capacity_bytes, title)
+
+
+def over_picture(points: Sequence[tuple[int | str, Mapping[str, int]]], path: str | Path, **options: Any) -> None:
+    """Writes over_figure(points, **options)."""
+    save(over_figure(points, **options), path)
+
+
+def over_figure(
+    points: Sequence[tuple[int | str, Mapping[str, int]]],
+    *,
+    x_label: str,
+    capacity_bytes: int | None = None,
+    own: int | None = None,
+    title: str = "",
+) -> Any:
+    """Parameters, gradients, optimizer and activations as a stacked bar for each value of a setting.
+
+    Args:
+      points: (value, term -> bytes of the fullest stage).
+      own: the config's value, whose label is bold.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    values = [value for value, _ in points]
+    labels = [value if isinstance(value, str) else f"{value:,}" for value in values]
+    place = values.index(own) if own in values else None
+    return _stacked(labels, [grouped(terms) for _, terms in points], x_label, capacity_bytes, title, place)
+
+
+def _stacked(
+    labels: Sequence[str],
+    columns: Sequence[Mapping[str, int]],
+    x_label: str,
+    capacity_bytes: int | None,
+    title: str,
+    own: int | None = None,
+) -> Any:
+    """Draws one stacked bar per column; `own` is the index of the config's column."""
+    figure = new_figure(max(6.5, 1.0 * len(labels) + 4.2), 4.6, dpi=150)
+    axes = figure.add_subplot()
+    if title:
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    terms = list(dict.fromkeys(term for column in columns for term in column))
+    # Memory that persists between steps is at the bottom.
+    terms.sort(key=lambda term: GROUPS.index(group_of(term)))
+    colors = colors_of(terms)
+    highest = y_limit(max(sum(column.values()) for column in columns), capacity_bytes)
+    unit, unit_name = display_unit(highest)
+    bottom, x = np.zeros(len(columns)), np.arange(len(columns))
+    for term in terms:
+        heights = np.array([column.get(term, 0) for column in columns]) / unit
+        axes.bar(x, heights, 0.62, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
+        bottom += heights
+    draw_capacity(axes, capacity_bytes, highest, unit)
+    for i, top in enumerate(bottom):
+        label = axes.text(i, top + 0.008 * highest / unit, short_number(top), ha="center", va="bottom", fontsize=8, zorder=5)
+        # A background, because the capacity line may cross the label.
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
+    axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(0, 1.12 * highest / unit))
+    axes.set_xticks(x, labels, fontsize=8, rotation=30 if max(map(len, labels)) > 11 and len(labels) > 6 else 0)
+    if own is not None:
+        axes.get_xticklabels()[own].set_fontweight("bold")
+    axes.set_xlabel(x_label, fontsize=9)
+    style_axes(axes, f"{unit_name} on one device")
+    handles, names = axes.get_legend_handles_labels()
+    # In the order of the bars, from top to bottom.
+    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    return figure
+
+
+def fold_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    tallest = max(sum(column.values()) for column in columns)
+    seen = {term for column in columns for term, size in column.items() if size > SMALL * tallest}
+    merged = []
+    for column in columns:
+        kept = {term: size for term, size in column.items() if term in seen}
+        other = sum(size for term, size in column.items() if term not in seen)
+        merged.append(kept | ({"other": other} if other else {}))
+    return merged
+
+
+def colors_of(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """One hue per group, lighter from term to term."""
+    colors = {}
+    for group in GROUPS:
+        members = [term for term in terms if group_of(term) == group]
+        for i, term in enumerate(members):
+            hue = np.array(HUES[group])
+            colors[term] = tuple(hue + (1 - hue) * 0.8 * i / max(len(members), 2))
+    return colors
+
+
+def display_unit(most_bytes: float) -> tuple[int, str]:
+    """GiB, or MiB below half a GiB."""
+    return (GIB, "GiB") if most_bytes >= GIB / 2 else (MIB, "MiB")
+
+
+def y_limit(most_bytes: int, capacity_bytes: int | None) -> int:
+    """Upper end of the y axis: the capacity, unless the bars would be small beside it."""
+    return max(most_bytes, capacity_bytes if capacity_bytes and capacity_bytes <= FARTHEST * most_bytes else 0)
+
+
+def draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: int) -> None:
+    if capacity_bytes is not None:
+        label = f"capacity {readable(capacity_bytes)}"
+        if capacity_bytes <= highest:
+            axes.axhline(capacity_bytes / unit, label=label, **_CAPACITY)
+        else:
+            axes.plot([], [], label=f"{label}, above this", **_CAPACITY)
+
+
+def short_number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def style_axes(axes: Any, y_label: str) -> None:
+    axes.set_ylabel(y_label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---------------------------------------------------------------------------------------------------- from an estimate
+
+
+def estimate_picture(estimate: Estimate, path: str | Path, over: str | None = None) -> None:
+    """Draws `jaxllm estimate --picture FILE`: the stages, or bytes against `over`, one of OVER.
+
+    Raises:
+      ConfigError: `over` is unknown, matplotlib is not installed, or the file cannot be written.
+    """
+    title, capacity = title_of(estimate), estimate.by_convention["jaxllm"].capacity_bytes
+    memory = estimate.by_convention["jaxllm"].memory
+    if over is None:
+        stage_picture(memory.stages, path, capacity_bytes=capacity, title=title)
+    elif over in OVER:
+        points, own = variations(estimate.config, over, capacity, estimate.gpu)
+        x_label = {"sequence": "sequence length, tokens", "microbatch": "sequences of a microbatch"}[over]
+        over_picture(points, path, x_label=x_label, capacity_bytes=capacity, own=own, title=title)
+    else:
+        raise ConfigError(f"--over={over} is not one of the choices: use {', '.join((*OVER, 'step'))}.")
+
+
+def variations(
+    config: Config, over: str, capacity_bytes: int | None = None, gpu: Gpu | None = None
+) -> tuple[list[tuple[int, Mapping[str, int]]], int]:
+    """([(value, term -> bytes of the fullest stage)], the config's own value) for powers of two around the config's own
+    sequence length or microbatch: those that the rest of the config allows and that fit into one figure with its own.
+    """
+    own = config.train.sequence_length if over == "sequence" else config.microbatch_sequences
+    key = "train.sequence_length" if over == "sequence" else "train.microbatch_sequences"
+    powers = {2**power for power in range(24)} | {own}
+    valid = [(value, new) for value in sorted(powers) if (new := changed(config, {key: value})) is not None]
+    place = [value for value, _ in valid].index(own)
+    near = valid[max(0, place - MORE_BARS) : place + MORE_BARS + 1]
+    stages = [(value, estimate_memory(new, gpu).peak_stage) for value, new in near]
+    highest = FARTHEST * max(capacity_bytes or 0, next(stage.total_bytes for value, stage in stages if value == own))
+    return [(value, stage.terms_bytes) for value, stage in stages if stage.total_bytes <= highest], own
+
+
+def title_of(estimate: Estimate) -> str:
+    """Figure title: model, GPUs and mesh."""
+    p, kind = estimate.config.parallel, estimate.gpu.name if estimate.gpu else "GPU"
+    mesh = f"pipe {p.pipe}, data {p.data}, context {p.context}, tensor {p.tensor}, ZeRO {p.zero}"
+    return f"{estimate.config.model.name or 'model'} on {estimate.devices} x {kind}: {mesh}"
+
+
+# ------------------------------------------------------------------------------------------------------------ one step

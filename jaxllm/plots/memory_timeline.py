@@ -1,0 +1,151 @@
+"""Memory over one train step, by XLA's buffer assignment, beside the estimate: what `jaxllm estimate --over step` draws.
+
+The step is compiled as in training. The GPUs need not be present.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.compile import aot
+from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, StepMemory, dump_options, read_dump
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.memory import StageMemory
+from jaxllm.plan.estimate import Estimate
+from jaxllm.plots.memory import (
+    ACTIVATIONS,
+    GROUPS,
+    HUES,
+    OPTIMIZER,
+    colors_of,
+    display_unit,
+    draw_capacity,
+    fold_slivers,
+    group_of,
+    short_number,
+    style_axes,
+    title_of,
+    y_limit,
+)
+from jaxllm.plots.schedule import new_figure, save
+from jaxllm.runtime import distributed
+from jaxllm.runtime.xla_flags import compile_options
+
+_PHASES = {FORWARD: (0.93, 0.95, 0.99), BACKWARD: (1.0, 0.95, 0.90), UPDATE: (0.95, 0.92, 0.97)}
+SHORT_SPAN = 0.01
+"""Share of all instructions. A shorter range of one phase gets the colour of its neighbours."""
+
+
+def draw_step(report: Estimate, path: str | Path) -> None:
+    """Compiles the config of an estimate and draws the memory that one device has in use at each instruction.
+
+    Raises:
+      ConfigError: no GPU was named, packages are missing, or the file cannot be written.
+    """
+    if report.gpu is None:
+        raise ConfigError("--over=step compiles the step: name the kind of GPU, such as --gpu h100-80gb.")
+    distributed.start_without_devices()
+    own = report.by_convention["jaxllm"]
+    curve, memory = compile_with_buffers(report.config, report.gpu, report.gpus_per_host)
+    held_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    options = {"capacity_bytes": own.capacity_bytes, "title": title_of(report)}
+    step_picture(curve, held_bytes, own.memory.peak_stage, path, **options)
+
+
+def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[StepMemory, Any]:
+    """(temporaries over the step on one device, the compiled step's memory_analysis()) of a resolved config.
+
+    Raises:
+      ConfigError: packages are missing, or this XLA does not dump the buffer assignment.
+    """
+    devices = aot.gpu_devices(config.devices // gpus_per_host, gpus_per_host, gpu)
+    with tempfile.TemporaryDirectory() as folder:
+        options = compile_options(config, devices[0].platform) | dump_options(folder)
+        compiled = aot.lower_step(config, devices).compile(compiler_options=options)
+        try:
+            curve = read_dump(folder)
+        except FileNotFoundError:
+            raise ConfigError(f"XLA of JAX {jax.__version__} dumps no buffer assignment: use JAX 0.10 to draw one.") from None
+    return curve, compiled.memory_analysis()
+
+
+def step_picture(curve: StepMemory, held_bytes: int, stage: StageMemory, path: str | Path, **options: Any) -> None:
+    """Writes step_figure(curve, held_bytes, stage, **options)."""
+    save(step_figure(curve, held_bytes, stage, **options), path)
+
+
+def step_figure(
+    curve: StepMemory, held_bytes: int, stage: StageMemory, *, capacity_bytes: int | None = None, title: str = ""
+) -> Any:
+    """Memory of a device in use at each instruction, by XLA's buffer assignment, with the estimate's terms beside it.
+
+    Args:
+      held_bytes: arguments and outputs, which are allocated all the time.
+      stage: the fullest stage of the estimate.
+
+    Raises:
+      ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(10, 4.8, dpi=150)
+    grid = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
+    axes, n = figure.add_subplot(grid[0, 0]), len(curve.phases)
+    if title:
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    set_aside = held_bytes + curve.allocated_bytes
+    highest = y_limit(max(set_aside, stage.total_bytes), capacity_bytes)
+    unit, unit_name = display_unit(highest)
+    for phase, start, end in _long_spans(curve):
+        axes.axvspan(start, end, color=_PHASES[phase], linewidth=0)
+        if end - start > 0.06 * n:
+            axes.text((start + end) / 2, 1.12 * highest / unit, phase, ha="center", va="top", fontsize=9)
+    edges, held = np.arange(n + 1), held_bytes / unit
+    used = {"baseline": held, "fill": True, "color": HUES[ACTIVATIONS]}
+    axes.stairs(held + curve.used_bytes / unit, edges, label="temporaries in use, by XLA", **used)
+    axes.stairs(np.full(n, held), edges, fill=True, color=HUES[OPTIMIZER], label="state and batch, all the time")
+    lines = {"set aside by XLA": (set_aside, "-"), "estimate": (stage.total_bytes, ":")}
+    for name, (size, style) in lines.items():
+        label = f"{name}, {short_number(size / unit)} {unit_name}"
+        axes.axhline(size / unit, color="black", linewidth=1, linestyle=style, label=label)
+    axes.set(xlim=(0, n), ylim=(0, 1.14 * highest / unit))
+    axes.set_xlabel("instruction of the compiled step, in order; a loop's body once", fontsize=9)
+    style_axes(axes, f"{unit_name} on one device")
+    beside = figure.add_subplot(grid[0, 1], sharey=axes)
+    _draw_terms(beside, stage, unit)
+    for each in (axes, beside):
+        draw_capacity(each, capacity_bytes, highest, unit)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _draw_terms(axes: Any, stage: StageMemory, unit: int) -> None:
+    """One stacked bar, with its legend beside it."""
+    (terms,) = fold_slivers([stage.terms_bytes])
+    order = sorted(terms, key=lambda term: GROUPS.index(group_of(term)))
+    colors, bottom = colors_of(order), 0.0
+    for term in order:
+        height = terms[term] / unit
+        axes.bar(0, height, 0.7, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
+        bottom += height
+    axes.set_xticks([0], ["estimate"], fontsize=8)
+    axes.set_xlim(-0.6, 0.6)
+    axes.tick_params(labelleft=False, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1), fontsize=8, frameon=False)
+
+
+def _long_spans(curve: StepMemory) -> list[tuple[str, int, int]]:
+    """The phases of the curve. Ranges too short to see are merged into the range before them."""
+    spans: list[tuple[str, int, int]] = []
+    for phase, start, end in curve.spans():
+        if spans and (spans[-1][0] == phase or end - start < SHORT_SPAN * len(curve.phases)):
+            spans[-1] = (spans[-1][0], spans[-1][1], end)
+        else:
+            spans.append((phase, start, end))
+    return spans

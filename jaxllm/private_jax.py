@@ -1,0 +1,54 @@
+"""All that jaxllm uses of JAX's private modules. Tried with JAX 0.10 to 0.12; each function says what another JAX gets."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def cudnn_binding() -> ModuleType:
+    """cuDNN's fused attention with its backward pass: JAX's public function has no backward that takes a log-sum-exp.
+
+    Raises:
+      ImportError: this JAX has no such module. model/cudnn_attention.py turns it into a sentence.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def empty_on_host(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array in the host's memory whose content is undefined, as `lax.scan` allocates its results.
+
+    Zeros moved to the host would first be allocated on the device, complete, and cross the link in every step. That is the
+    fallback for a JAX that allocates otherwise.
+    """
+    try:
+        from jax._src.lax.lax import empty2
+
+        return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
+    except (ImportError, TypeError):
+        return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
+
+
+def coordination_client() -> Any:
+    """Client of the key-value store of jax.distributed, which has no public API; None in a run of one process.
+
+    Raises:
+      ImportError: this JAX has no such module.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def has_backends() -> bool:
+    """Whether JAX has started a backend. The public ways to ask would start one. False if this JAX does not tell."""
+    try:
+        from jax._src import xla_bridge
+    except ImportError:
+        return False
+    return bool(getattr(xla_bridge, "_backends", None))

@@ -1,0 +1,239 @@
+"""History of a run, read from metrics.jsonl and config.yaml in its directory. It needs no JAX and no other file, so it works on
+any machine.
+
+    history = read_run("runs/quickstart")
+    history.column("loss"), history.smoothed_loss, history.times_s
+
+A start that repeats steps leaves metrics-1.jsonl and so on behind. They contain the lost lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from jaxllm.config import AUTO, Config, ConfigError, load_config
+from jaxllm.config.errors import why_not_yaml
+
+SMOOTH_SHARE = 0.02
+"""Window of the smoothed loss, as a share of the run's steps."""
+FEWEST_SMOOTHED = 5
+TRAINING, DATA, EVALUATING, SAVING, COMPILING, STARTING, REDONE, DOWN = PARTS = (
+    *("training", "waiting for data", "evaluating", "saving", "compiling", "starting", "steps done again", "between starts"),
+)
+_PHASES = {"data_s": DATA, "evaluate_s": EVALUATING, "save_s": SAVING, "compile_s": COMPILING}
+"""Key of a metrics line -> the part that its seconds belong to."""
+
+
+@dataclass(frozen=True)
+class History:
+    folder: Path
+    config: Config
+    """The config of the last start, without the paths of its data and without its log."""
+    lines: tuple[Mapping[str, Any], ...]
+    """Metrics lines of steps, ascending, one per step."""
+    evaluations: tuple[Mapping[str, Any], ...]
+    lost: tuple[Mapping[str, Any], ...]
+    """Lines of steps that were repeated after a restart."""
+
+    def column(self, key: str) -> np.ndarray:
+        """One float for each line; not-a-number for a line without the key."""
+        return np.array([_float(line.get(key)) for line in self.lines])
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        return self.column("step")
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Tokens consumed by the end of each step."""
+        return self.column("tokens")
+
+    @cached_property
+    def batch_tokens(self) -> np.ndarray:
+        """Tokens of each step's batch."""
+        return np.diff(self.tokens, prepend=0.0) / np.diff(self.steps, prepend=0.0)
+
+    @cached_property
+    def smoothed_loss(self) -> np.ndarray:
+        """Mean over the last SMOOTH_SHARE of the run's steps, or over the steps so far. Steps without a finite loss are left
+        out."""
+        loss = self.column("loss")
+        window = max(FEWEST_SMOOTHED, math.ceil(SMOOTH_SHARE * len(loss)))
+        finite = np.isfinite(loss)
+        sums, counts = (np.concatenate([[0.0], np.cumsum(x)]) for x in (np.where(finite, loss, 0.0), finite))
+        first = np.maximum(np.arange(len(loss)) + 1 - window, 0)
+        sums, counts = (x[1:] - x[first] for x in (sums, counts))
+        return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices in the last start that logged it, else the size of the config's mesh."""
+        logged = self.last("devices")
+        return self.config.devices if logged is None else int(logged)
+
+    @property
+    def saves(self) -> list[int]:
+        """Steps after which training waited for a save. The save at the end is not in any line."""
+        return [int(line["step"]) - 1 for line in self.lines if line.get("save_s")]
+
+    @property
+    def restarts(self) -> list[int]:
+        """Steps after which a later start resumed."""
+        return [int(line["step"]) - 1 for line in self.lines[1:] if "start_unix_s" in line]
+
+    def last(self, key: str) -> float | None:
+        """The last finite value of a key."""
+        return next((line[key] for line in reversed(self.lines) if math.isfinite(_float(line.get(key)))), None)
+
+    def most(self, key: str) -> float | None:
+        """The largest value since the last start; earlier starts may have used another mesh."""
+        starts = [number for number, line in enumerate(self.lines) if "start_unix_s" in line]
+        values = self.column(key)[starts[-1] if starts else 0 :]
+        return float(np.nanmax(values)) if np.isfinite(values).any() else None
+
+    def evaluated(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, held-out loss) of each evaluation."""
+        found = [(_float(line["step"]), _float(line["eval_loss"])) for line in self.evaluations]
+        steps, losses = np.array(found).reshape(-1, 2).T
+        return np.interp(steps, self.steps, self.tokens), losses
+
+    # ---------------------------------------------------------------------------------------------------------------- time
+
+    @cached_property
+    def times_s(self) -> dict[str, float]:
+        """Seconds by PARTS, from the first start to the last line; {} if lines have no times. The final evaluation and the
+        final save come after the last line and are not included."""
+        timed = sorted((line for line in (*self.lines, *self.lost) if "unix_s" in line), key=lambda line: line["unix_s"])
+        lost = {id(line) for line in self.lost}
+        spent = dict.fromkeys(PARTS, 0.0)
+        before_s: float | None = None
+        for line in timed:
+            began_s = line.get("start_unix_s")
+            if began_s is not None and before_s is not None:
+                spent[DOWN] += max(0.0, began_s - before_s)
+            # A first line without the start time of its start gives no duration.
+            gap_s = max(0.0, line["unix_s"] - next((s for s in (began_s, before_s) if s is not None), line["unix_s"]))
+            before_s = line["unix_s"]
+            if id(line) in lost:
+                spent[REDONE] += gap_s
+                continue
+            for key, part in _PHASES.items():
+                spent[part] += line.get(key, 0.0)
+                gap_s -= line.get(key, 0.0)
+            spent[TRAINING if began_s is None else STARTING] += max(0.0, gap_s)
+        return spent if timed else {}
+
+    @property
+    def busy_s(self) -> float | None:
+        """All time except that between starts."""
+        return sum(self.times_s.values()) - self.times_s[DOWN] if self.times_s else None
+
+    # --------------------------------------------------------------------------------------------------------- noise scale
+
+    @cached_property
+    def noise_tokens(self) -> np.ndarray | None:
+        """The last measured noise scale at each step; steps before the first measurement use the first. None: there is no value
+        above 0."""
+        values = _positive(self.column("noise_scale_tokens"))
+        return _carry(values) if np.isfinite(values).any() else None
+
+    @property
+    def noise_factors(self) -> tuple[float | None, float | None]:
+        """(low, high): the ends of the last interval, as ratios to the noise scale. None: not logged, or no such end."""
+        measured = _positive(self.column("noise_scale_tokens"))
+        ends = []
+        for end in ("low", "high"):
+            ratios = _positive(self.column(f"noise_scale_{end}")) / measured
+            known = np.flatnonzero(np.isfinite(measured))
+            ends.append(float(ratios[known[-1]]) if known.size and np.isfinite(ratios[known[-1]]) else None)
+        return ends[0], ends[1]
+
+
+def read_run(folder: str | Path) -> History:
+    """Reads a run directory.
+
+    Raises:
+      ConfigError: the folder is not a run directory, or has no completed step.
+    """
+    folder = Path(folder)
+    metrics = folder / "metrics.jsonl"
+    for path in (metrics, folder / "config.yaml"):
+        if not path.is_file():
+            raise ConfigError(f"{folder} is not a run directory, because it has no {path.name}: give the run's run.dir.")
+    kept = list(_read(metrics))
+    by_step = {line["step"]: line for _, line in kept if "loss" in line}
+    if not by_step:
+        raise ConfigError(f"{metrics} has no step yet: try again when the first step is done.")
+    seen = {text for text, _ in kept}
+    lost: dict[str, Mapping[str, Any]] = {}
+    # Each of these files has all lines of its time, including those that were kept.
+    for path in sorted(folder.glob("metrics-*.jsonl")):
+        lost |= {text: line for text, line in _read(path) if text not in seen and "loss" in line}
+    return History(
+        folder,
+        _read_config(folder / "config.yaml", by_step),
+        tuple(by_step[step] for step in sorted(by_step)),
+        tuple(line for _, line in kept if "eval_loss" in line),
+        tuple(lost.values()),
+    )
+
+
+def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (text, object) for each line; a line that a crash cut short is skipped."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): remove the cause.") from None
+    for line in text.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and isinstance(found.get("step"), int):
+            yield line, found
+
+
+def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config:
+    """The run's shape, mesh and batch. The training texts need not be present, and the log settings are dropped."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or why_not_yaml(error)
+        raise ConfigError(f"{path} cannot be read as a config ({reason}): get it from a copy of the run.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no sections: it is not the config of a run.")
+    data = values.get("data") or {}
+    kept = {key: data[key] for key in ("packing", "mask_documents", "held_out_fraction") if key in data}
+    # A placeholder: the tokenizer `bytes` would require a vocabulary of 256.
+    values["data"] = {"tokenizer": "not read", **kept}
+    values.pop("log", None)
+    config = load_config(values)
+    if config.parallel.data == AUTO:
+        logged = [line["devices"] for line in by_step.values() if "devices" in line]
+        others = config.parallel.model_copy(update={"data": 1})
+        config = config.resolve(logged[-1] if logged else config.model_copy(update={"parallel": others}).devices)
+    return config
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _positive(values: np.ndarray) -> np.ndarray:
+    """Replaces every value that is not finite and above 0 by not-a-number."""
+    return np.where(np.isfinite(values) & (np.nan_to_num(values) > 0), values, np.nan)
+
+
+def _carry(values: np.ndarray) -> np.ndarray:
+    """Replaces each missing value by the last one before it; at the beginning, by the first one."""
+    there = np.flatnonzero(np.isfinite(values))
+    return values[there[np.maximum(np.searchsorted(there, np.arange(len(values)), side="right") - 1, 0)]]

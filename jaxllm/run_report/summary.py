@@ -1,0 +1,328 @@
+"""`jaxllm report RUN`: results of a run, and a prediction for more GPUs.
+
+report = report_on("runs/quickstart", gpu="h100-80gb", gpus_per_host=8)
+print("\\n".join(report.lines()))
+write_page(report, "report.html")          (run_report/page.py)
+
+Everything comes from metrics.jsonl and config.yaml (run_history.py) and closed forms (plan/). The report names values that the
+run did not measure. `jaxllm inspect` (report.py) is about a config, this module about a run. No JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import ConfigError
+from jaxllm.cost_model.flops import mfu, parameter_count
+from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.display import readable
+from jaxllm.plan.cost import DAY_S, HOUR_S
+from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, ranks_of, steps_to_loss, wasted_share, with_ranks
+from jaxllm.plan.noise_scale_text import NoiseEstimate, reading
+from jaxllm.run_report.history import DOWN, TRAINING, History, read_run
+from jaxllm.run_report.svg import number
+
+ESTIMATE, COMPILED, IN_USE, CAPACITY = "estimate, of a GPU", "compiled, by XLA", "in use at most", "capacity"
+"""Sources of memory sizes."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The complete result of `jaxllm report`."""
+
+    history: History
+    gpu: Gpu | None
+    target_loss: float | None
+    """Smoothed loss that `over_ranks` aims at; None if no loss was finite."""
+    reached_at: int | None
+    """Index of the metrics line at which it was reached."""
+    needed: StepsToLoss | None
+    """Steps and tokens to reach it. None: see why_not."""
+    over_ranks: OverRanks | None
+    by_interval: tuple[OverRanks, ...]
+    """The same for the known ends of the noise scale's interval."""
+    slower: float | None
+    """Measured over predicted step time; None if they cannot be compared."""
+    why_not: str
+    """The reason why over_ranks is None; else ''."""
+
+    # ------------------------------------------------------------------------------------------------------------- numbers
+
+    @property
+    def own_ranks(self) -> int:
+        """Data ranks of the run, over all replicas."""
+        return ranks_of(self.history.config)
+
+    @cached_property
+    def tokens_per_s_per_device(self) -> float | None:
+        """Median over the last half of the steps with the last batch size."""
+        return usual_rate(self.history)
+
+    @property
+    def mfu(self) -> float | None:
+        """MFU with causal attention; None if the device's peak is not known."""
+        peak, rate, config = self.history.last("device_peak_flops"), self.tokens_per_s_per_device, self.history.config
+        return mfu(rate, config.model, config.train.sequence_length, peak) if peak and rate else None
+
+    @cached_property
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of the fullest device by source. An estimate that the run did not log is computed."""
+        sizes = {
+            ESTIMATE: self.history.last("memory_estimate_bytes"),
+            COMPILED: self.history.most("memory_compiled_bytes"),
+            IN_USE: self.history.most("memory_peak_bytes"),
+            CAPACITY: self.history.last("memory_capacity_bytes"),
+        }
+        if sizes[ESTIMATE] is None:
+            sizes[ESTIMATE] = estimate_memory(self.history.config.at_largest_batch, self.gpu).peak_bytes
+        return {name: int(size) for name, size in sizes.items() if size is not None}
+
+    @property
+    def noise(self) -> tuple[float, float] | None:
+        """(noise scale, batch) at the last step, in tokens. For a replica that trains alone, the batch is its share."""
+        noise, config = self.history.noise_tokens, self.history.config
+        alone = config.train.diloco_steps is not None and self.history.steps[-1] > config.train.diloco_after_steps
+        share = config.parallel.replica if alone else 1
+        return None if noise is None else (float(noise[-1]), float(self.history.batch_tokens[-1]) / share)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; null for unknown values."""
+        history, noise = self.history, self.noise
+        evaluated = history.evaluated()[1]
+        return {
+            "run": str(history.folder),
+            "steps": int(history.steps[-1]),
+            "tokens": int(history.tokens[-1]),
+            "devices": history.devices,
+            "loss": _finite(history.smoothed_loss[-1]),
+            "eval_loss": _finite(evaluated[-1]) if evaluated.size else None,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "mfu": self.mfu,
+            "times_s": dict(history.times_s),
+            "saves": len(history.saves),
+            "restarts": len(history.restarts),
+            "steps_done_again": len(history.lost),
+            "skipped_steps": skipped_steps(history),
+            "memory_bytes": dict(self.memory_bytes),
+            "noise_scale_tokens": noise[0] if noise else None,
+            "batch_tokens": float(history.batch_tokens[-1]),
+            "wasted_share": wasted_share(noise[1], noise[0]) if noise else None,
+            "target_loss": self.target_loss,
+            "reached_at_step": None if self.reached_at is None else int(history.steps[self.reached_at]),
+            "least_steps": self.needed.least_steps if self.needed else None,
+            "least_tokens": self.needed.least_tokens if self.needed else None,
+            "gpu": self.gpu.name if self.gpu else None,
+            "slower_than_predicted": self.slower,
+            "data_ranks": self.over_ranks.to_json() if self.over_ranks else None,
+            "stops_paying_by_interval": [found.stops_paying for found in self.by_interval],
+            "why_no_data_ranks": self.why_not or None,
+        }
+
+    # --------------------------------------------------------------------------------------------------------------- words
+
+    def lines(self) -> Iterator[str]:
+        """The report as terminal text."""
+        yield from (f"{name:<18}{value}" for name, value in self.facts())
+        yield from self.notes()
+        yield ""
+        yield from self.verdict()
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yields (name, value as text)."""
+        history, config = self.history, self.history.config
+        p = config.parallel
+        axes = {name: int(getattr(p, name)) for name in ("replica", "pipe", "data", "context", "tensor")}
+        mesh = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        yield "model", f"{config.model.name or 'a model'}, {parameter_count(config.model) / 1e6:,.1f}M parameters"
+        yield "devices", f"{history.devices}{f': {mesh}' if mesh else ''}; ZeRO {p.zero}"
+        yield "trained", f"{int(history.steps[-1]):,} of {config.train.steps:,} steps, {number(history.tokens[-1])} tokens"
+        yield "loss", f"{history.smoothed_loss[-1]:.4f} (mean of the last steps)"
+        _, evaluated = history.evaluated()
+        if evaluated.size:
+            yield "held-out loss", f"{evaluated[-1]:.4f}"
+        if (rate := self.tokens_per_s_per_device) is not None:
+            utilisation = f"; MFU {self.mfu:.1%} (causal)" if self.mfu is not None else ""
+            yield "speed", f"{number(rate)} tokens/s/device{utilisation}"
+        if (busy_s := history.busy_s) is not None:
+            yield "time", f"{duration(busy_s)}, {busy_s * history.devices / HOUR_S:,.4g} device-hours"
+            lost = [f"{name} {duration(s)} ({s / busy_s:.1%})" for name, s in self.time_lost() if busy_s > 0]
+            yield "of it lost", ", ".join(lost) or "nothing"
+        yield "memory", ", ".join(f"{name} {readable(size)}" for name, size in self.memory_bytes.items())
+
+    def time_lost(self) -> list[tuple[str, float]]:
+        """[(cause, seconds)], largest first; causes below a thousandth are left out."""
+        times, busy_s = self.history.times_s, self.history.busy_s or 0.0
+        lost = [(name, s) for name, s in times.items() if name not in (TRAINING, DOWN) and s > 1e-3 * busy_s]
+        return sorted(lost, key=lambda part: -part[1])
+
+    def notes(self) -> Iterator[str]:
+        """Yields one sentence for each notable event."""
+        history = self.history
+        if not history.times_s:
+            yield "Where the time went is not known: this run's lines have no times."
+        if restarts := history.restarts:
+            again = f"; {_count(len(history.lost), 'step')} had to be done again" if history.lost else ""
+            yield f"{_count(len(restarts), 'restart')}, after step {', '.join(map(str, restarts[:8]))}{again}."
+        if skipped := skipped_steps(history):
+            yield f"{_count(skipped, 'step')} skipped: {'its' if skipped == 1 else 'their'} gradients were not used."
+        if (spikes := int(np.nansum(history.column("loss_spike")))) > 0:
+            yield f"{_count(spikes, 'spike')} of the loss or the gradient norm."
+        if self.noise is not None:
+            scale, batch = self.noise
+            low, high = history.noise_factors
+            found = NoiseEstimate(scale, 0.0 if low is None else low * scale, math.inf if high is None else high * scale)
+            yield f"At the end: {reading(found, batch)}."
+
+    def verdict(self) -> list[str]:
+        """Where more data ranks stop paying, and how certain that is."""
+        if self.over_ranks is None or self.target_loss is None:
+            return [f"The effect of more data ranks is not known: {self.why_not}"]
+        sentences = [f"To a loss of {self.target_loss:.4f}: {self.over_ranks.because}"]
+        ends = [end for end, factor in zip(("lower", "upper"), self.history.noise_factors, strict=True) if factor is not None]
+        stops = [found.stops_paying for found in self.by_interval]
+        if not stops:
+            sentences.append("The noise scale has no interval, so this may be far off: measure it over more steps.")
+        elif any(ranks != self.over_ranks.stops_paying for ranks in stops):
+            named = ("none of those tried" if ranks is None else f"{ranks:,}" for ranks in stops)
+            at_ends = " and ".join(f"{ranks} at the {end} end" for ranks, end in zip(named, ends, strict=True))
+            sentences.append(f"It would be {at_ends} of the noise scale's interval.")
+        if self.gpu is None:
+            sentences.append(
+                "Steps are assumed to be as fast on any number of devices as they were here, which is an upper bound: with "
+                "--gpu they are predicted, and the network counts."
+            )
+        elif self.slower is None:
+            sentences.append(f"Steps on {self.gpu.name} are predicted, because this run was not on such GPUs.")
+        else:
+            sentences.append(
+                f"Steps are predicted for {self.gpu.name} and multiplied by {self.slower:.2f}, the ratio of measured to "
+                f"predicted time in this run."
+            )
+        return sentences
+
+
+def report_on(
+    folder: str | Path, *, gpu: Gpu | str | None = None, gpus_per_host: int | None = None, loss: float | None = None
+) -> RunReport:
+    """Reads a run directory and predicts the effect of more data ranks.
+
+    Args:
+      gpu: a kind, by name, by a YAML file that describes it, or as a Gpu: the kind to predict steps for on other numbers of
+        ranks. None: steps are assumed to be as fast as they were.
+      gpus_per_host: default: that of the kind.
+      loss: target in nats, smoothed. Default: the smallest smoothed loss of the run.
+
+    Raises:
+      ConfigError: there is no such run directory or GPU, or the loss was never reached.
+    """
+    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    history = read_run(folder)
+    target, line = reach(history, loss)
+    report = RunReport(history, found, target, line, None, None, (), None, "")
+
+    def without(why: str) -> RunReport:
+        return replace(report, why_not=why)
+
+    if line is None:
+        return without("no step's loss was finite.")
+    if history.noise_tokens is None:
+        why = "the noise scale was not measured; set log.noise_scale_every."
+        if "noise_scale_tokens" in {key for one in history.lines for key in one}:
+            why = "the noise scale that was measured is never above 0; average over more steps."
+        return without(why)
+    if history.config.train.diloco_steps is not None:
+        return without("with DiLoCo, replicas step independently; the law holds for ranks that take every step together.")
+    rate = usual_rate(history)
+    if found is None and rate is None:
+        return without("no step's speed is known; name a GPU with --gpu.")
+    batch, noise = history.batch_tokens[: line + 1], history.noise_tokens[: line + 1]
+    slower = None if found is None or rate is None else slower_than_predicted(history, found, gpus_per_host, rate)
+
+    def over(factor: float) -> OverRanks:
+        return over_data_ranks(
+            history.config,
+            steps_to_loss(batch, factor * noise),
+            gpu=found,
+            gpus_per_host=gpus_per_host,
+            tokens_per_s_per_device=rate,
+            slower=slower or 1.0,
+        )
+
+    ends = tuple(over(factor) for factor in history.noise_factors if factor is not None)
+    return replace(report, needed=steps_to_loss(batch, noise), over_ranks=over(1.0), by_interval=ends, slower=slower)
+
+
+def reach(history: History, loss: float | None) -> tuple[float | None, int | None]:
+    """(the loss, index of the first metrics line with a smoothed loss at or below it).
+
+    Raises:
+      ConfigError: the run never reached the loss.
+    """
+    smoothed = history.smoothed_loss
+    if not np.isfinite(smoothed).any():
+        if loss is not None:
+            raise ConfigError(f"--loss={loss:g} was not reached: no step of {history.folder} has a finite loss.")
+        return None, None
+    least = int(np.nanargmin(smoothed))
+    if loss is None:
+        return float(smoothed[least]), least
+    there = np.flatnonzero(smoothed <= loss)
+    if there.size == 0:
+        raise ConfigError(
+            f"--loss={loss:g} was not reached: the least smoothed loss of {history.folder} is {smoothed[least]:.4f}, at step "
+            f"{int(history.steps[least])}; give that or more."
+        )
+    return loss, int(there[0])
+
+
+def usual_rate(history: History) -> float | None:
+    """Tokens/s/device: the median over the last half of the steps with the last batch size; None if none is known."""
+    batch, rates = history.batch_tokens, history.column("tokens_per_s_per_device")
+    rates = rates[np.isclose(batch, batch[-1]) & np.isfinite(rates)]
+    # The first step after a start is not typical.
+    rates = rates[len(rates) // 2 :]
+    return float(np.median(rates)) if rates.size and np.median(rates) > 0 else None
+
+
+def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None, rate: float) -> float | None:
+    """Measured over predicted time of the run's last steps; None if the run was on other GPUs, as far as it logged them."""
+    config, peak = history.config, history.last("device_peak_flops")
+    if peak is None or peak != gpu.peak_flops(config.model.compute_dtype):
+        return None
+    ranks = ranks_of(config)
+    sequences = config.phase_at(int(history.steps[-1]) - 1).sequences
+    as_run = with_ranks(config, ranks, sequences // (ranks * config.microbatch_sequences))
+    per_host, _ = choose_gpus_per_host(as_run.devices, None, gpus_per_host or gpu.gpus_per_host)
+    return estimate_step_time(as_run, gpu, per_host).tokens_per_s_per_gpu / rate
+
+
+def skipped_steps(history: History) -> int:
+    """Skipped steps so far: the run's own count over all starts, else the number of marked lines."""
+    counted = history.last("skipped_steps")
+    return int(counted) if counted is not None else int(np.nansum(history.column("skipped")))
+
+
+def duration(seconds: float) -> str:
+    """'12.3 ms', '4.1 s', '3.5 min', '7.2 h', '2.1 days'."""
+    for size, unit in ((DAY_S, "days"), (HOUR_S, "h"), (60.0, "min"), (1.0, "s")):
+        if seconds >= size * (2 if unit != "s" else 1):
+            return f"{seconds / size:.1f} {unit}"
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _count(number_of: int, what: str) -> str:
+    return f"{number_of:,} {what}{'' if number_of == 1 else 's'}"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,346 @@
+"""Process start-up: the devices of this process, alone or as one of many, and communication between processes.
+
+The rank and world size come from the launcher (launchers.py): srun, mpirun, an indexed Kubernetes Job, or jaxllm's own
+variables. All processes meet (rendezvous.py) before JAX starts, and watch each other (peer_monitor.py) until the run ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from jaxllm.config import Config, ConfigError, RunConfig
+from jaxllm.display import flush, print_sentence
+from jaxllm.private_jax import coordination_client, has_backends
+from jaxllm.runtime import exit_codes, launchers, xla_flags
+from jaxllm.runtime.cuda_driver import visible_gpus
+from jaxllm.runtime.initialize import JoinedRun, initialize
+from jaxllm.runtime.launchers import LaunchInfo
+from jaxllm.runtime.peer_monitor import PeerMonitor
+from jaxllm.runtime.rendezvous_checks import too_few_gpus
+
+log = logging.getLogger(__name__)
+
+ERROR_BARRIER_MS = 10_000
+"""Time that a failed process waits for the others to fail too, so that all can print their reason."""
+
+LAST_TO_LEAVE_S = 1.0
+"""Delay with which process 0 exits after the others: it runs the coordinator, without which JAX aborts the remaining processes.
+"""
+
+EXCHANGE_LIMIT_MS = 3_600_000
+"""Process 0 may have to read a checkpoint of terabytes while the others wait."""
+
+_exchanges, _boards = itertools.count(), itertools.count()
+_joined: JoinedRun | None = None
+_monitor: PeerMonitor | None = None
+
+
+def start(run: RunConfig) -> None:
+    """Sets JAX up for a run. Call it before anything touches a device; a second call in one process must ask for the same. With
+    several processes it returns once all have met.
+
+    Raises:
+      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; the variables of the launcher or JAXLLM_*
+        are not valid; the processes do not fit together, or not all of them come in time.
+    """
+    global _joined
+    late_flags = xla_flags.apply(run)
+    launch = launchers.find(os.environ)
+    if has_backends():
+        if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
+            raise ConfigError(
+                f"run.cpu_devices={run.cpu_devices}, but JAX already runs on {jax.local_device_count()} "
+                f"{jax.default_backend()} devices in this process: start a new one (in a notebook, restart the kernel)."
+            )
+        if launch and not jax.distributed.is_initialized():
+            who = f"{launchers.COORDINATOR} is set" if launch.launcher == "variables" else f"{launch.by} started several"
+            raise ConfigError(f"{who}, but JAX already runs alone in this process: start a new one.")
+        if late_flags and run.deterministic:
+            raise ConfigError(
+                "run.deterministic=true comes too late, JAX already runs: start a new process (restart the kernel)."
+            )
+        if late_flags:
+            log.warning("JAX ran before jaxllm could set %s: make the first Trainer in a fresh process.", " ".join(late_flags))
+        return
+    on_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
+    if launch is None:
+        _check_single_process(on_cpu)
+    # If the CUDA plugin is installed only to compile for GPUs elsewhere, initializing it here fails with a page of errors.
+    if run.cpu_devices is not None or (not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()):
+        jax.config.update("jax_platforms", "cpu")
+    if run.cpu_devices is not None:
+        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+    if launch and not jax.distributed.is_initialized():
+        flags, limit_s = xla_flags.given_flags(), run.peer_timeout_s
+        _joined = initialize(launch, launch_info(), os.environ, cpu=on_cpu, flags=flags, peer_timeout_s=limit_s)
+        _start_monitor(_joined, launch.process_id, limit_s)
+
+
+def start_without_devices() -> None:
+    """Sets JAX up to compile for devices that are not here: on the CPU, alone, whatever else this machine has. If JAX runs
+    already, it stays as it is.
+    """
+    xla_flags.apply(RunConfig(cpu_devices=1))
+    if not has_backends():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def cache_folder() -> Path:
+    """Folder for files that jaxllm can make again: $XDG_CACHE_HOME/jaxllm, by default ~/.cache/jaxllm."""
+    # The XDG standard says to ignore relative paths.
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "jaxllm"
+
+
+def is_main_process() -> bool:
+    """Whether this is the one process that writes logs, metrics and the config."""
+    return jax.process_index() == 0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of a run."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+def launch_info() -> LaunchInfo:
+    """The launch that this process belongs to. It works before `start` too, and without a device."""
+    return launchers.launch_info(os.environ)
+
+
+def members() -> list[Member]:
+    """All processes of this run by rank, as they met in `start`; only this process in a run of one."""
+    if _joined is not None:
+        return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_joined.answer.members)]
+    return [Member(0, socket.gethostname(), os.getpid())]
+
+
+def peer_monitor() -> PeerMonitor | None:
+    """The connection that watches the other processes; None in a run of one process."""
+    return _monitor
+
+
+def require_same_config(config: Config) -> None:
+    """Compares the configs of all processes through the coordinator, without a device. Every process must call it.
+
+    Raises:
+      ConfigError: on all processes, if one differs; names these processes and the keys.
+    """
+    _compare(config.model_dump_json(), _verdict)
+
+
+def require_same(text: str, otherwise: str) -> None:
+    """Compares a text over all processes; every process must call it.
+
+    Raises:
+      ConfigError: on all processes, if one differs: "Process 1 and process 0 " and `otherwise`.
+    """
+    _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}." if different else "")
+
+
+def broadcast(text: str) -> str:
+    """Process 0's text, on all processes; every process must call it. The texts of the others are ignored."""
+    return exchange(text, lambda texts: texts[0])
+
+
+def first_nonempty(text: str) -> str:
+    """The first nonempty text by rank, the same on all processes; every process must call it."""
+    return exchange(text, lambda texts: next(filter(None, texts), ""))
+
+
+def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
+    """combine(texts of all processes, by rank), called on process 0 and returned on all; every process must call it. It uses
+    the coordinator, not a device; process 0 may take an hour to give its text.
+    """
+    if not jax.distributed.is_initialized():
+        return combine([here])
+    client, rank, count = coordination_client(), jax.process_index(), jax.process_count()
+    # A value can be set only once: every exchange has its own folder.
+    folder = f"jaxllm/same/{next(_exchanges)}"
+    if rank > 0:
+        client.key_value_set(f"{folder}/{rank}", here)
+    else:
+        texts = [here, *(client.blocking_key_value_get(f"{folder}/{other}", EXCHANGE_LIMIT_MS) for other in range(1, count))]
+        client.key_value_set(f"{folder}/result", combine(texts))
+    return client.blocking_key_value_get(f"{folder}/result", EXCHANGE_LIMIT_MS)
+
+
+class Board:
+    """Key-value store shared by all processes of a run: each sees a text as soon as another has put it; nothing waits.
+
+    Every process must make its boards in the same order. With one process a board is a dict.
+    """
+
+    def __init__(self) -> None:
+        self._folder = f"jaxllm/board/{next(_boards)}/"
+        self._alone: dict[str, str] = {}
+
+    def put(self, name: str, text: str) -> None:
+        if jax.distributed.is_initialized():
+            coordination_client().key_value_set(self._folder + name, text, allow_overwrite=True)
+        else:
+            self._alone[name] = text
+
+    def read(self) -> dict[str, str]:
+        if not jax.distributed.is_initialized():
+            return dict(self._alone)
+        return {key.rpartition("/")[2]: text for key, text in coordination_client().key_value_dir_get(self._folder)}
+
+
+def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
+    """Raises ConfigError on all processes unless verdict_on(text of process 0, differing texts by process) is empty."""
+
+    def combine(texts: list[str]) -> str:
+        return verdict_on(texts[0], {rank: text for rank, text in enumerate(texts) if text != texts[0]})
+
+    if verdict := exchange(here, combine):
+        raise ConfigError(verdict)
+
+
+def _verdict(here: str, different: dict[int, str]) -> str:
+    if not different:
+        return ""
+    mine, theirs = json.loads(here), json.loads(next(iter(different.values())))
+    keys = [f"{section}.{key}" for section in mine for key in mine[section] if mine[section][key] != theirs[section].get(key)]
+    return (
+        f"The processes were given different configs: {' and '.join(keys)} of process{'es' if len(different) > 1 else ''} "
+        f"{', '.join(map(str, different))} is not that of process 0; start all of them with the same config and overrides."
+    )
+
+
+@contextmanager
+def leaving_on_errors():
+    """Wraps the work that the processes of a run do together. After an error inside, this process does not wait for the others
+    at exit, as JAX would for five minutes: they may hang in a collective that it never joins.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.distributed.is_initialized():
+            code = exit_codes.exit_code_for(error)
+            if _monitor is not None:
+                _monitor.announce_failure(_as_sentence(error), code, perhaps_a_peer=any(map(is_of_jax, causes(error))))
+            # Runs before JAX's own shutdown (last registered, first called), after the error was printed.
+            atexit.register(_leave, code)
+            # Python first waits for threads, and one of Orbax's may wait for a process that never comes.
+            threading.Thread(target=_leave_after_main, args=[code], daemon=True).start()
+        raise
+
+
+def leave_at_once(reason: str, code: int) -> NoReturn:
+    """Ends this process, and with it all others of the run, with `code`, whatever their main threads do.
+
+    Args:
+      reason: such as "stopped by SIGTERM".
+    """
+    if _monitor is not None:
+        _monitor.announce_stop(reason, code)
+    print_sentence(reason)
+    if _monitor is not None:
+        _monitor.leave(code)
+    flush()
+    os._exit(code)
+
+
+def causes(error: BaseException | None, *, suppressed: bool = False) -> list[BaseException]:
+    """An error and the errors that it was raised from, in that order: a save wraps errors in one of its own.
+
+    Args:
+      suppressed: follow causes hidden by `from None` too.
+    """
+    links: list[BaseException] = []
+    # An error may be raised from itself.
+    while error is not None and error not in links:
+        links.append(error)
+        error = error.__cause__ or (error.__context__ if suppressed or not error.__suppress_context__ else None)
+    return links
+
+
+def is_of_jax(error: BaseException) -> bool:
+    """Whether a device, a collective or a barrier may have raised this error. Such an error does not tell which peer was lost.
+    In a step it is a JaxRuntimeError; where a step's result is copied to the host, as in a save, it is a ValueError.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and re.search(r"\b(Gloo|NCCL)\b", str(error)) is not None
+    )
+
+
+def _as_sentence(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
+
+
+def _start_monitor(joined: JoinedRun, rank: int, silence_s: float) -> None:
+    """Watches the other processes (peer_monitor.py) from now until this process ends."""
+    global _monitor
+    # `rank` is an argument: JAX would start its devices to find it, which waits for all others, and these must be watched by
+    # then.
+    _monitor = PeerMonitor(rank, members(), joined.listener or (joined.answer.address, joined.answer.monitor_port), silence_s)
+    atexit.register(_close_monitor)
+
+
+def _close_monitor() -> None:
+    """Runs at exit, before JAX waits for the others."""
+    if _monitor is None:
+        return
+    # Python printed it, so nothing caught it: the others would wait for this process in vain.
+    if (error := getattr(sys, "last_value", None)) is not None and not hasattr(sys, "ps1"):
+        _monitor.announce_failure(_as_sentence(error), 1)
+        _leave(1)
+    _monitor.close_gracefully()
+
+
+def _leave(code: int) -> None:
+    if _monitor is not None:
+        _monitor.leave(code)
+    try:
+        coordination_client().wait_at_barrier("jaxllm/failed", ERROR_BARRIER_MS)
+    except Exception:
+        pass
+    flush()
+    if is_main_process():
+        time.sleep(LAST_TO_LEAVE_S)
+    os._exit(code)
+
+
+def _leave_after_main(code: int) -> None:
+    threading.main_thread().join()
+    time.sleep(1)
+    _leave(code)
+
+
+def _check_single_process(on_cpu: bool) -> None:
+    """Checks a run of one process against the launcher's environment: idle hosts, missing GPUs."""
+    if idle := launchers.idle_hosts(os.environ):
+        log.warning("This run is one process; %d more hosts of this SLURM job are idle: start it with srun.", idle)
+    asked = None if on_cpu else launchers.gpus_asked(os.environ)
+    # Asks the driver only where a launcher promised GPUs.
+    seen = visible_gpus() if asked else None
+    if seen is not None and (sentence := too_few_gpus(socket.gethostname(), seen, asked)):
+        raise ConfigError(sentence)
+
+
+def _has_gpu_driver() -> bool:
+    """Whether a GPU's device node exists: NVIDIA's own, or that of Windows' Linux subsystem."""
+    return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg"))

@@ -1,0 +1,203 @@
+"""From a launch to a running `jax.distributed`: the rendezvous, then JAX's own on the port that the rendezvous frees."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jaxlib
+
+import jaxllm
+from jaxllm.display import print_sentence
+from jaxllm.runtime import exit_codes, rendezvous
+from jaxllm.runtime.cuda_driver import visible_gpus
+from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
+from jaxllm.runtime.rendezvous import Answer, RendezvousError
+from jaxllm.runtime.rendezvous_checks import ProcessInfo
+from jaxllm.runtime.socket_messages import connect, listen
+
+JAX_START_S = 60
+"""Limit for JAX to start on all processes once they have met: it takes about a second."""
+PORT_WAIT_S = 30.0
+"""Time to wait after a restart until the port's holder exits."""
+LEAST_SHUTDOWN_S = 60
+SPARE_FILES = 512
+"""File descriptors of a process besides its connections to the others."""
+
+
+@dataclass(frozen=True)
+class JoinedRun:
+    """Result of the start-up in this process."""
+
+    answer: Answer
+    listener: socket.socket | None
+    """On process 0, the socket that listens on answer.monitor_port."""
+
+
+def initialize(
+    launch: Launch, launch_info: LaunchInfo, environ: MutableMapping[str, str], *, cpu: bool, flags: str, peer_timeout_s: float
+) -> JoinedRun:
+    """Runs the rendezvous and starts `jax.distributed`.
+
+    Args:
+      environ: of this process. Its proxy variables are changed to let JAX through.
+      cpu: this process shall run on the CPU.
+      flags: XLA's.
+      peer_timeout_s: silence in seconds after which a process counts as lost; JAX's own timeout is set to twice that.
+
+    Raises:
+      ConfigError: the processes do not fit together, or process 0's port is taken at the first start.
+      RendezvousError: not all processes come in time, or the port is still taken after a restart.
+    """
+    _bypass_proxies(environ, launch.host)
+    chosen = _device_choice(environ)
+    own = _process_info(launch, launch_info, environ, cpu, flags, chosen)
+    listener = None
+    try:
+        if launch.process_id == 0:
+            _raise_file_limit(2 * launch.num_processes + SPARE_FILES)
+            port = rendezvous.open_port(launch, own, PORT_WAIT_S if launch_info.attempt else 0.0)
+            listener = listen(0)
+            answer = rendezvous.serve(port, own, launch, listener.getsockname()[1])
+        else:
+            # Process 0 logs for all.
+            logging.getLogger("jaxllm").setLevel(logging.ERROR)
+            answer = rendezvous.join(own, launch)
+            _wait_for_coordinator(launch, answer)
+    except RendezvousError as error:
+        # If a supervisor restarts the run, the others may come then.
+        if launch_info.restarts:
+            error.exit_code = exit_codes.LOST
+        raise
+    devices = answer.devices if answer.devices is None or chosen is None else [chosen[index] for index in answer.devices]
+    _start_jax(launch, answer, devices, peer_timeout_s, exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT)
+    return JoinedRun(answer, listener)
+
+
+def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_timeout_s: float, exit_code: int) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its handler would swallow SIGTERM, and nothing here asks JAX for signals.
+    jax.config.update("jax_enable_preemption_service", False)
+    # After its own limit JAX aborts the process from C++ with a stack trace: print the message before it does.
+    limit_s = min(launch.start_timeout_s, JAX_START_S)
+    timer = threading.Timer(limit_s, _exit_unstarted, [launch, answer, limit_s, exit_code])
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            launch.address,
+            launch.num_processes,
+            launch.process_id,
+            local_device_ids=devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=limit_s + 60,
+            heartbeat_timeout_seconds=max(round(2 * peer_timeout_s), 2),
+            shutdown_timeout_seconds=max(round(2 * peer_timeout_s), LEAST_SHUTDOWN_S),
+        )
+    finally:
+        timer.cancel()
+
+
+def _exit_unstarted(launch: Launch, answer: Answer, limit_s: float, exit_code: int) -> None:
+    print_sentence(
+        f"All {launch.num_processes} processes met at {launch.address}, but JAX did not start on all of them within "
+        f"{limit_s} s: find the process that stopped in the others' output (process 0 is on {answer.members[0][0]}), or look "
+        f"for a proxy or firewall between the hosts."
+    )
+    os._exit(exit_code)
+
+
+def _wait_for_coordinator(launch: Launch, answer: Answer) -> None:
+    """JAX's client tries once a second: process 0's port should be open at its first try."""
+    until_s = time.monotonic() + min(launch.start_timeout_s, JAX_START_S)
+    while True:
+        try:
+            connect(launch.host, launch.port, rendezvous.TRY_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= until_s:
+                raise RendezvousError(
+                    f"Process 0 on {answer.members[0][0]} released all processes, but at {launch.address} JAX does not answer "
+                    f"({error.strerror or error}): look at the output of process 0."
+                ) from None
+        time.sleep(0.05)
+
+
+def _process_info(
+    launch: Launch, launch_info: LaunchInfo, environ: MutableMapping[str, str], cpu: bool, flags: str, chosen: list[int] | None
+) -> ProcessInfo:
+    gpus = None if cpu else visible_gpus()
+    if gpus and chosen is not None:
+        gpus = [gpus[index] for index in chosen if index < len(gpus)]
+    name = socket.gethostname()
+    try:
+        host_address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        host_address = ""
+    return ProcessInfo(
+        launch.process_id,
+        launch.num_processes,
+        name,
+        f"{name} {_boot_id()}",
+        os.getpid(),
+        {"jaxllm": jaxllm.__version__, "JAX": jax.__version__, "jaxlib": jaxlib.__version__, "jaxllm's code": code_hash()[:10]},
+        # The dump folder may contain the host's name.
+        [flag for flag in flags.split() if not flag.startswith("--xla_dump_")],
+        launch_info.launch_id,
+        launch_info.attempt,
+        cpu,
+        gpus,
+        gpus_asked(environ),
+        str(host_address),
+    )
+
+
+def code_hash() -> str:
+    """Hash of jaxllm's own files: checkouts on different hosts may differ in more than their versions."""
+    folder, found = Path(jaxllm.__file__).parent, hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        found.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _device_choice(environ: MutableMapping[str, str]) -> list[int] | None:
+    """GPUs that the user chose with JAX's own variables, by CUDA's numbers; None: all that are visible."""
+    chosen = environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("JAX_CUDA_VISIBLE_DEVICES") or "all"
+    numbers = [word.strip() for word in chosen.split(",")]
+    return [int(word) for word in numbers] if all(word.isdecimal() for word in numbers) else None
+
+
+def _bypass_proxies(environ: MutableMapping[str, str], host: str) -> None:
+    """gRPC, which JAX uses, would ask a proxy for a host of the cluster, and may hang."""
+    if not any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy") for name in environ):
+        return
+    # gRPC's own list takes precedence over the common one.
+    given = environ.get("no_grpc_proxy") or environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    environ["no_grpc_proxy"] = ",".join(filter(None, [given, host]))
+    # Without this, JAX warns of each variable.
+    with suppress(AttributeError):
+        jax.config.update("jax_check_proxy_envs", False)
+
+
+def _raise_file_limit(count: int) -> None:
+    """The default limit is often 1,024 open files, fewer than the processes that process 0 talks to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))

@@ -1,0 +1,372 @@
+"""Rendezvous: all processes of a run meet at process 0 before JAX starts. If something keeps them apart, all report it in one
+sentence.
+
+JAX itself aborts, hangs or crashes at this point: it aborts from C++ minutes after a process is missing, segfaults if its port
+is taken, and mixes up two runs on one port. So process 0 first listens on the coordinator's port itself. Each other process
+sends its description and stays connected. Once all have arrived and fit together, process 0 asks whether they still listen,
+frees the port for JAX and releases them. Every process that came learns of any problem and reports the same sentence.
+
+    process 0      serve(open_port(launch, info), info, launch, monitor_port)  -> Answer
+    the others     join(info, launch)                                          -> Answer
+
+A message is one line: MAGIC and a JSON object. This module uses the standard library only, no JAX.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import selectors
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.runtime.launchers import COORDINATOR, Launch, is_loopback
+from jaxllm.runtime.rendezvous_checks import (
+    ProcessInfo,
+    assign_gpus,
+    is_local,
+    missing,
+    parse_process_info,
+    why_incompatible,
+    why_rejected,
+)
+from jaxllm.runtime.socket_messages import Reader, connect, listen
+
+MAGIC = "jaxllm roll call "
+MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
+"""Length limits of a message. An answer names all processes."""
+GRACE_S = 10.0
+"""Extra time that process 0 may take beyond its own limit to send its verdict; also its wait for a process to confirm that it
+is still there."""
+SEND_S = 10.0
+PROBE_S = 2.0
+TRY_S = 5.0
+"""Limit of one connection attempt: a host that boots meanwhile does not see earlier attempts for a long time."""
+FIRST_REPLY_S = 15.0
+"""Limit for process 0's first reply. Another holder of its port, such as an earlier run about to end, may accept a connection
+and send nothing."""
+SLOWEST_RETRY_S = 1.0
+
+
+class RendezvousError(ConfigError):
+    """The processes did not meet in time. A restart may help without any other change."""
+
+
+class _NotReady(Exception):
+    """The listener at process 0's port is not process 0, or closed the connection. Process 0 may come later."""
+
+
+class _AnotherLaunch(_NotReady):
+    """The listener is process 0 of another run."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Result of the rendezvous for one process."""
+
+    members: list[tuple[str, int]]
+    """(host, process ID of the system) by rank."""
+    monitor_port: int
+    """Port on which process 0's peer monitor listens."""
+    devices: list[int] | None
+    """Indices of the visible GPUs that this process shall drive; None: all."""
+    address: str = ""
+    """Process 0's address, as this process reached it. Not sent."""
+
+
+# ----------------------------------------------------------------------------------------------------------------- process 0
+
+
+def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> socket.socket:
+    """Opens process 0's port.
+
+    Args:
+      patience_s: time to wait for a taken port: after a restart its holder may be about to exit.
+
+    Raises:
+      RendezvousError: the port is still taken after patience_s.
+      ConfigError: the port is taken and there is no wait (the message names the holder if it answers), or it cannot be opened.
+    """
+    if not is_local(launch.host):
+        # Process 0 may have been started here and on its own host: each should then learn of the other.
+        _probe(launch.host, launch, own)
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return listen(launch.port)
+        except OSError as error:
+            kind = ConfigError
+            if error.errno != errno.EADDRINUSE:
+                why = f"cannot be opened ({error.strerror})"
+            elif time.monotonic() < until_s:
+                time.sleep(0.5)
+                continue
+            else:
+                kind = RendezvousError if patience_s else ConfigError
+                why = f"is taken on this host{_probe('127.0.0.1', launch, own)}"
+            raise kind(
+                f"Port {launch.port} of {launch.port_from} {why}: choose another for all, with {COORDINATOR}=host:port."
+            ) from None
+
+
+def serve(listener: socket.socket, own: ProcessInfo, launch: Launch, monitor_port: int) -> Answer:
+    """Runs the rendezvous on process 0; returns once all have arrived and are released. Closes `listener` in any case.
+
+    Args:
+      launch: names for messages, and the time limit.
+      monitor_port: sent to all.
+
+    Raises:
+      RendezvousError: not all came within the limit, or a process that came disconnected or does not answer.
+      ConfigError: the processes do not fit together. All that came raise the same error.
+    """
+    rendezvous = _Rendezvous(listener, own, launch)
+    try:
+        rendezvous.await_all()
+        infos = [rendezvous.infos[rank] for rank in range(own.count)]
+        if sentence := why_incompatible(infos):
+            raise ConfigError(sentence)
+        devices = assign_gpus(infos)
+        members = [(info.host, info.pid) for info in infos]
+        # Everything but the devices is the same for all, and long for many processes.
+        same = json.dumps({"members": members, "monitor_port": monitor_port})
+        for rank, connection in rendezvous.connections.items():
+            connection.send(f'{{"devices": {json.dumps(devices[rank])}, "all": {same}}}')
+        rendezvous.await_ready()
+        # Only now: a process that tries JAX's port too early waits a second for its next try.
+        listener.close()
+        for connection in rendezvous.connections.values():
+            connection.send('{"start": true}')
+        return Answer(members, monitor_port, devices[0])
+    except ConfigError as error:
+        rendezvous.refuse(str(error), isinstance(error, RendezvousError))
+        raise
+    finally:
+        rendezvous.close()
+        listener.close()
+
+
+class _Rendezvous:
+    """Processes that have arrived at process 0."""
+
+    def __init__(self, listener: socket.socket, own: ProcessInfo, launch: Launch):
+        self.own, self.launch, self.listener = own, launch, listener
+        self.infos: dict[int, ProcessInfo] = {own.rank: own}
+        """By rank, disconnected processes included."""
+        self.connections: dict[int, _Connection] = {}
+        """By rank, connected processes without process 0."""
+        self.until_s = time.monotonic() + launch.start_timeout_s
+        self.selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self.selector.register(listener, selectors.EVENT_READ, None)
+
+    def await_all(self) -> None:
+        while len(self.connections) < self.own.count - 1:
+            left_s = self.until_s - time.monotonic()
+            if left_s <= 0:
+                raise RendezvousError(missing(self.launch, self.infos, {0, *self.connections}))
+            self._look(min(left_s, 1.0))
+
+    def await_ready(self) -> None:
+        """Waits until each process has confirmed that it is still there."""
+        until_s = time.monotonic() + GRACE_S
+        while silent := [
+            rank for rank in range(1, self.own.count) if rank not in self.connections or not self.connections[rank].ready
+        ]:
+            gone = [rank for rank in silent if rank not in self.connections]
+            if gone or time.monotonic() >= until_s:
+                who, what = (gone[0], "was gone") if gone else (silent[0], f"did not answer for {GRACE_S:.0f} s")
+                raise RendezvousError(
+                    f"{self.infos[who].title} joined, but {what} when all were there: look for the cause in "
+                    f"its own output, and restart all processes."
+                )
+            self._look(0.2)
+
+    def refuse(self, sentence: str, missing: bool) -> None:
+        for connection in self.connections.values():
+            connection.send(json.dumps({"refused": sentence, "missing": missing}))
+
+    def close(self) -> None:
+        for key in list(self.selector.get_map().values()):
+            if key.data is not None:
+                key.data.socket.close()
+        self.selector.close()
+
+    def _look(self, limit_s: float) -> None:
+        for key, _ in self.selector.select(limit_s):
+            if key.data is not None:
+                self._read(key.data)
+                continue
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                continue
+            connection.setblocking(False)
+            self.selector.register(connection, selectors.EVENT_READ, _Connection(connection))
+
+    def _read(self, connection: _Connection) -> None:
+        messages = connection.receive()
+        for message in messages or ():
+            if connection.info is not None:
+                connection.ready = True
+            elif (info := parse_process_info(message)) is None or not self._admit(connection, info):
+                messages = None
+                break
+        if messages is None:
+            self._drop(connection)
+
+    def _admit(self, connection: _Connection, info: ProcessInfo) -> bool:
+        """Registers a process. False if it belongs to another launch and has to be dropped."""
+        if None not in (info.launch_id, self.own.launch_id) and info.launch_id != self.own.launch_id:
+            connection.send(json.dumps({"other": f"process 0 of another launch, {self.own.launch_id}, is there"}))
+            return False
+        before = self.connections.get(info.rank)
+        if before is not None and before.hung_up():
+            # The process was restarted.
+            self._drop(before)
+            before = None
+        twin = self.infos[info.rank] if before is not None or info.rank == 0 else None
+        if sentence := why_rejected(info, self.own, self.launch, twin):
+            connection.send(json.dumps({"refused": sentence, "missing": False}))
+            raise ConfigError(sentence)
+        connection.info, self.infos[info.rank], self.connections[info.rank] = info, info, connection
+        connection.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
+        return True
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection.socket.fileno() < 0:
+            # Dropped for its successor before its own end was read.
+            return
+        if connection.info is not None and self.connections.get(connection.info.rank) is connection:
+            del self.connections[connection.info.rank]
+        self.selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+class _Connection:
+    """A connection to process 0."""
+
+    def __init__(self, connection: socket.socket):
+        self.socket, self.reader = connection, Reader(MAX_INFO_BYTES, MAGIC)
+        self.info: ProcessInfo | None = None
+        self.ready = False
+        """The process has confirmed that it is still there."""
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """New messages; None if the other end closed, or does not speak this protocol."""
+        try:
+            return self.reader.receive(self.socket)
+        except ValueError:
+            return None
+
+    def hung_up(self) -> bool:
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def send(self, text: str) -> None:
+        try:
+            self.socket.settimeout(SEND_S)
+            self.socket.sendall(f"{MAGIC}{text}\n".encode())
+            self.socket.setblocking(False)
+        except OSError:
+            # The process is gone or frozen: detected when its next message does not come.
+            pass
+
+
+# ---------------------------------------------------------------------------------------------------------------- the others
+
+
+def join(own: ProcessInfo, launch: Launch) -> Answer:
+    """Takes part in the rendezvous; returns once process 0 releases all. Retries until the time limit while nothing, or
+    something else, answers at the address.
+
+    Raises:
+      RendezvousError: process 0 was not reached within the limit, did not report in time that all have arrived, or reported
+        which have not.
+      ConfigError: the processes do not fit together.
+    """
+    until_s, pause_s, why = time.monotonic() + launch.start_timeout_s, 0.1, ""
+    while True:
+        try:
+            with connect(launch.host, launch.port, TRY_S) as connection:
+                return _exchange(connection, own, until_s)
+        except OSError as error:
+            why = error.strerror or str(error)
+        except _NotReady as reason:
+            why = str(reason)
+        if time.monotonic() + pause_s >= until_s:
+            # If process 0 runs on another host, each process has looked for it at home.
+            hint = f"; {launch.host} is {own.host} itself" if is_loopback(launch.host) else ""
+            raise RendezvousError(
+                f"Process {own.rank} cannot reach process 0 at {launch.address} after {launch.start_timeout_s} s "
+                f"({why}{hint}): start it there, or correct {COORDINATOR}."
+            )
+        time.sleep(pause_s)
+        # Thousands that come before process 0 should not keep its host busy.
+        pause_s = min(1.5 * pause_s, SLOWEST_RETRY_S)
+
+
+def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> Answer:
+    connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
+    answer, reader = None, Reader(MAX_ANSWER_BYTES, MAGIC)
+    messages = _next(connection, reader, min(until_s, time.monotonic() + FIRST_REPLY_S))
+    while True:
+        message = messages.pop(0)
+        if "wait_s" in message:
+            # Process 0 may have been started later, and then waits longer.
+            until_s = max(until_s, time.monotonic() + float(message["wait_s"]) + 2 * GRACE_S)
+        elif "other" in message:
+            raise _AnotherLaunch(message["other"])
+        elif "refused" in message:
+            raise (RendezvousError if message.get("missing") else ConfigError)(message["refused"])
+        elif "all" in message:
+            same = message["all"]
+            members = [(name, pid) for name, pid in same["members"]]
+            address = connection.getpeername()[0]
+            answer = Answer(members, same["monitor_port"], message["devices"], address)
+            connection.sendall(f'{MAGIC}{{"ready": true}}\n'.encode())
+        elif "start" in message and answer is not None:
+            return answer
+        messages = messages or _next(connection, reader, until_s)
+
+
+def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[dict[str, Any]]:
+    """The next message, and those that came with it; raises OSError or _NotReady if there is none."""
+    messages: list[dict[str, Any]] = []
+    while not messages:
+        connection.settimeout(max(until_s - time.monotonic(), 0.1))
+        try:
+            received = connection.recv(65536)
+        except TimeoutError:
+            raise _NotReady("it does not answer") from None
+        if not received:
+            raise _NotReady("it closed the connection")
+        try:
+            messages = reader.read(received)
+        except ValueError:
+            raise _NotReady("something else answers there") from None
+    return messages
+
+
+def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:
+    """Description of the listener at process 0's port, in parentheses, for a process that also has rank 0; empty if it is not a
+    jaxllm process.
+
+    Raises:
+      ConfigError: it is another process 0 of this same launch. It raises the same error.
+    """
+    try:
+        with connect(address, launch.port, PROBE_S) as connection:
+            _exchange(connection, own, time.monotonic() + PROBE_S)
+    except _AnotherLaunch as reason:
+        return f" ({reason})"
+    except (OSError, _NotReady):
+        pass
+    return ""

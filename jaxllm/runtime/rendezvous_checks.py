@@ -1,0 +1,270 @@
+"""Checks of the rendezvous: whether processes fit together. Each check returns one sentence for all of them, empty if all is
+well.
+
+why_rejected(info, first, ...)  on arrival of one process: another version, a duplicate rank, other flags
+why_incompatible(infos)         once all have arrived: missing or doubly claimed GPUs, an unreachable host
+missing(launch, infos, ...)     at the time limit
+assign_gpus(infos)              GPUs for each process
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch, is_loopback
+
+MOST_NAMED = 8
+"""Maximum number of hosts or rank ranges in one sentence."""
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Description that a process sends of itself."""
+
+    rank: int
+    count: int
+    """World size that its launcher gave it."""
+    host: str
+    machine: str
+    """Identity of the host. Different hosts may share a name."""
+    pid: int
+    versions: dict[str, str]
+    """Version of each package, for messages."""
+    flags: list[str]
+    """XLA flags that change the compiled program."""
+    launch_id: str | None = None
+    attempt: int = 0
+    cpu: bool = False
+    """The run asks for the CPU."""
+    gpus: list[str] | None = None
+    """UUIDs of the GPUs that this process sees, in CUDA's order; None: the driver could not be asked."""
+    gpus_asked: int | None = None
+    """GPUs that the launcher gave to this run on this host; None where it does not tell."""
+    host_address: str = ""
+    """Address of the host's own name, resolved on that host; empty if it does not resolve."""
+
+    def __str__(self) -> str:
+        return f"process {self.rank} on {self.host}"
+
+    @property
+    def title(self) -> str:
+        return f"Process {self.rank} on {self.host}"
+
+
+def parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:
+    """The description in a message, also of another version of jaxllm: versions are compared first. None if there is none."""
+    try:
+        return ProcessInfo(**{field.name: message[field.name] for field in fields(ProcessInfo) if field.name in message})
+    except TypeError:
+        return None
+
+
+def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:
+    """Why a process cannot join process 0's run; empty if it can.
+
+    Args:
+      first: process 0.
+      duplicate: the process that came earlier with the same rank and is still connected.
+    """
+    different = [name for name in first.versions if info.versions.get(name) != first.versions[name]]
+    if different:
+        have = " and ".join(f"{name} {info.versions.get(name, 'of another kind')}" for name in different)
+        has = " and ".join(first.versions[name] for name in different)
+        return f"{info.title} has {have}, {first} {has}: install the same on all hosts, and start all processes from there."
+    if info.count != first.count:
+        return (
+            f"{info.title} was started as one of {info.count} processes, {first} as one of {first.count}: give all the "
+            f"same {launch.count_from}, or give another run another port."
+        )
+    if duplicate is not None:
+        return (
+            f"Process {info.rank} was started twice, with process id {duplicate.pid} on {duplicate.host} and {info.pid} on "
+            f"{info.host}: give each process its own {launch.id_from}."
+        )
+    if sorted(info.flags) != sorted(first.flags):
+        ours, theirs = set(first.flags), set(info.flags)
+        only = [f"{flag} only for {info.rank}" for flag in theirs - ours] + [f"{flag} only for 0" for flag in ours - theirs]
+        return (
+            f"{info.title} has other XLA_FLAGS than {first} ({_some(sorted(only)) or 'some are given twice'}): export the same "
+            f"on all hosts."
+        )
+    return ""
+
+
+def why_incompatible(infos: Sequence[ProcessInfo]) -> str:
+    """Why processes that have all arrived cannot work together; empty if they can.
+
+    Args:
+      infos: by rank.
+    """
+    hosts, first = group_by_host(infos), infos[0]
+    other = next((info for info in infos if info.cpu is not first.cpu), None)
+    if other is not None:
+        on_cpu, on_gpu = (first, other) if first.cpu else (other, first)
+        return f"{on_cpu.title} runs on the CPU, but not {on_gpu}: give all the same run.cpu_devices and JAX_PLATFORMS."
+    if not first.cpu and any(info.gpus is None for info in infos):
+        return ""
+    if not first.cpu:
+        sentences = itertools.chain(map(_host_with_too_few, hosts), map(_cannot_share, hosts), [_uneven(infos)])
+        if sentence := next(filter(None, sentences), ""):
+            return sentence
+    # If no host has a driver, JAX uses the CPU too.
+    on_cpus = first.cpu or not first.gpus
+    return _unreachable(infos) if on_cpus and len(hosts) > 1 else ""
+
+
+def assign_gpus(infos: Sequence[ProcessInfo]) -> list[list[int] | None]:
+    """Indices of the visible GPUs that each process shall drive, by rank; None: all.
+
+    Processes of one host that see the same GPUs share them in rank order. If each sees its own, the launcher has assigned them.
+    """
+    result: list[list[int] | None] = [None] * len(infos)
+    for on_host in group_by_host(infos):
+        seen = on_host[0].gpus
+        if len(on_host) == 1 or on_host[0].cpu or not seen or any(info.gpus != seen for info in on_host):
+            continue
+        each = len(seen) // len(on_host)
+        for index, info in enumerate(on_host):
+            result[info.rank] = list(range(index * each, (index + 1) * each))
+    return result
+
+
+def missing(launch: Launch, infos: Mapping[int, ProcessInfo], there: Collection[int]) -> str:
+    """The processes that are missing at the time limit, and those that came.
+
+    Args:
+      infos: by rank, of all processes that ever connected.
+      there: ranks of the connected processes, 0 among them.
+    """
+    absent = [rank for rank in range(launch.num_processes) if rank not in there]
+    names = f"Process{'es' if len(absent) > 1 else ''} {spans(absent)}"
+    if launch.hosts:
+        names += f" ({_some([launch.hosts[rank] for rank in absent])})"
+    left = [str(infos[rank]) for rank in absent if rank in infos]
+    gone = f", where {_some(left)} disconnected again" if left else ""
+    came = [
+        f"{spans([info.rank for info in on_host])} on {on_host[0].host}"
+        for on_host in group_by_host([infos[r] for r in sorted(there)])
+    ]
+    hint = ""
+    if is_loopback(launch.host):
+        hint = f"; only processes of this host reach {launch.host}"
+    elif not is_local(launch.host):
+        hint = f"; {launch.host} is not an address of {infos[0].host}, where process 0 waits"
+    return (
+        f"{names} of {launch.num_processes} did not come to {launch.address} within {launch.start_timeout_s} s{gone} "
+        f"(there: {_some(came)}{hint}): start the missing ones, or set {START_TIMEOUT_S} to wait longer."
+    )
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Text such as "0, 3 to 7 and 9"; the numbers ascend."""
+    runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    words = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run) for run in runs[:MOST_NAMED]]
+    rest = sum(map(len, runs[MOST_NAMED:]))
+    return _and([*itertools.chain(*words), *([f"{rest} more"] if rest else [])])
+
+
+def group_by_host(infos: Iterable[ProcessInfo]) -> list[list[ProcessInfo]]:
+    hosts: dict[str, list[ProcessInfo]] = {}
+    for info in infos:
+        hosts.setdefault(info.machine, []).append(info)
+    return list(hosts.values())
+
+
+def _host_with_too_few(on_host: Sequence[ProcessInfo]) -> str:
+    """The sentence of `too_few_gpus` for one host."""
+    seen = {gpu for info in on_host for gpu in info.gpus or ()}
+    return too_few_gpus(on_host[0].host, seen, max(info.gpus_asked or 0 for info in on_host))
+
+
+def too_few_gpus(host: str, seen: Collection[str], asked: int | None) -> str:
+    """The sentence for a host whose processes together see only the GPUs `seen`; empty if that is enough."""
+    if len(seen) >= (asked or 0):
+        return ""
+    if not seen:
+        return (
+            f"{host} was given {_gpus(asked)} for this run, but no NVIDIA driver answers there: check nvidia-smi, or "
+            f"set run.cpu_devices to run on the CPU."
+        )
+    return (
+        f"{host} was given {_gpus(asked)} for this run, but its processes see only {len(seen)}: check CUDA_VISIBLE_DEVICES "
+        f"and options that bind GPUs to tasks, or ask for fewer."
+    )
+
+
+def _cannot_share(on_host: Sequence[ProcessInfo]) -> str:
+    first, name = on_host[0], on_host[0].host
+    if all(info.gpus == first.gpus for info in on_host):
+        count = len(first.gpus or ())
+        if count % len(on_host) == 0:
+            return ""
+        return (
+            f"{len(on_host)} processes on {name} cannot share {_gpus(count)} evenly: start one for each host or one "
+            f"for each GPU."
+        )
+    owners: dict[str, ProcessInfo] = {}
+    for info in on_host:
+        for gpu in info.gpus or ():
+            if gpu in owners:
+                return (
+                    f"Processes {owners[gpu].rank} and {info.rank} on {name} both see {gpu}, but their other GPUs differ: "
+                    f"give all processes of a host the same CUDA_VISIBLE_DEVICES, or each process its own GPUs."
+                )
+            owners[gpu] = info
+    return ""
+
+
+def _uneven(infos: Sequence[ProcessInfo]) -> str:
+    counts = [len((info.gpus or ()) if share is None else share) for info, share in zip(infos, assign_gpus(infos), strict=True)]
+    odd = next((info for info in infos if counts[info.rank] != counts[0]), None)
+    if odd is None:
+        return ""
+    return (
+        f"{odd.title} would drive {_gpus(counts[odd.rank])}, {infos[0]} {_gpus(counts[0])}: give all the same number, and "
+        f"check nvidia-smi where one is missing."
+    )
+
+
+def _unreachable(infos: Sequence[ProcessInfo]) -> str:
+    """Gloo, which carries collectives between CPUs, listens at the address of the host's own name."""
+    lost = next((info for info in infos if info.host_address and is_loopback(info.host_address)), None)
+    if lost is None:
+        return ""
+    return (
+        f"On {lost.host} the host's own name resolves to {lost.host_address}, where no other host can reach {lost}: give it "
+        f"its address in /etc/hosts there."
+    )
+
+
+def is_local(host: str) -> bool:
+    """Whether a name leads to this host: a socket can bind to its address. False for a name that does not resolve."""
+    try:
+        addresses = {info[4] for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    for address in addresses:
+        with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe:
+            try:
+                probe.bind(address)
+                return True
+            except OSError:
+                continue
+    return False
+
+
+def _gpus(count: int | None) -> str:
+    return "no GPU" if not count else "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _some(words: Sequence[str]) -> str:
+    rest = len(words) - MOST_NAMED
+    return _and([*words[:MOST_NAMED], f"{rest} more"] if rest > 0 else words)
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -1,0 +1,84 @@
+"""TCP connections between processes, and the messages on them: JSON objects, one per line. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from typing import Any
+
+
+class Reader:
+    """Puts together the messages that come over one connection.
+
+    Args:
+      longest_bytes: of a message.
+      prefix: what each line begins with, so that other programs on the port are told apart.
+    """
+
+    def __init__(self, longest_bytes: int, prefix: str = ""):
+        self._longest_bytes, self._prefix, self._buffer = longest_bytes, prefix.encode(), b""
+
+    def receive(self, connection: socket.socket) -> list[dict[str, Any]] | None:
+        """Messages that have come, of a socket that does not block; None if the other end is closed.
+
+        Raises:
+          ValueError: what came is not a message.
+        """
+        try:
+            received = connection.recv(65536)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self.read(received) if received else None
+
+    def read(self, received: bytes) -> list[dict[str, Any]]:
+        """Messages that are complete with these bytes.
+
+        Raises:
+          ValueError: they are not a message.
+        """
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        if len(self._buffer) > self._longest_bytes or not self._buffer.startswith(self._prefix[: len(self._buffer)]):
+            raise ValueError("not a message")
+        return [self._parsed(line) for line in lines]
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        message = json.loads(line.removeprefix(self._prefix)) if line.startswith(self._prefix) else None
+        if not isinstance(message, dict):
+            raise ValueError("not a message")
+        return message
+
+
+def listen(port: int) -> socket.socket:
+    """Opens a port on all addresses of this host; 0 takes any free port. Unlike JAX's, it cannot be opened twice.
+
+    Raises:
+      OSError: the port is taken, or not allowed.
+    """
+    dual = socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    try:
+        # Closed connections of an earlier run may linger there; a live listener is detected all the same.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("::" if dual else "0.0.0.0", port))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(host: str, port: int, limit_s: float) -> socket.socket:
+    """Raises OSError if nothing listens there, or the host cannot be reached in time."""
+    connection = socket.create_connection((host, port), timeout=limit_s)
+    if connection.getsockname() == connection.getpeername():
+        # If nothing listens on a port of this host within Linux's range for outgoing connections, about one try in ten
+        # thousand gets this very port and connects to itself.
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return connection

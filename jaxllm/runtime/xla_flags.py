@@ -1,0 +1,252 @@
+"""XLA's flags and the variables of CUDA and NCCL, set before JAX starts: presets by purpose and by kind of GPU. Only this
+module and distributed.py read the environment.
+
+The user's settings take precedence, and a flag that the installed jaxlib does not know is left out. Each preset was measured,
+or its maker documents it; a comment says which.
+
+Options that would change the order of the step, and with it the memory that `jaxllm estimate` predicts, are on only if
+run.xla_options asks for them: OPTIONAL_GPU_OPTIONS. `python benchmarks/overlap.py --options` shows without a GPU what each does
+to a step's transfers and memory; only a GPU shows what it does to speed. JAX_OPTIMIZATION_LEVEL, which sets several of them at
+once, is left to the user.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jaxlib
+
+from jaxllm.config import Config, RunConfig, XlaOptions
+from jaxllm.cost_model.activations import policy_of
+from jaxllm.cost_model.flops import layer_matmul_parameters
+from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
+
+MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+MEMORY_VARIABLES = (
+    MEMORY_FRACTION,
+    # Its old name; JAX refuses both at once. And two other variables that control how memory is allocated.
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
+
+STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
+"""Prefixes of variables that change the behaviour of a run."""
+
+CPU_FLAGS = {
+    # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out nonzero
+    # where it is exactly 0 (tests/model/test_llama.py, a_document_never_sees_another). Without them it is right, and no slower.
+    "xla_cpu_experimental_ynn_fusion_type": "",
+    # Forced CPU devices share a few cores: a collective's last rank may arrive long after the first. XLA's own limits (20 s and
+    # 40 s) abort the process on a loaded machine.
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "600",
+}
+SEVERAL_CPU_DEVICES_FLAGS = {
+    # The scheduler that runs independent thunks at once lets two devices start two collectives in different order: each then
+    # waits for the other forever. A pipeline's tick has such pairs: it hung in its first step, or crashed in a matmul that read
+    # unwritten memory (jaxlib 0.10.2).
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+    # Nor may the thread pool of a device's operations take half of the ready ones: a pipeline's tick runs layers forward and
+    # backward in two independent loops, and XLA does not see that both contain collectives. One device of a pair then waited in
+    # a loop's all-gather for the other, in the other loop's reduce-scatter; or the loops' messages met and gradients were
+    # wrong, NaN too (2 of 6 first runs; 4 stages x context 2, ZeRO 3). With one thread all devices follow one order, and each
+    # has only its share of the cores anyway.
+    "xla_cpu_multi_thread_eigen": "false",
+}
+DETERMINISTIC_GPU_FLAGS = {
+    # XLA's description: "Guarantees run-to-run determinism on GPU". Scatters are expanded into ordered loops, cuDNN's attention
+    # uses its deterministic backward, and no kernel is chosen by timing, where two runs might choose differently. The last is
+    # the price: matmuls run with default tiles. The slowdown has not been measured.
+    "xla_gpu_deterministic_ops": "true",
+}
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""Compute capabilities."""
+GPU_ENVIRONMENT = {
+    # NVIDIA's NCCL user guide, Troubleshooting, Logging: WARN prints warnings and errors, and is the "production minimum".
+    "NCCL_DEBUG": "WARN",
+}
+GPU_ENVIRONMENT_OF = {
+    # NVIDIA's JAX-Toolbox, docs/GPU_performance.md: Hopper needs all streams in one hardware queue to run collectives beside
+    # compute; Blackwell does not, and is slower with it. NVIDIA's pull request 1249 there sets it for compute capability 9.0
+    # alone. Not measured here.
+    HOPPER: {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+}
+GPU_FLAGS_OF = {
+    # The same document, "Additional XLA Flags" of its tips for B200: CUDA graphs for these two kinds of command alone were
+    # faster "in all the models tested". Speed not measured here; the step's memory is the same to the byte (ZeRO 3 x tensor,
+    # and a pipeline, compiled for B200s with JAX 0.10.2).
+    BLACKWELL: {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL"},
+}
+DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
+
+PIPELINE_GPU_OPTIONS = {
+    # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
+    # with a layer loop.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+OFFLOAD_GPU_OPTIONS = {
+    # A block has up to nine tensors to fetch from the host; by default each waits for the previous one, at the top of the loop.
+    "xla_gpu_experimental_parallel_async_compute_limit": 16,
+}
+HOST_GPU_OPTIONS = {
+    # Percent of the GPU's memory beyond which XLA rematerialises, by default 95. It counts tensors in the host's memory too,
+    # and would recompute for a limit that recomputation cannot reach: 280 instructions of Llama 3 8B's step that offloads 46
+    # GiB, and 76 of one that has 49 GiB of state on the host (JAX 0.10.2, an H100's memory). The estimate refuses what really
+    # does not fit.
+    "xla_gpu_memory_limit_slop_factor": 2000,
+}
+LAYER_BYTES = "layer"
+"""Placeholder for the bytes of one layer's weights in the compute dtype, as a rank multiplies them."""
+OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
+    # Moves starts up and dones down past compute. From Hopper on XLA schedules this way by itself, by the speeds of the target
+    # GPU; on an A100 the starts stay late without it.
+    "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    # Moves a loop's collective one iteration ahead or behind. The layer loop of ZeRO 2 and 3 does that by hand, both ways
+    # (parallel/layer_loop.py): XLA's version left the backward's exposed where it was tried (JAX 0.11.2). What remains are the
+    # tensor ranks' collectives.
+    "pipelined_collectives": {
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+    },
+    # Unrolls loops by two, so that values passed from one iteration to the next need no copy.
+    "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
+    # Combines collectives up to so many bytes. XLA's default joins a small model's layer; a large one's matrices travel one by
+    # one. With a layer's bytes there is one transfer per layer, with fewer launches. In the simulated overlap a part of the
+    # exposed time disappears with ZeRO 3, and more is exposed in a pipeline (benchmarks/RESULTS.md, overlap).
+    "layer_combined": {
+        "xla_gpu_all_gather_combine_threshold_bytes": LAYER_BYTES,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": LAYER_BYTES,
+    },
+    # As for pipelines: loops with collectives inside may run beside other collectives.
+    "more_at_once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4},
+}
+
+
+def optional_gpu_options(config: Config) -> dict[str, int]:
+    """Compiler options that run.xla_options names."""
+    options: dict[str, int] = {}
+    for name in config.run.xla_options:
+        for option, value in OPTIONAL_GPU_OPTIONS[name].items():
+            # A switch is a bool: XLA does not accept a number.
+            options[option] = _layer_bytes(config) if isinstance(value, str) else value
+    return options
+
+
+def _layer_bytes(config: Config) -> int:
+    itemsize = {"bfloat16": 2, "float32": 4}[config.model.compute_dtype]
+    return itemsize * layer_matmul_parameters(config.model) // config.parallel.tensor
+
+
+def compile_options(config: Config, platform: str) -> dict[str, Any]:
+    """Options to compile this config's train step. The user's XLA_FLAGS take precedence."""
+    if platform == "cpu":
+        return {}
+    options = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
+    offloads = bool(policy_of(config.parallel.remat).offload)
+    options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
+    options = options | (HOST_GPU_OPTIONS if offloads or config.parallel.offload_state != "none" else {})
+    # For steps compiled on another machine: in a run the flag is set from the start.
+    options = options | (dict.fromkeys(DETERMINISTIC_GPU_FLAGS, True) if config.run.deterministic else {})
+    options = options | optional_gpu_options(config)
+    given = _given_names()
+    return {name: value for name, value in options.items() if name not in given and is_known(name)}
+
+
+def apply(run: RunConfig) -> list[str]:
+    """Adds this run's flags to XLA_FLAGS, and to the environment the share of a GPU's memory that XLA may take; returns what
+    was added. The user's settings take precedence. Once JAX has started a device, they have no effect.
+    """
+    flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
+    variables = {}
+    if run.cpu_devices is None and (kinds := gpu_kinds()):
+        for_kind, variables = gpu_presets(kinds)
+        flags |= for_kind
+    given = given_flags()
+    cpu_devices = run.cpu_devices or _forced_cpu_devices(given)
+    if cpu_devices is not None:
+        flags |= SEVERAL_CPU_DEVICES_FLAGS
+    names = _given_names()
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in names and is_known(name)]
+    if added:
+        os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+    if not any(os.environ.get(name) for name in MEMORY_VARIABLES):
+        os.environ[MEMORY_FRACTION] = str(XLA_MEMORY_FRACTION)
+        added.append(f"{MEMORY_FRACTION}={XLA_MEMORY_FRACTION}")
+    for name, value in variables.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            added.append(f"{name}={value}")
+    return added
+
+
+def gpu_presets(kinds: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    """(XLA flags, environment variables) for a machine with GPUs of these kinds. If the kinds differ, or one is not in
+    cost_model/hardware.py, it gets the settings for any GPU.
+    """
+    found: set[Any] = {gpu and gpu.chip.compute_capability for gpu in map(gpu_from_device_kind, kinds)}
+    capability: Any = next(iter(found)) if len(found) == 1 else None
+    return GPU_FLAGS_OF.get(capability, {}), GPU_ENVIRONMENT | GPU_ENVIRONMENT_OF.get(capability, {})
+
+
+def gpu_kinds() -> tuple[str, ...]:
+    """The driver's names of this machine's GPUs, the same as jax.Device.device_kind, without starting JAX: one for each, also
+    for GPUs that are hidden from this process.
+    """
+    kinds = []
+    for file in sorted(DRIVER_FILES.glob("*/information")):
+        try:
+            kinds += re.findall(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
+        except OSError:
+            continue
+    return tuple(kinds)
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process that control jaxllm, JAX, XLA, CUDA and NCCL."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
+
+
+def unknown_flags() -> list[str]:
+    """Names in XLA_FLAGS that the installed jaxlib does not have: the first use of a device would end the process."""
+    return [name for name in _given_names() if not is_known(name)]
+
+
+def _given_names() -> list[str]:
+    """Names of the flags in XLA_FLAGS, without dashes, each once."""
+    try:
+        words = shlex.split(given_flags())
+    except ValueError:
+        words = given_flags().split()
+    # A word without dashes is the name of a file that contains flags.
+    return list(dict.fromkeys(word[2:].partition("=")[0] for word in words if word.startswith("--")))
+
+
+def _forced_cpu_devices(flags: str) -> int | None:
+    given = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return int(given[-1]) if given else None
+
+
+def given_flags() -> str:
+    """XLA_FLAGS as they are now: the compiled program depends on them."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+@functools.cache
+def is_known(flag: str) -> bool:
+    """Whether the installed jaxlib has this flag. XLA aborts the process at an unknown one, so this searches its libraries for
+    the name (0.1 s).
+    """
+    for library in Path(jaxlib.__file__).parent.glob("*.so"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(flag.encode() + b"\0") != -1:
+                return True
+    return False

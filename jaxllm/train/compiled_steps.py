@@ -1,0 +1,77 @@
+"""The train step as XLA programs, each compiled before its first use."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxllm.config import Config
+from jaxllm.runtime import distributed, xla_flags
+from jaxllm.train.build import State, Training
+
+
+class CompiledSteps:
+    """One program per number of microbatches, and one more for steps that measure the noise scale, if not all do.
+
+    Attributes:
+      current: the program for the present batch; None before the first compilation.
+      compile_s: seconds to compile it; None until then.
+      traces: number of times a step was traced.
+    """
+
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh):
+        self._config, self._mesh = config, mesh
+        self.current: Any = None
+        self.compile_s: float | None = None
+        self.traces = 0
+
+    def use(self, training: Training) -> None:
+        """Switches to another train step. Its programs are compiled when they are needed."""
+
+        def jitted(step: Callable) -> Any:
+            def counted(state, batch):
+                self.traces += 1
+                return step(state, batch)
+
+            return jax.jit(counted, donate_argnums=0, out_shardings=(training.shardings, training.metrics_sharding))
+
+        self._step = jitted(training.step)
+        self._measuring_step: Any = jitted(training.measuring_step) if training.measuring_step else None
+        self._programs: dict[tuple[int, bool], Any] = {}
+
+    def select(self, batch: Any, step: int) -> bool:
+        """Selects the program of the step that follows `step` steps. Returns False if it is not compiled yet."""
+        if (key := self._key(batch, step)) not in self._programs:
+            return False
+        self.current = self._programs[key]
+        return True
+
+    def compile(self, state: State, batch: Any, step: int) -> None:
+        """Compiles the program of the step that follows `step` steps, and selects it."""
+        started = time.perf_counter()
+        options = xla_flags.compile_options(self._config, self._mesh.devices.flat[0].platform)
+        key = self._key(batch, step)
+        lowered = (self._measuring_step if key[1] else self._step).lower(state, batch)
+        if jax.process_count() > 1:
+            what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
+            distributed.require_same(fingerprint(lowered.as_text(), options), what)
+        self.current = self._programs[key] = lowered.compile(compiler_options=options)
+        self.compile_s = time.perf_counter() - started
+
+    def _key(self, batch: Any, step: int) -> tuple[int, bool]:
+        """(number of microbatches, whether the program measures the noise scale)"""
+        every = self._config.log.noise_scale_every
+        measures = every is not None and self._measuring_step is not None and (step + 1) % every == 0
+        return len(batch["tokens"]), measures
+
+
+def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
+    """Hash of a program before compilation. It is the same in all processes that lower it for the same devices."""
+    # With a custom partitioner (as in cuDNN's attention) JAX writes the address of a Python object.
+    text = re.sub(r'backend_config = "\d+"', "", stablehlo)
+    return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()

@@ -1,0 +1,141 @@
+"""Messages of a run: its header before the first step, and its notes during training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxllm.config import ATTENTION_RESULTS, Config
+from jaxllm.config.batch_schedule import Phase
+from jaxllm.cost_model.activations import is_blockwise, remat_words
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.pipeline_schedule import idle_share, microbatches_for
+from jaxllm.plan.noise_scale_text import reading
+from jaxllm.plan.pipeline_report import USUAL_IDLE
+from jaxllm.train.console import Console
+from jaxllm.train.metrics import Record
+from jaxllm.train.trainer import Evaluation, Trainer
+
+WELL_FILLED = 0.9
+"""Fill ratio of sequences below which a run reports the free space."""
+
+
+def print_header(console: Console, trainer: Trainer) -> None:
+    config, devices = trainer.config, trainer.mesh.devices
+    kind = devices.flat[0].device_kind
+    axes = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
+    console.say(f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}")
+    M = config.num_microbatches
+    console.say(
+        f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
+        f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
+    )
+    for line in batch_notes(config):
+        console.say(line)
+    if config.parallel.pipe > 1:
+        for line in pipeline_notes(config):
+            console.say(line)
+    if config.train.diloco_steps is not None:
+        console.say(diloco_line(config))
+    if trainer.memory_fit is not None:
+        console.say(trainer.memory_fit.line)
+    if trainer.weights is not None:
+        console.say(f"weights from {trainer.weights.description}; optimizer, step and data start from zero")
+    if config.total_tokens < config.optimizer.warmup_tokens:
+        console.say(f"note: the run ends during its warm-up of {config.optimizer.warmup_tokens:,} tokens")
+    actions = config.parallel.remat
+    attention = trainer.parallelized.attention
+    console.say(f"attention {attention}; remat {remat_words(actions)}; {trainer.data.description}")
+    named = set(actions) & set(ATTENTION_RESULTS) if isinstance(actions, dict) else ()
+    if named and (attention == "xla" or not is_blockwise(config)):
+        console.say(f"note: attention that is not blockwise has no {', '.join(sorted(named))}: it is recomputed")
+    note_epochs(console, trainer)
+
+
+def batch_notes(config: Config) -> Iterator[str]:
+    """Lines about train.batch_schedule. The program of each batch size is compiled at its first step."""
+    if not config.train.batch_schedule:
+        return
+    later = config.phases[1:]
+    for phase in later:
+        if phase.first_step < config.train.steps:
+            tokens = config.tokens_before(phase.first_step)
+            yield f"after step {phase.first_step} ({tokens:,} tokens) {describe_phase(config, phase)}, compiled then"
+    if config.train.batch_lr != "none":
+        rule = {"sqrt": "the square root of the batch", "linear": "the batch"}[config.train.batch_lr]
+        last = config.phases[-1].sequences
+        yield f"learning rate proportional to {rule}; optimizer.learning_rate is that of {last} sequences"
+    if later and later[-1].first_step >= config.train.steps:
+        yield f"note: the run ends before train.batch_schedule reaches its batch of {later[-1].sequences} sequences"
+
+
+def describe_phase(config: Config, phase: Phase) -> str:
+    M = config.in_phase(phase).num_microbatches
+    tokens = phase.sequences * config.train.sequence_length
+    return f"batch of {phase.sequences} sequences, {tokens:,} tokens a step in {M} microbatch{'es' if M > 1 else ''}"
+
+
+def pipeline_notes(config: Config) -> Iterator[str]:
+    """Lines about the cost of the pipeline: its bubble, and identity layers."""
+    stages, virtual, M = config.parallel.pipe, config.parallel.virtual_stages, config.num_microbatches
+    stacking = stacking_of(config)
+    chunks = f" x {virtual} chunks" if virtual > 1 else ""
+    plural, idle = "s" if stacking.chunk > 1 else "", idle_share(stages, M, virtual)
+    schedule, layers = config.parallel.schedule, f"{stacking.chunk} layer{plural}"
+    turn = ", layers of both passes alternate" if config.parallel.overlap_passes else ""
+    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}{turn}; idle {100 * idle:.1f}% of a step"
+    if extra := stacking.identity_layers:
+        layers = f"{extra} identity layers pad the last stages" if extra > 1 else "1 identity layer pads the last stage"
+        yield f"note: {layers}: computed, never changed"
+    if idle >= USUAL_IDLE:
+        enough = microbatches_for(USUAL_IDLE, stages, virtual)
+        size = enough * config.train.global_batch_sequences // M
+        yield (
+            f"note: stages are idle {100 * idle:.1f}% of a step; {enough} microbatches (such as "
+            f"train.global_batch_sequences={size}) reduce that below {100 * USUAL_IDLE:.0f}%"
+        )
+
+
+def diloco_line(config: Config) -> str:
+    """Line about DiLoCo: the replicas, their batch, and the outer step."""
+    train, replicas = config.train, config.parallel.replica
+    who = f"{replicas} replicas, each on 1/{replicas} of every batch" if replicas > 1 else "one replica"
+    start = f" after {train.diloco_after_steps} synchronous steps" if train.diloco_after_steps else ""
+    outer = f"Nesterov step of {train.diloco_lr:g}, momentum {train.diloco_momentum:g}"
+    return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps and after the last"
+
+
+def note_epochs(console: Console, trainer: Trainer) -> None:
+    """Prints the epochs of each source, if there are several or one is read more than once."""
+    config, stream = trainer.config, trainer.stream
+    epochs = stream.epochs(config.sequences_before(config.train.steps))
+    if len(epochs) > 1 or max(epochs.values()) > 1:
+        console.say("epochs of the complete run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
+    full = sum(
+        share * source.packing.num_tokens / source.packing.num_samples
+        for source, share in zip(stream.sources, stream.counts, strict=True)
+    ) / (sum(stream.counts) * config.train.sequence_length)
+    if full < WELL_FILLED:
+        console.say(f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less")
+
+
+def noise_note(trainer: Trainer) -> str | None:
+    """Message about the gradient noise scale and the last step's batch; None if it was not measured."""
+    if (found := trainer.noise.found) is None:
+        return None
+    config = trainer.config
+    tokens = config.tokens_before(trainer.step) - config.tokens_before(trainer.step - 1)
+    # During rounds the batch of a step is that of one replica.
+    return f"step {trainer.step}  {reading(found, tokens // (config.parallel.replica if trainer.rounds else 1))}"
+
+
+def what_went_wrong(record: Record) -> str:
+    """Message about a step that was skipped or is a spike."""
+    what = "a spike" if record["loss_spike"] else "not finite"
+    skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
+    return f"step {record['step']} is {what}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}{skipped}"
+
+
+def by_source(found: Evaluation) -> str:
+    several = len(found.by_source) > 1
+    return " (" + ", ".join(f"{name} {loss:.4f}" for name, loss in found.by_source.items()) + ")" if several else ""

@@ -1,0 +1,50 @@
+"""A conversion needs memory for one tensor, independent of the model's size."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from golden.weights import shapes_of_theirs
+from hf_folders import DTYPES, HUB, model_of, write_folder
+
+LARGE = {
+    **HUB,
+    "vocab_size": 64_000,
+    "hidden_size": 4096,
+    "intermediate_size": 69_632,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+"""4 GB in bfloat16. The largest tensors have 570 MB, and they are transposed."""
+
+CHILD = """
+import sys
+from jaxllm.checkpoint.hf_convert import from_hf, to_hf
+{"from_hf": from_hf, "to_hf": to_hf}[sys.argv[1]](*sys.argv[2:])
+# Not ru_maxrss, which a child inherits from its parent.
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+@pytest.fixture
+def large_folder(tmp_path):
+    noise = np.random.default_rng(0).standard_normal(2**20).astype(DTYPES["BF16"])
+    weights = {name: np.resize(noise, shape) for name, shape in shapes_of_theirs(model_of(LARGE)).items()}
+    return write_folder(tmp_path / "hf", LARGE, weights, shards=7)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_bounded_by_the_largest_tensor(large_folder, tmp_path):
+    total = sum(path.stat().st_size for path in large_folder.iterdir())
+    assert total > 4e9
+    largest = 2 * 4096 * LARGE["intermediate_size"]
+    for way, source, target in (("from_hf", large_folder, tmp_path / "ours"), ("to_hf", tmp_path / "ours", tmp_path / "back")):
+        command = [sys.executable, "-c", CHILD, way, str(source), str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
+        peak = 1024 * int(done.stdout)
+        print(f"{way}: {peak / 1e6:.0f} MB for {total / 1e9:.2f} GB")
+        assert peak < 1.3 * largest + 500e6

@@ -1,0 +1,211 @@
+"""Every refusal is one sentence that names the key and says what to change."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.config import ConfigError, config_folder, json_schema, load_config, published_models
+
+BASE = {
+    "model": {"name": "llama-3.1-8b"},
+    "train": {"steps": 10, "sequence_length": 128, "global_batch_sequences": 16},
+}
+
+REFUSALS = {
+    ("train.stpes=3",): "Unknown key train.stpes: did you mean train.steps?",
+    ("model.sequence_length=3",): "Unknown key model.sequence_length: did you mean train.sequence_length?",
+    ("trian.steps=3",): "Unknown key trian: did you mean train?",
+    ("model.name=llama-3-8",): (
+        "model.name=llama-3-8 is neither a published model nor an existing folder: did you mean llama-3-8b?"
+    ),
+    ("model.num_kv_heads=5",): "model.num_heads=32 is not a multiple of model.num_kv_heads=5: use one of [1, 2, 4, 8, 16, 32]",
+    ("model.head_dim=33",): "model.head_dim=33 is odd, and rotary embeddings rotate pairs: make it 34.",
+    ("parallel.zero=4",): "parallel.zero=4 is not one of the choices: use 0, 1, 2, 3.",
+    ("model.compute_dtype=fp16",): "model.compute_dtype=fp16 is not one of the choices: use bfloat16, float32.",
+    ("train.steps=0",): "train.steps=0 is not valid: it should be greater than or equal to 1.",
+    ("train.steps=ten",): "train.steps=ten is not valid: it should be a valid integer.",
+    ("train.steps=1e3",): "train.steps=1000.0 is not valid: it should be a valid integer, written 1000.",
+    ("model.tie_embeddings=1",): "model.tie_embeddings=1 is not valid: it should be true or false.",
+    ("model.rope_scaling=8",): "model.rope_scaling=8 is not valid: it should have keys below it.",
+    ("model.num_heads=3000000017",): "use one of [1, 7, 428571431, 3000000017] key-value heads.",
+    ("optimizer.learning_rate=high",): "optimizer.learning_rate=high is not valid: it should be a valid number.",
+    ("data.mixture=3",): "data.mixture=3 is not valid: it should be a list.",
+    ("log.profile_steps=[1, 2, 3]",): "it should have at most 2 items, not 3.",
+    ("log.sample_prompt=''",): "it should have at least 1 character.",
+    ("parallel.remat=most",): "parallel.remat=most is not one of the choices: use none, selective, full or offload.",
+    ("parallel.pipe=1000000000",): "x virtual_stages=1 = 1000000000 without a layer: set parallel.pipe=32.",
+    ("model.hidden_size=true",): "model.hidden_size=true is not valid: it should be a valid integer.",
+    ("parallel.data=some",): "parallel.data=some is not valid: it should be a whole number of at least 1, or auto.",
+    ("parallel.tensor=9",): "model.num_heads=32 cannot be split over parallel.tensor=9: use one of [1, 2, 4, 8, 16, 32].",
+    (
+        "train.sequence_length=130",
+        "parallel.tensor=4",
+    ): "train.sequence_length=130 does not divide over parallel.tensor=4: set train.sequence_length=128 or 132.",
+    (
+        "train.sequence_length=100",
+        "parallel.context=8",
+    ): "train.sequence_length=100 does not divide in two chunks over parallel.context=8 and each part over parallel.tensor=1: "
+    "set train.sequence_length=96 or 112.",
+    ("train.sequence_length=5", "parallel.context=4", "parallel.tensor=4"): "set train.sequence_length=16.",
+    ("parallel.data=3",): "train.global_batch_sequences=16 does not divide into parallel.data=3 ranks: use 15 or 18",
+    (
+        "parallel.data=4",
+        "train.microbatch_sequences=3",
+    ): "train.global_batch_sequences=16 does not divide into data ranks x microbatch = 4 x 3 = 12: "
+    "use 12 or 24, or set train.microbatch_sequences=2.",
+    (
+        "parallel.data=3",
+        "train.microbatch_sequences=1",
+    ): "does not divide into data ranks x microbatch = 3 x 1 = 3: use 15 or 18, or change parallel.data.",
+    ("train.seed=4294967296",): "train.seed=4294967296 is not valid: it should be less than 2147483648.",
+    ("optimizer.beta2=1.0",): "optimizer.beta2=1.0 is not valid: it should be less than 1.",
+    ("data.held_out_fraction=0", "log.baselines=true"): "need held-out text: set data.held_out_fraction above 0",
+    ("data.source=files",): "data.source=files needs data.paths: give files or glob patterns.",
+    ("data.source=files", "data.paths=[nope/*.txt]"): "data.paths: no file matches 'nope/*.txt'",
+    ("data.paths=[x]",): "data.paths is not read with data.source=python_stdlib",
+    ("optimizer.decay_tokens=5",): "optimizer.decay_tokens belongs to schedule=wsd, not cosine",
+    ("log.profile_steps=[5, 20]",): "log.profile_steps=[5, 20] is not [first, last] within 1..10.",
+    ("steps=3",): "Cannot read the override 'steps=3': write section.key=value, such as train.steps=100.",
+    ("train.steps.x=3",): "'train.steps.x=3' does not name a key: steps has no keys below it.",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSALS, ids=" ".join)
+def test_refusal_says_what_to_change(overrides):
+    with pytest.raises(ConfigError) as error:
+        load_config(BASE, overrides)
+    assert REFUSALS[overrides] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_one_path_is_a_list_of_one_and_an_empty_section_is_its_defaults():
+    config = load_config({**BASE, "parallel": None}, ["data.source=files", f"data.paths={__file__}"])
+    assert config.data.paths == (__file__,)
+    assert config.parallel.zero == 1
+
+
+def test_missing_sizes_and_sections_are_named():
+    with pytest.raises(ConfigError, match=r"^model.num_layers is missing: .*model.name for a published shape"):
+        load_config({**BASE, "model": {"num_heads": 4}})
+    with pytest.raises(ConfigError, match=r"^The section train is missing"):
+        load_config({"model": BASE["model"]})
+
+
+PATH_IS_NO_NUMBER = (
+    "data.mixture[0].paths[0]=3 is not valid: it should be a valid string, so put it in quotes "
+    "(and those in quotes for a shell)."
+)
+PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        (
+            PART | {"source": "fils"},
+            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, chat, prepared, megatron.",
+        ),
+        (PART | {"path": "x"}, "Unknown key data.mixture[0].path: did you mean data.mixture[0].paths?"),
+        (PART | {"steps": 3}, "Unknown key data.mixture[0].steps: did you mean train.steps?"),
+        (PART | {"zzz": 3}, "Unknown key data.mixture[0].zzz: the keys there are name, source, paths, weight."),
+        ({k: v for k, v in PART.items() if k != "weight"}, "data.mixture[0].weight is missing: set it in the config."),
+        (PART | {"weight": -1}, "data.mixture[0].weight=-1 is not valid: it should be greater than 0."),
+        (PART | {"paths": [3]}, PATH_IS_NO_NUMBER),
+    ],
+)
+def test_mistakes_in_a_mixture_name_the_part(part, sentence):
+    with pytest.raises(ConfigError) as error:
+        load_config({**BASE, "data": {"mixture": [part]}})
+    assert str(error.value) == sentence
+
+
+def test_files_that_are_not_recipes(tmp_path):
+    with pytest.raises(ConfigError, match=r"There is no config file .*quickstrat.yaml: did you mean .*quickstart.yaml"):
+        load_config(tmp_path / "quickstrat.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="holds no sections"):
+        load_config(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("model: [\n")
+    with pytest.raises(ConfigError, match=r"broken.yaml is not YAML \(line 2: .*\): fix it\.$"):
+        load_config(tmp_path / "broken.yaml")
+
+
+def test_overrides_win_and_are_typed():
+    config = load_config(BASE, ["optimizer.learning_rate=3e-4", "train.steps=7", "train.steps=8", "model.tie_embeddings=true"])
+    assert (config.optimizer.learning_rate, config.train.steps, config.model.tie_embeddings) == (3e-4, 8, True)
+    assert (config.model.head_dim, config.model.num_kv_heads, config.model.rope_scaling.factor) == (128, 8, 8.0)
+    # A string in quotes stays one, whatever it looks like.
+    assert load_config(BASE, ["run.dir='2024'"]).run.dir == "2024"
+
+
+def test_the_mesh_must_be_the_devices():
+    with pytest.raises(ConfigError, match=r"1 x 1 x 4 x 1 x 2 is 8 devices, but there are 16: set parallel.data=8"):
+        load_config(BASE, ["parallel.data=4", "parallel.tensor=2"]).resolve(16)
+    with pytest.raises(ConfigError, match=r"parallel.tensor=16 does not divide the 8 devices here"):
+        load_config(BASE, ["parallel.tensor=16"]).resolve(8)
+    with pytest.raises(ConfigError, match=r"does not divide into parallel.data=3 ranks"):
+        load_config(BASE).resolve(3)
+    with pytest.raises(ConfigError, match=r"= 1 x 1 x 1 x 1 x 1 is 1 device, but there are 8: set parallel.data=8"):
+        load_config(BASE, ["parallel.data=1"]).resolve(8)
+    assert load_config(BASE, ["parallel.tensor=2"]).resolve(8).parallel.data == 4
+
+
+def test_microbatches_follow_from_the_batch():
+    config = load_config(BASE, ["train.microbatch_sequences=2"]).resolve(4)
+    assert (config.microbatch_sequences, config.num_microbatches, config.step_tokens) == (2, 2, 2048)
+    assert load_config(BASE).resolve(4).num_microbatches == 1
+
+
+def test_published_shapes_are_the_contract():
+    contract = (
+        "llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3.1-8b llama-3.1-70b llama-3.1-405b "
+        "llama-3.2-1b llama-3.2-3b smollm2-135m smollm2-360m smollm2-1.7b"
+    )
+    assert published_models() == sorted(contract.split())
+    for name in published_models():
+        assert load_config({**BASE, "model": {"name": name}}).model.name == name
+
+
+def test_a_recipe_may_be_cut_short():
+    """As in the README's Python example: fewer tokens than the recipe's warm-up has."""
+    config = load_config(config_folder() / "quickstart.yaml", ["train.steps=20"])
+    assert config.total_tokens < config.optimizer.warmup_tokens
+
+
+def test_every_recipe_loads(tmp_path, monkeypatch):
+    """Where what their first lines say to fetch is there."""
+    recipes = sorted(path.absolute() for path in config_folder().glob("*.yaml"))
+    assert recipes
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "smollm2"
+    model.mkdir()
+    (tmp_path / "data").mkdir()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 256}
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}))
+    (model / "tokenizer.json").touch()
+    (tmp_path / "data" / "chatterbot.jsonl").touch()
+    for path in recipes:
+        assert load_config(path).train.steps > 0
+
+
+def test_configs_are_frozen():
+    config = load_config(BASE)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 3
+
+
+def test_schema_lists_every_section_and_describes_keys():
+    schema = json_schema()
+    assert set(schema["properties"]) == {"model", "parallel", "data", "optimizer", "train", "checkpoint", "log", "run"}
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    assert "optimizer step" in train["global_batch_sequences"]["description"]
+    assert json.loads(json.dumps(schema)) == schema
+
+
+def test_reading_a_config_starts_no_jax():
+    code = (
+        "import sys, jaxllm; jaxllm.load_config('configs/quickstart.yaml'); assert 'jax' not in sys.modules, 'jax was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=config_folder().parent)

@@ -1,0 +1,180 @@
+"""config.json in both dialects, refusals by key, and model.name: FOLDER."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hf_folders import HUB, LLAMA3_ROPE, in_new_dialect, random_weights, write_folder
+from tiny import TINY
+
+from jaxllm.config import ConfigError, load_config
+from jaxllm.config.hf_config import SHAPE_KEYS, hugging_face_config, model_section
+
+STRETCHED = {**HUB, "rope_scaling": LLAMA3_ROPE}
+MISTRAL = {**HUB, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+@pytest.mark.parametrize("dialect", [dict, in_new_dialect])
+def test_both_dialects_say_the_same_network(dialect):
+    section = model_section(dialect(STRETCHED), "config.json")
+    assert section == {
+        "num_layers": 3,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "vocab_size": 67,
+        "rope_theta": 20000.0,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 16},
+        "tie_embeddings": False,
+        "norm_eps": 1e-5,
+    }
+    assert tuple(section) == SHAPE_KEYS
+
+
+def test_the_spelling_of_older_folders_is_read():
+    old = {**LLAMA3_ROPE, "type": LLAMA3_ROPE["rope_type"]}
+    del old["rope_type"]
+    assert model_section({**HUB, "rope_scaling": old}, "") == model_section(STRETCHED, "")
+
+
+@pytest.mark.parametrize(
+    ("key", "ours", "value"),
+    [
+        ("num_key_value_heads", "num_kv_heads", 4),
+        ("rms_norm_eps", "norm_eps", 1e-6),
+        ("rope_theta", "rope_theta", 10000.0),
+        ("tie_word_embeddings", "tie_embeddings", False),
+        ("architectures", "num_layers", 3),
+    ],
+)
+def test_a_key_that_is_missing_is_what_transformers_takes(key, ours, value):
+    assert model_section(without(HUB, key), "")[ours] == value
+
+
+def test_mistral_has_defaults_of_its_own():
+    assert model_section({**without(MISTRAL, "num_key_value_heads"), "num_attention_heads": 8}, "")["num_kv_heads"] == 8
+    with pytest.raises(ConfigError, match="sliding_window=4096, which is transformers' default for a missing key"):
+        model_section({**without(MISTRAL, "sliding_window"), "max_position_embeddings": 32768}, "")
+    assert model_section({**MISTRAL, "sliding_window": 128}, "") == model_section(MISTRAL, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"architectures": ["Qwen2ForCausalLM"]},
+            r'architectures=\["Qwen2ForCausalLM"\]: jaxllm supports LlamaForCausalLM and',
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": None, "model_type": "gemma"}, "model_type=gemma"),
+        ({"model_type": "mistral"}, "architectures=LlamaForCausalLM and model_type=mistral, which do not match"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"num_local_experts": 8}, "num_local_experts=8"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Llama"}}, "auto_map"),
+        ({"sliding_window": 64}, "sliding_window=64, shorter than max_position_embeddings=128"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear: jaxllm's Llama supports default and llama3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling says rope_type=yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=null: it should be a number"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters and rope_theta disagree"),
+        ({"rope_parameters": {**LLAMA3_ROPE}, "rope_scaling": {"rope_type": "default"}}, "rope_parameters disagree"),
+        ({"rope_parameters": {"full": {"rope_theta": 1.0}}}, "one rotary embedding for all layers"),
+        ({"rope_theta": "big"}, "rope_theta=big: it should be a number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta=Infinity: it should be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN: it should be a number above 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: it should be true or false"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings=long: it should be a whole number of at least 1"),
+        ({"hidden_size": None}, "hidden_size=null: it should be a whole number of at least 1"),
+        ({"vocab_size": 6.5}, "vocab_size=6.5: it should be a whole number of at least 1"),
+        ({"num_attention_heads": 5}, "add head_dim"),
+    ],
+)
+def test_what_ours_is_not_is_refused_by_name(change, sentence):
+    with pytest.raises(ConfigError, match=f"^config.json.*{sentence}"):
+        model_section({**HUB, **change}, "config.json")
+
+
+@pytest.mark.parametrize("config", [HUB, STRETCHED, in_new_dialect(STRETCHED), MISTRAL])
+def test_what_is_written_is_read_back_in_either_dialect(config):
+    section = model_section(config, "")
+    written = hugging_face_config(section, dtype="bfloat16", max_position=None, original={**config, "pad_token_id": 7})
+    assert model_section(without(written, "rope_theta", "rope_scaling"), "") == section
+    assert model_section(without(written, "rope_parameters"), "") == section
+    assert (written["dtype"], written["torch_dtype"], written["pad_token_id"]) == ("bfloat16", "bfloat16", 7)
+    assert written["architectures"] == config["architectures"]
+    assert written["max_position_embeddings"] == 128
+
+
+@pytest.mark.parametrize("said", [{"sliding_window": 128}, {}])
+def test_a_longer_context_takes_away_a_window_that_never_closed(said):
+    """A window that config.json leaves to transformers' default of 4096 is refused too."""
+    original = {**without(MISTRAL, "sliding_window"), **said}
+    written = hugging_face_config(model_section(original, ""), dtype="float32", max_position=8192, original=original)
+    assert written["sliding_window"] is None
+    assert model_section(written, "") == model_section(original, "")
+
+
+# ------------------------------------------------------------------------------------------------------- model.name: FOLDER
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = {**STRETCHED, "vocab_size": 300, "tie_word_embeddings": True}
+    path = write_folder(tmp_path_factory.mktemp("named") / "hf", config, random_weights(config))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def recipe(name, **data):
+    return {"model": {"name": name}, "train": TINY["train"], "data": data}
+
+
+def test_a_recipe_takes_shape_weights_and_tokenizer_of_the_folder_it_names(folder, text_file):
+    config = load_config(recipe(str(folder), source="files", paths=[str(text_file)]))
+    assert (config.model.num_layers, config.model.vocab_size, config.model.rope_scaling.factor) == (3, 300, 8.0)
+    assert (config.train.init_from, config.data.tokenizer) == (str(folder), str(folder))
+
+
+def test_what_a_recipe_says_itself_wins(folder):
+    config = load_config(recipe(str(folder), tokenizer="bytes"), ["train.init_from=null", "model.num_layers=2"])
+    assert (config.train.init_from, config.data.tokenizer, config.model.num_layers) == (None, "bytes", 2)
+    assert load_config(recipe(str(folder), source="prepared", paths=["x"])).data.tokenizer is None
+
+
+def test_the_config_of_a_run_needs_no_folder(folder, tmp_path):
+    """config.yaml of a run has the complete shape, so the folder may be gone."""
+    ran = load_config(recipe(str(folder))).model_dump(mode="json")
+    ran["model"]["name"] = str(tmp_path / "gone")
+    again = load_config(ran)
+    assert again.model.num_layers == 3
+    assert again.train.init_from == str(folder)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^model.name=.* holds no model: give a folder with config.json"):
+        load_config(recipe(str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json is not JSON"):
+        load_config(recipe(str(tmp_path)))
+
+
+def test_reading_the_shape_imports_no_jax(folder):
+    code = f"""
+import sys
+from jaxllm.config import load_config
+load_config({json.dumps(recipe(str(folder)))})
+from jaxllm.checkpoint.hf_convert import from_hf
+from_hf({str(folder)!r}, {str(folder.parent / "converted")!r})
+assert "jax" not in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

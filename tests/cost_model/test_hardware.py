@@ -1,0 +1,162 @@
+"""The GPU table: names for commands, peaks for MFU, and JAX's names of the devices."""
+
+import os
+
+import pytest
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION, find_gpu, gpu_from_device_kind
+
+GIB = 2**30
+
+
+def test_every_name_of_the_gpu_option_is_there():
+    names = {"a100-40gb", "a100-80gb", "h100-80gb", "h100-94gb", "h200-141gb", "b200-192gb"}
+    assert names <= set(GPUS)
+    assert all(name == gpu.name for name, gpu in GPUS.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16_flops"),
+    [
+        ("a100-40gb", 312e12),
+        ("a100-80gb", 312e12),
+        ("h100-80gb", 989e12),
+        ("h200-141gb", 989e12),
+        ("b200-192gb", 2250e12),
+    ],
+)
+def test_dense_bfloat16_peak(name, bfloat16_flops):
+    assert GPUS[name].dense_flops["bfloat16"] == bfloat16_flops
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+def test_figures_fit_together(gpu):
+    assert gpu.dense_flops.keys() == {"bfloat16", "tf32", "float32"}
+    # Tensor cores halve their speed from bfloat16 to TF32; the tolerance is the data sheets' rounding.
+    assert gpu.dense_flops["tf32"] == pytest.approx(gpu.dense_flops["bfloat16"] / 2, rel=0.03)
+    assert gpu.dense_flops["float32"] < gpu.dense_flops["tf32"]
+    stated_gb = int(gpu.name.rsplit("-", 1)[1].removesuffix("gb"))
+    assert 0.99 * stated_gb * 1e9 <= gpu.memory_bytes <= stated_gb * GIB
+    slowest_first = (
+        gpu.network_bandwidth_bytes_per_s,
+        gpu.link_bandwidth_bytes_per_s,
+        gpu.memory_bandwidth_bytes_per_s,
+    )
+    assert slowest_first == tuple(sorted(slowest_first))
+    assert 0 < gpu.link_latency_s < gpu.network_latency_s < 1e-4
+    assert "NVIDIA" in gpu.source
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+def test_peaks_follow_from_the_chip(gpu):
+    """float32: multiprocessors x units x 2 x clock, at the clock that data sheets assume."""
+    chip = gpu.chip
+    units = chip.multiprocessors * chip.fpus_per_multiprocessor
+    assert 2 * units * chip.clock_ghz * 1e9 == pytest.approx(gpu.dense_flops["float32"], rel=0.08)
+    assert chip.shared_memory_per_block < chip.shared_memory_per_multiprocessor
+    assert chip.compute_capability == {"a": (8, 0), "h": (9, 0), "b": (10, 0)}[gpu.name[0]]
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+def test_capacity_is_xlas_share_less_the_reserve(gpu):
+    assert gpu.capacity_bytes == int(gpu.memory_bytes * XLA_MEMORY_FRACTION) - RESERVE_BYTES
+    # More than JAX's default share, with room beside it for the CUDA context and NCCL.
+    assert 0.75 * gpu.memory_bytes < gpu.capacity_bytes < gpu.memory_bytes - 3 * GIB
+
+
+def test_xla_is_given_that_share_unless_the_user_says_otherwise(monkeypatch):
+    from jaxllm.config import RunConfig
+    from jaxllm.runtime import xla_flags
+
+    monkeypatch.setenv("XLA_FLAGS", "")
+    for name in xla_flags.MEMORY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    xla_flags.apply(RunConfig())
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(XLA_MEMORY_FRACTION)
+    # JAX rejects the variable's two names together.
+    for name, value in (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5"), ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")):
+        monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+        monkeypatch.setenv(name, value)
+        xla_flags.apply(RunConfig())
+        assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
+        monkeypatch.delenv(name)
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.3")
+        xla_flags.apply(RunConfig())
+        assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 NVL", "h100-nvl-94gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA B200", "b200-192gb"),
+    ],
+)
+def test_device_kind(kind, name):
+    assert gpu_from_device_kind(kind) is GPUS[name]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA GeForce RTX 4090", "TPU v5e"])
+def test_unknown_device_kind(kind):
+    assert gpu_from_device_kind(kind) is None
+
+
+def test_entries_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        GPUS["h100-80gb"].memory_bytes = 0
+    with pytest.raises(TypeError):
+        GPUS["h100-80gb"].dense_flops["bfloat16"] = 0
+
+
+# -------------------------------------------------------------------------------------------------------- a user's own kind
+
+
+@pytest.fixture
+def described(tmp_path):
+    def write(text):
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_a_file_describes_another_kind(described):
+    text = "{like: h100-80gb, memory_bytes: 102_625_181_696, dense_flops: {bfloat16: 148.0e+12}, multiprocessors: 78}"
+    mine, h100 = find_gpu(described(text)), GPUS["h100-80gb"]
+    assert mine.name == "mine"
+    assert mine.memory_bytes == 102_625_181_696
+    assert mine.dense_flops == {**h100.dense_flops, "bfloat16": 148e12}
+    assert (mine.chip.multiprocessors, mine.chip.l2_cache_bytes) == (78, h100.chip.l2_cache_bytes)
+    assert mine.link_bandwidth_bytes_per_s == h100.link_bandwidth_bytes_per_s
+    assert find_gpu("h100-80gb") is h100
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("memory_bytes: 5", "does not say which GPU it is like: write like: and one of a100-40gb"),
+        ("- 1", "does not say which GPU it is like"),
+        ("like: [h100-80gb]", "does not say which GPU it is like"),
+        ("{like: [}", "cannot be read as the description of a GPU"),
+        ("{like: h100-80gb, memory_byte: 5}", "Unknown key memory_byte in .*: did you mean memory_bytes?"),
+        ("{like: h100-80gb, memory_bytes: 80GB}", "memory_bytes=80GB in .* is not valid: it should be a whole number above"),
+        ("{like: h100-80gb, memory_bytes: 1000000}", "leaves no memory for a step: it should be above 2 GiB"),
+        ("{like: h100-80gb, link_latency_s: -1}", "link_latency_s=-1 in .* is not valid: it should be a number above zero"),
+        ("{like: h100-80gb, dense_flops: {fp8: 1.0}}", "should be numbers above zero for any of bfloat16, tf32, float32"),
+        ("{like: h100-80gb, compute_capability: 9.0}", r"should be two whole numbers, such as \[9, 0\]"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_sentence(described, text, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        find_gpu(described(text))
+
+
+def test_an_unknown_name_gets_the_choices():
+    with pytest.raises(ConfigError, match=r"There is no GPU H100: did you mean h100-80gb\? Choose one of a100-40gb, .*YAML"):
+        find_gpu("H100")

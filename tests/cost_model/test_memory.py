@@ -1,0 +1,470 @@
+"""The closed-form estimate: elements against the real shardings, resident bytes and totals against steps that XLA compiled."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import scripts
+
+from jaxllm.config import ConfigError, load_config
+from jaxllm.cost_model.activations import is_blockwise, takes_cudnn
+from jaxllm.cost_model.hardware import GPUS, find_gpu
+from jaxllm.cost_model.layer_backward import attention, layer_backward, layers_of_weights
+from jaxllm.cost_model.memory import Step, estimate_memory
+from jaxllm.cost_model.parameters import Elements, parameters
+from jaxllm.cost_model.step_sizes import FLOAT32, slots_of
+from jaxllm.mesh import axis_sizes
+from jaxllm.model.attention import choose_kernel
+from jaxllm.parallel.parameters import parameter_table
+from jaxllm.pipeline_schedule import make_schedule
+from jaxllm.sharding import layout, weight_rules
+
+MODEL = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 1001,
+}
+
+
+A100 = GPUS["a100-80gb"]
+
+
+def config(model=MODEL, **sections):
+    train = {"steps": 1, "sequence_length": 2048, "global_batch_sequences": 64, "microbatch_sequences": 1}
+    recipe = {"model": model, "train": {**train, **sections.pop("train", {})}, **sections}
+    found = load_config(recipe)
+    return found.resolve(
+        math.prod([int(found.parallel.data), *(getattr(found.parallel, a) for a in ("pipe", "context", "tensor"))])
+    )
+
+
+def on_one_device(cfg):
+    """(elements as the step reads them, elements at rest), by the shardings of training."""
+    table, rules, sizes = parameter_table(cfg)[1], weight_rules(cfg.model, cfg.parallel), axis_sizes(cfg.parallel)
+
+    def count(parameter, spec):
+        axes = [a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)]
+        return parameter.size // math.prod(sizes[axis] for axis in axes)
+
+    found = [(p, layout(p, rules, cfg.parallel)) for p in jax.tree.leaves(table, is_leaf=lambda x: hasattr(x, "dims"))]
+    return sum(count(p, spot.compute) for p, spot in found), sum(count(p, spot.master) for p, spot in found)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("pipe", "virtual_stages", "data", "context", "tensor"),
+    [(1, 1, 1, 1, 1), (1, 1, 4, 2, 1), (1, 1, 3, 1, 8), (4, 1, 2, 1, 2), (2, 2, 8, 1, 1), (3, 1, 2, 2, 4)],
+)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_elements_are_those_of_the_shardings(pipe, virtual_stages, data, context, tensor, zero, tied):
+    parallel = {"pipe": pipe, "data": data, "context": context, "tensor": tensor, "zero": zero}
+    if virtual_stages > 1:
+        parallel |= {"virtual_stages": virtual_stages, "schedule": "interleaved"}
+    cfg = config({**MODEL, "tie_embeddings": tied}, parallel=parallel, train={"global_batch_sequences": 48 * data})
+    try:
+        expected = on_one_device(cfg)
+    except ConfigError:
+        with pytest.raises(ConfigError, match=r"divides over data x context = .*set parallel.zero=0 or use fewer data ranks"):
+            parameters(cfg.model, cfg.parallel)
+        return
+    step = Step(cfg)
+    assert (step.all.compute, step.all.master) == expected
+
+
+def test_elements_add_up():
+    assert Elements(2, 1) + Elements(3, 1).times(2) == Elements(8, 3)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_slots_are_those_of_the_whole_table(name, stages):
+    for microbatches in (1, 2, stages, 2 * stages + 1, 5 * stages):
+        table = make_schedule(name, stages, microbatches)
+        assert slots_of(name, stages, microbatches, 1) == (table.slots, table.finished_slots)
+
+
+def test_slots_of_interleaved_are_those_of_the_whole_table():
+    for stages, virtual_stages, rounds in itertools.product((2, 4, 8), (2, 4), (1, 2, 3, 6)):
+        table = make_schedule("interleaved", stages, rounds * stages, virtual_stages)
+        assert slots_of("interleaved", stages, rounds * stages, virtual_stages) == (table.slots, table.finished_slots)
+
+
+def terms(**sections):
+    return estimate_memory(config(**sections)).stages[0].terms_bytes
+
+
+def test_terms_follow_from_shapes():
+    found = terms(parallel={"data": 4, "tensor": 2, "zero": 1, "remat": "selective"}, data={"mask_documents": False})
+    cfg = config(parallel={"data": 4, "tensor": 2})
+    matrices = Step(cfg).all.compute
+    assert found["weights"] == pytest.approx(2 * matrices, rel=1e-3)
+    assert found["gradients"] == pytest.approx(4 * matrices, rel=1e-3)
+    assert found["optimizer"] == 2 * found["master_weights"] == 8 * Step(cfg).all.master
+    # 16 microbatches of one sequence, half of each query's heads.
+    assert found["activations.query"] == 8 * 2048 * 256 // 2 * 2
+    assert found["batch"] == 16 * 2048 * 13
+
+
+def test_offloaded_state_moves_to_the_host():
+    parallel = {"data": 4, "zero": 1}
+    kept, optimizer, all_of_it = (
+        estimate_memory(config(parallel={**parallel, "offload_state": what}))
+        for what in ("none", "optimizer", "optimizer_and_master")
+    )
+    moved = [kept.peak_bytes - other.peak_bytes for other in (optimizer, all_of_it)]
+    assert moved == [optimizer.host_bytes, all_of_it.host_bytes]
+    assert optimizer.host_bytes * 3 == all_of_it.host_bytes * 2 > 0
+    assert kept.host_bytes == 0
+
+
+def test_memory_is_flat_in_microbatches_but_for_gpipe_and_the_batch_itself():
+    def without_batch(schedule, microbatches):
+        parallel = {"pipe": 4, "data": 2, "schedule": schedule}
+        found = terms(parallel=parallel, train={"global_batch_sequences": 2 * microbatches})
+        return sum(size for name, size in found.items() if name != "batch")
+
+    assert without_batch("1f1b", 16) == without_batch("1f1b", 128)
+    assert without_batch("gpipe", 128) > 3 * without_batch("gpipe", 16)
+
+
+def test_every_stage_has_the_same_room():
+    stages = estimate_memory(config(parallel={"pipe": 4, "data": 2})).stages
+    assert [stage.stage for stage in stages] == [0, 1, 2, 3]
+    assert len({tuple(stage.terms_bytes.items()) for stage in stages}) == 1
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "context": 2}, {"pipe": 2, "data": 2}, {"data": 2, "tensor": 2}])
+def test_what_takes_less(mesh):
+    def peak(zero=1, remat="selective", microbatch=1, **train):
+        train = {"microbatch_sequences": microbatch, "sequence_length": 8192, **train}
+        return estimate_memory(config(parallel={**mesh, "zero": zero, "remat": remat}, train=train)).peak_bytes
+
+    assert peak(remat="full") < peak(remat="selective") < peak(remat="none")
+    assert peak(microbatch=1) < peak(microbatch=2)
+    assert peak(sequence_length=4096) < peak()
+    assert peak(zero=1) < peak(zero=0)
+
+
+def test_plain_attention_holds_its_scores():
+    fused, plain = (terms(model={**MODEL, "attention": kind}, parallel={"data": 1}) for kind in ("auto", "xla"))
+    assert "attention_scores" not in fused
+    assert plain["attention_scores"] == 10 * 2048 * 2048 * 8
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"compute_dtype": "float32"}, {"head_dim": 20}, {"head_dim": 136}, {"attention": "xla"}], ids=str
+)
+def test_attention_is_cudnns_where_a_gpu_would_take_it(changes):
+    """Plain XLA attention on one rank has no results to keep, with or without masked documents."""
+    cfg = config({**MODEL, **changes}, parallel={"data": 1}, data={"mask_documents": True})
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+    found = choose_kernel(cfg.model, gpu, in_blocks=False)
+    assert (takes_cudnn(cfg.model), is_blockwise(cfg)) == ((found == "cudnn"),) * 2
+    assert ("attention_scores" in terms(model=cfg.model.model_dump(), parallel={"data": 1})) == (found == "xla")
+
+
+# --------------------------------------------------------------------------------------------------- against compiled steps
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """[(config, kind of GPU, row)] of steps that XLA compiled."""
+    accuracy = scripts.load("benchmarks/memory_accuracy.py")
+    rows = accuracy.read_table(accuracy.TABLE.with_name("memory_calibration.csv"))
+    return [(accuracy.case_of(row).config, find_gpu(row["gpu"]), row) for row in rows]
+
+
+def test_what_lies_there_between_steps_is_what_xla_was_given(compiled):
+    for cfg, _, row in compiled:
+        # Plus a few counters.
+        assert 0 <= row["argument_bytes"] - sum(Step(cfg).resident().values()) < 1024
+
+
+def test_the_counts_on_the_steps_they_were_counted_for(compiled):
+    errors = np.array([estimate_memory(cfg, gpu).peak_bytes / row["total_bytes"] - 1 for cfg, gpu, row in compiled])
+    assert len(errors) >= 150
+    assert np.median(np.abs(errors)) < 0.015
+    assert np.percentile(np.abs(errors), 95) < 0.07
+    assert errors.min() > -0.09
+
+
+def test_each_moment_is_the_fullest_of_some_step(compiled):
+    found = {estimate_memory(cfg, gpu).moment for cfg, gpu, _ in compiled}
+    assert found == {
+        *["gather", "loss", "turn", "feed_forward", "feed_forward_end", "attention", "head", "embedding", "reduce"]
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- one layer, backward
+
+
+def backward(gpu=None, **sections):
+    return layer_backward(Step(config(**sections), gpu).layer_shape)
+
+
+def test_a_layer_recomputed_holds_more_beside_its_stack_than_one_kept():
+    kept, full, nothing = (backward(parallel={"data": 4, "remat": remat}) for remat in ("selective", "full", "none"))
+    for moment in ("feed_forward", "feed_forward_end", "attention"):
+        assert kept[moment]["working_set"] < full[moment]["working_set"]
+    # Autodiff's residuals are copied like recomputed tensors, but attention does not run again.
+    assert nothing["feed_forward"]["working_set"] < full["feed_forward"]["working_set"]
+    assert nothing["attention"] == full["attention"]
+
+
+def test_several_sequences_over_tensor_are_transposed():
+    def whole_tensors(microbatch, tensor):
+        sections = {"parallel": {"data": 2, "tensor": tensor}, "train": {"microbatch_sequences": microbatch}}
+        step = Step(config(**sections))
+        return step, backward(**sections)["feed_forward"]["working_set"]
+
+    (one, with_one), (two, with_two) = whole_tensors(1, 2), whole_tensors(2, 2)
+    layers = layers_of_weights(one) * one.units["layer"]
+    assert two.units["whole"] == 2 * one.units["whole"]
+    assert with_two - layers == 2 * (with_one - layers) + two.units["whole"]
+    (one, with_one), (two, with_two) = whole_tensors(1, 1), whole_tensors(2, 1)
+    layers = layers_of_weights(one) * one.units["layer"]
+    assert with_two - layers == 2 * (with_one - layers)
+
+
+def test_what_is_offloaded_lies_twice_in_a_loop_that_runs_ahead():
+    sections = {"parallel": {"data": 4, "remat": "offload"}}
+    away = sum(Step(config(**sections)).offloaded.values())
+    assert (
+        backward(**sections)["feed_forward"]["layer_copies"] - backward(A100, **sections)["feed_forward"]["layer_copies"]
+        == away
+    )
+    # A stage of one layer has no next layer to fetch.
+    alone = {"parallel": {"pipe": 8, "data": 1, "remat": "offload"}}
+    assert backward(**alone)["feed_forward"]["layer_copies"] == 0
+
+
+def test_on_an_a100_a_pipeline_fetches_ahead_behind_gathered_keys_with_documents():
+    def ahead(documents, method):
+        sections = {
+            "parallel": {"pipe": 4, "data": 1, "context": 2, "remat": "offload", "context_method": method},
+            "data": {"mask_documents": documents},
+        }
+        away = sum(Step(config(**sections)).offloaded.values())
+        return backward(A100, **sections)["feed_forward"]["layer_copies"] / away
+
+    assert [ahead(*case) for case in ((True, "all_gather"), (True, "ring"), (False, "all_gather"))] == [1, 0, 0]
+
+
+def test_transfers_that_start_late_hold_less():
+    for zero in (2, 3):
+        sections = {"parallel": {"data": 4, "zero": zero}}
+        layer = Step(config(**sections)).units["layer"]
+        for moment, held in backward(**sections).items():
+            assert held["working_set"] - backward(A100, **sections)[moment]["working_set"] == layer
+    assert backward(parallel={"data": 4}) == backward(A100, parallel={"data": 4})
+
+
+def test_documents_and_context_ranks_take_blocks():
+    def queries(length=2048, documents=True, microbatch=1, gpu=None, **parallel):
+        cfg = config(
+            parallel={"data": 2, "remat": "full", **parallel},
+            train={"sequence_length": length, "microbatch_sequences": microbatch},
+            data={"mask_documents": documents},
+        )
+        step = Step(cfg, gpu)
+        return attention(step.layer_shape, "attention") / step.units["query"]
+
+    # Half as many key-value heads as query heads.
+    assert queries(documents=False) == 4 + 4 / 2
+    # 2,048 rows are halved to 128 in four steps.
+    assert queries() == 6 + 4 + 4 / 2
+    assert queries(length=4096) - queries() == 1
+    assert queries(documents=False, context=2, context_method="ring") == 6 + 12 / 2
+    assert queries(documents=False, context=2, context_method="ring", microbatch=2, gpu=A100) == 6 + 3 + 12 / 2
+    assert queries(documents=False, context=2, context_method="ring", microbatch=2) == 6 + 6 + 12 / 2
+    assert queries(documents=False, context=2, context_method="all_gather") == 6 + 6 * 2 / 2
+    # A zigzag chunk has a fourth of 2,048 rows: two halvings.
+    assert queries(context=2, context_method="ring", gpu=A100) == 6 + 2 + 12 / 2
+    # Scores of blocks of 128, for heads of 32.
+    assert queries(context=2, context_method="ring") == 6 + 6 * 128 / 32 + 2 + 12 / 2
+
+
+def test_products_wait_less_in_a_pipeline_and_on_an_a100():
+    def products(gpu=None, documents=False, batch=64, **parallel):
+        cfg = config(
+            parallel={"data": 1, "remat": "full", **parallel},
+            train={"global_batch_sequences": batch},
+            data={"mask_documents": documents},
+        )
+        step = Step(cfg, gpu)
+        held = (
+            layer_backward(step.layer_shape)["feed_forward"]["working_set"]
+            - layers_of_weights(step.layer_shape) * step.units["layer"]
+        )
+        return (
+            held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step.layer_shape, "feed_forward")
+        ) / step.units["mlp"]
+
+    assert products() == products(gpu=A100, documents=True) == products(gpu=A100, context=2) == 5
+    assert products(gpu=A100) == 3
+    assert products(pipe=4) == 4
+    assert products(pipe=4, gpu=A100) == products(pipe=4, tensor=2) == 5
+    assert products(pipe=4, batch=1) == products(pipe=4, batch=1, gpu=A100) == 3
+    assert products(pipe=4, batch=1, documents=True) == 4
+    # Chunks of one layer.
+    assert products(pipe=8, gpu=A100) == 3
+    assert products(pipe=8) == 5
+
+
+def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
+    def copied(**parallel):
+        cfg = config(
+            parallel={"data": 1, "tensor": 2, "pipe": 2, "remat": "none", **parallel}, train={"microbatch_sequences": 2}
+        )
+        step = Step(cfg)
+        return layer_backward(step.layer_shape)["feed_forward"]["layer_copies"] / step.units["whole"], step
+
+    assert copied()[0] == 0
+    found, step = copied(schedule="interleaved", virtual_stages=2)
+    assert found == 2 * step.slots * 2
+    # Chunks of one layer.
+    assert copied(schedule="interleaved", virtual_stages=4)[0] == 0
+
+
+def test_products_of_one_layer_or_one_microbatch_are_read_in_place():
+    several, layer, microbatch = (
+        backward(parallel={"data": 1, "pipe": pipe}, train={"global_batch_sequences": batch}, data={"mask_documents": False})
+        for pipe, batch in ((4, 64), (8, 64), (4, 1))
+    )
+    mlp = Step(config(parallel={"data": 1})).units["mlp"]
+    for moment, fewer in {"feed_forward": 2, "feed_forward_end": 2, "attention": 0}.items():
+        for one in (layer, microbatch):
+            assert several[moment]["layer_copies"] - one[moment]["layer_copies"] == fewer * mlp
+
+
+def test_behind_documents_one_layers_products_wait_for_attention():
+    def products(documents, pipe):
+        sections = {"parallel": {"data": 1, "pipe": pipe}, "data": {"mask_documents": documents}}
+        step = Step(config(**sections))
+        held = backward(**sections)["attention"]["working_set"] - attention(step.layer_shape, "attention")
+        rest = 2 * step.units["whole"] + 2 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
+        return (held - rest) / step.units["mlp"]
+
+    assert [products(*case) for case in ((True, 8), (False, 8), (True, 4))] == [3, 2, 2]
+
+
+def test_where_transfers_start_late_wide_sequences_wait_for_each_other():
+    def whole(gpu, width):
+        model = {**MODEL, "intermediate_size": width}
+        sections = {"parallel": {"data": 1, "tensor": 2, "remat": "full"}, "train": {"microbatch_sequences": 2}}
+        step = Step(config(model, **sections), gpu)
+        end = layer_backward(step.layer_shape)["feed_forward_end"]["working_set"] - attention(
+            step.layer_shape, "feed_forward_end"
+        )
+        rest = 4 * step.units["mlp"] + 3 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
+        return (end - rest) / step.units["whole"]
+
+    assert whole(A100, 768) == whole(None, 256) == 5 + 1
+    assert whole(A100, 256) == 5 + 1 + 3
+
+
+# -------------------------------------------------------------------------------------------------------------- vocabulary
+
+
+def vocabulary(gpu=None, model=MODEL, length=2048, batch=64, **parallel):
+    cfg = config(
+        model=model,
+        parallel={"zero": 3, "data": 8, **parallel},
+        train={"sequence_length": length, "global_batch_sequences": batch},
+    )
+    return Step(cfg, gpu)
+
+
+TIED = {**MODEL, "tie_embeddings": True}
+
+
+def test_room_for_the_embeddings_gradient_is_made_early_by_some():
+    room = FLOAT32 * vocabulary().embedding.compute
+    assert vocabulary().embedding_gradient() == 0
+    assert vocabulary(model=TIED).embedding_gradient() == vocabulary(data=128, batch=128).embedding_gradient() == room
+    assert vocabulary(A100, model=TIED).embedding_gradient() == vocabulary(A100, data=128, batch=128).embedding_gradient() == 0
+    assert vocabulary(zero=1).embedding_gradient() == vocabulary(A100, zero=1).embedding_gradient() == room
+    assert vocabulary(A100, zero=1, batch=8).embedding_gradient() == 0
+
+
+def test_of_few_tokens_the_logits_gradient_waits_for_its_product():
+    few = vocabulary(length=128)
+    assert few.waiting_head_gradient() == 2 * 128 * few.rows
+    assert vocabulary(length=512).waiting_head_gradient() == 2 * few.head.compute
+    assert "head" not in few.moments()
+    assert {"head", "embedding"} <= vocabulary(length=512).moments().keys()
+    assert "head" in vocabulary(length=128, data=128, batch=128).moments()
+    # As many tokens as the model is wide: only where transfers start late.
+    assert "head" not in vocabulary(length=256).moments()
+    assert "head" in vocabulary(A100, length=256).moments()
+
+
+def test_several_chunks_sum_the_heads_gradient_in_float32():
+    many = {"length": 8192}
+    assert vocabulary(**many).loss_chunks > 1
+    head = vocabulary().head.compute
+    assert vocabulary(**many).waiting_head_gradient() == FLOAT32 * head
+    longer = {"length": 16384, "data": 4, "context": 2}
+    assert vocabulary(**longer).waiting_head_gradient() == 2 * head
+    assert vocabulary(**longer, model=TIED).waiting_head_gradient() == FLOAT32 * head
+
+
+def test_the_head_on_its_way_lies_beside_its_product():
+    alone = vocabulary(length=512)
+    head, logits = alone.head.compute, 2 * 512 * alone.rows
+    assert alone.head_shared_out()["vocabulary_gradients"] == (FLOAT32 + 2) * head + logits
+    many = vocabulary(length=512, data=128, batch=128)
+    assert many.head_shared_out()["vocabulary_gradients"] == (FLOAT32 + 2) * head + many.embedding_gradient()
+
+
+def test_the_embeddings_gradient_lies_beside_the_heads():
+    step = vocabulary(length=512)
+    table, share, head = step.embedding.compute, step.embedding.master, step.head.compute
+    assert step.scattered() == FLOAT32 * (table + share + head)
+    assert vocabulary(A100, length=512).scattered() == FLOAT32 * (table + share) + 2 * head
+    assert vocabulary(length=8192).scattered() == FLOAT32 * (table + share + 2 * head)
+    assert vocabulary(length=512, model=TIED).scattered() == FLOAT32 * (2 * table + share) + 2 * head
+
+
+def test_weights_arrive_in_one_stack_more():
+    def gather(*args, **options):
+        return vocabulary(*args, **options).moments().get("gather")
+
+    step = vocabulary(zero=2)
+    stack = {"relayout": 2 * step.largest_stack}
+    assert gather(zero=2) == {"weights": step.weights(), **step.gradients(), "microbatch_gradients": 0, **stack}
+    one = vocabulary(zero=2, batch=8)
+    assert gather(zero=2, batch=8) == {**one.activations(), "weights": 2 * one.layers.compute, **stack}
+    assert gather(zero=2, batch=8, remat="offload") is None
+    late = gather(A100)
+    assert late["vocabulary_weights"] == 2 * (step.embedding.compute + step.head.compute)
+    assert gather(A100, model=TIED)["vocabulary_weights"] == 2 * step.embedding.compute
+    assert gather() is None
+
+
+def test_float32_weights_are_read_where_they_lie():
+    model = {**MODEL, "compute_dtype": "float32"}
+    assert "weights" not in terms(model=model, parallel={"data": 2, "zero": 0})
+    cfg = config(model=model, parallel={"data": 2, "zero": 1})
+    assert estimate_memory(cfg).stages[0].terms_bytes["weights"] == pytest.approx(FLOAT32 * Step(cfg).all.compute, rel=1e-3)
+
+
+def test_fp8_takes_another_layout_of_weights_and_a_layer_in_a_byte():
+    """As in cost_model/memory.py: stacks of query, key, value, gate and up weights once more, unless gathered by layer."""
+    fp8 = MODEL | {"matmul_dtype": "fp8"}
+    D, F, H, t = 256, 768, 32, 2
+    for zero, layouts in ((1, 8 * 2 * D * ((8 + 2 * 4) * H + 2 * F) / t), (3, 0)):
+        sections = {"parallel": {"data": 2, "tensor": t, "zero": zero}}
+        plain, rounded = (Step(config(model, **sections), GPUS["h100-80gb"]) for model in (MODEL, fp8))
+        assert plain.fp8_layouts() == {}
+        assert plain.fp8_rounded == 0
+        assert sum(rounded.fp8_layouts().values()) == layouts
+        assert rounded.fp8_rounded == 2048 * (2 * F / t + D) + rounded.layer.compute
+        more = estimate_memory(config(fp8, **sections)).peak_bytes - estimate_memory(config(MODEL, **sections)).peak_bytes
+        assert 0 <= more <= layouts + rounded.fp8_rounded

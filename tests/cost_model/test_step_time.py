@@ -1,0 +1,357 @@
+"""The step-time model: laws that it must satisfy, and its ranking of published measurements."""
+
+import dataclasses
+import json
+import math
+import random
+import time
+
+import pytest
+import scripts
+
+from jaxllm.config import Config, load_config
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.hardware import GPUS, Gpu
+from jaxllm.cost_model.megatron import megatron_flops_per_token
+from jaxllm.cost_model.step_parts import FITTED, StepTime, tile_share
+from jaxllm.cost_model.step_time import CONVENTIONS, estimate_step_time, step_time_lines
+
+H100 = GPUS["h100-80gb"]
+ROUNDING = 1e-12
+"""Relative tolerance for the same sum in another order; Python 3.12 also sums floats differently from 3.11."""
+AXES = {"tensor": ("tensor", "tensor_skew"), "context": ("context",), "pipe": ("pipe", "bubble"), "data": ("data",)}
+
+
+published = scripts.load("benchmarks/step_time.py")
+ROWS = published.by_kind(published.published_rows())
+
+
+def configured(devices: int = 1, *, model=None, train=None, **parallel) -> Config:
+    sizes = {"steps": 1, "sequence_length": 4096, "global_batch_sequences": 64, "microbatch_sequences": 1}
+    values = {
+        "model": model or {"name": "llama-3.2-1b"},
+        "parallel": parallel,
+        "data": {"mask_documents": False},
+        "train": sizes | (train or {}),
+    }
+    return load_config(values).resolve(devices)
+
+
+def step(config: Config, gpu: Gpu = H100, per_host: int = 8, convention: str = "jaxllm") -> StepTime:
+    return estimate_step_time(config, gpu, per_host, convention)
+
+
+def some_configs() -> list[Config]:
+    """Configs of all kinds, drawn with a fixed seed."""
+    drawn, choose = [], random.Random(0).choice
+    while len(drawn) < 40:
+        pipe, virtual = choose([(1, 1), (2, 1), (2, 2), (4, 1)])
+        schedule = "interleaved" if virtual > 1 else choose(["1f1b", "gpipe"])
+        tensor, context, data = choose([1, 2, 4]), choose([1, 2, 4]), choose([1, 2, 4])
+        parallel = {"pipe": pipe, "virtual_stages": virtual, "schedule": schedule, "tensor": tensor, "context": context}
+        parallel |= {"zero": choose([0, 1, 2, 3]), "remat": choose(["none", "selective", "full", "offload"])}
+        parallel |= {"offload_state": choose(["none", "optimizer", "optimizer_and_master"])}
+        parallel |= {"context_method": choose(["auto", "ring", "all_gather"])}
+        parallel |= {"overlap_passes": len(drawn) % 2 == 1 and parallel["remat"] != "none" and schedule != "gpipe"}
+        train = {"microbatch_sequences": choose([1, 2])}
+        attention = {"name": "llama-3.2-1b", "attention": choose(["auto", "xla"])}
+        drawn.append(configured(pipe * tensor * context * data, model=attention, train=train, **parallel))
+    return drawn
+
+
+CONFIGS = some_configs()
+
+# ------------------------------------------------------------------------------------------------ published measurements
+
+
+def test_all_published_numbers_are_there():
+    assert {kind: len(rows) for kind, rows in ROWS.items()} == {"a100-40gb": 22, "h100-94gb": 66}
+
+
+@pytest.mark.parametrize(("kind", "least", "by_rule"), [("a100-40gb", 0.90, 0.88), ("h100-94gb", 0.87, 0.77)])
+def test_published_runs_are_ranked_as_measured(kind, least, by_rule):
+    rows = ROWS[kind]
+    measured = [row.tflops_per_gpu for row in rows]
+    rule = published.spearman([published.one_line_rule(row) for row in rows], measured)
+    assert rule == pytest.approx(by_rule, abs=0.005)
+    assert published.spearman([published.predict(row) for row in rows], measured) >= max(least, rule)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_published_speeds_are_predicted(kind):
+    assert published.median_error(ROWS[kind], published.predict) <= 0.06
+    losses = published.first_choice_losses(ROWS[kind], published.predict)
+    assert set(losses) == {row.gpus for row in ROWS[kind]}
+    assert max(losses.values()) <= 0.03
+
+
+def test_the_constants_are_four_and_the_best():
+    rows = [row for rows in ROWS.values() for row in rows]
+    assert len(published.CONSTANTS) == 4
+    least = published.loss(rows, FITTED)
+    for name in published.CONSTANTS:
+        for factor in (0.95, 1.05):
+            moved = dataclasses.replace(FITTED, **{name: factor * getattr(FITTED, name)})
+            assert published.loss(rows, moved) > 0.999 * least, (name, factor)
+
+
+def test_larger_clusters_than_were_fitted_are_predicted():
+    rows = [row for rows in ROWS.values() for row in rows]
+    fitted = published.fit([row for row in rows if row.gpus <= 16])
+    for kind, least in (("a100-40gb", 0.90), ("h100-94gb", 0.87)):
+        larger = [row for row in ROWS[kind] if row.gpus > 16]
+        predicted = [published.predict(row, fitted) for row in larger]
+        assert published.spearman(predicted, [row.tflops_per_gpu for row in larger]) >= least
+        assert published.median_error(larger, lambda row: published.predict(row, fitted)) <= 0.06
+
+
+def test_spearman_shares_ranks_among_equals():
+    assert published.ranks([10.0, 20.0, 10.0, 5.0]) == [2.5, 4.0, 2.5, 1.0]
+    assert published.spearman([1, 2, 3, 4], [10, 100, 1000, 10000]) == pytest.approx(1)
+    assert published.spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    # By hand: ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4 have covariance 4.5 and variances 4.5 and 5.
+    assert published.spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+
+
+# ------------------------------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_terms_are_the_step_and_speeds_follow_from_it(convention):
+    for config in CONFIGS:
+        found, parallel = step(config, convention=convention), config.parallel
+        devices = parallel.pipe * parallel.data * parallel.context * parallel.tensor
+        assert found.step_s == pytest.approx(math.fsum(found.terms_s.values()), rel=1e-12)
+        assert min(*found.terms_s.values(), *found.hidden_s.values(), math.inf) >= 0
+        assert found.tokens_per_s_per_gpu == pytest.approx(config.step_tokens / found.step_s / devices, rel=1e-12)
+        count = megatron_flops_per_token if convention == "megatron" else train_flops_per_token
+        flops = count(config.model, config.train.sequence_length)
+        assert found.tflops_per_gpu == pytest.approx(found.tokens_per_s_per_gpu * flops / 1e12, rel=1e-12)
+        assert 0 <= found.exposed_communication_share < 1
+
+
+def test_nothing_is_faster_than_the_peak():
+    for convention in CONVENTIONS:
+        for config in CONFIGS:
+            flops = train_flops_per_token(config.model, config.train.sequence_length)
+            assert step(config, convention=convention).tokens_per_s_per_gpu * flops < H100.dense_flops["bfloat16"]
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_an_axis_of_one_has_no_terms(convention):
+    for config in CONFIGS:
+        found, parallel = step(config, convention=convention), config.parallel
+        sizes = {axis: getattr(parallel, axis) for axis in ("tensor", "context", "pipe")}
+        sizes["data"] = parallel.data * parallel.context
+        for axis, terms in AXES.items():
+            for term in terms:
+                assert (term in found.terms_s) == (sizes[axis] > 1), (axis, term)
+        assert ("offload" in found.terms_s) == (parallel.remat == "offload" and convention == "jaxllm")
+        assert ("offload_state" in found.terms_s) == (parallel.offload_state != "none" and convention == "jaxllm")
+
+
+def test_transfers_over_tensor_hide_in_all_ticks_but_the_first_where_passes_overlap():
+    """The rest is exposed only in the first P V ticks: the same seconds for any number of microbatches."""
+
+    def shown(overlap, sequences, **parallel):
+        train = {"global_batch_sequences": sequences}
+        found = step(configured(8, train=train, pipe=2, tensor=2, overlap_passes=overlap, **parallel))
+        return found.terms_s["tensor"], found.hidden_s["tensor"], found.step_s
+
+    for parallel in ({}, {"schedule": "interleaved", "virtual_stages": 2}):
+        (one, hidden, whole), (turned, hidden_turned, less) = (shown(overlap, 64, **parallel) for overlap in (False, True))
+        assert turned < 0.2 * one
+        assert hidden_turned > hidden
+        assert less < whole - 0.8 * (one - turned)
+        assert shown(True, 256, **parallel)[0] == pytest.approx(turned, rel=0.05)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_boundless_links_expose_no_transfer(convention):
+    bandwidths = ("link_bandwidth_bytes_per_s", "network_bandwidth_bytes_per_s", "host_bandwidth_bytes_per_s")
+    boundless = dict.fromkeys(bandwidths, math.inf) | {"link_latency_s": 0.0, "network_latency_s": 0.0}
+    gpu = dataclasses.replace(H100, **boundless)
+    for config in CONFIGS:
+        terms, real = step(config, gpu, convention=convention).terms_s, step(config, convention=convention).terms_s
+        assert {terms.get(name, 0) for name in ("tensor", "context", "pipe", "data", "offload", "offload_state")} == {0}
+        assert sum(terms.values()) <= sum(real.values()) * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("field", ["dense_flops", "memory_bandwidth_bytes_per_s", "link_bandwidth_bytes_per_s"])
+def test_a_better_gpu_is_never_slower(convention, field):
+    value = getattr(H100, field)
+    better = {dtype: 2 * flops for dtype, flops in value.items()} if field == "dense_flops" else 2 * value
+    gpu = dataclasses.replace(H100, **{field: better})
+    for config in CONFIGS:
+        assert step(config, gpu, convention=convention).step_s <= step(config, convention=convention).step_s * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_more_gpus_at_the_same_work_each_are_never_faster_each(convention, zero):
+    # From ZeRO 1 on, more ranks share the update; beyond one host, their transfers cost more.
+    speeds = []
+    for data in (1, 2, 4, 8, 16, 64, 512)[0 if zero == 0 else 3 :]:
+        config = configured(data * 2, tensor=2, zero=zero, train={"global_batch_sequences": 4 * data})
+        speeds.append(step(config, convention=convention).tokens_per_s_per_gpu)
+    assert speeds == sorted(speeds, reverse=True)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_an_axis_that_leaves_the_host_costs_more(convention):
+    for axes in ({"tensor": 4}, {"context": 4}, {"pipe": 4}, {"data": 4}):
+        config = configured(4, **axes)
+        inside, across = (step(config, per_host=per_host, convention=convention) for per_host in (4, 1))
+        (axis,) = axes
+        sent = [found.terms_s[axis] + found.hidden_s.get(axis, 0.0) for found in (inside, across)]
+        assert sent[0] < sent[1]
+        assert inside.step_s <= across.step_s
+
+
+def test_recomputing_more_takes_longer():
+    times_s = [step(configured(remat=remat)).step_s for remat in ("none", "selective", "full")]
+    assert times_s == sorted(set(times_s))
+    # `full` repeats the forward pass of all matmuls but mlp_down, of attention, and of the operations between them.
+    full, none = (step(configured(remat=remat)).terms_s for remat in ("full", "none"))
+    repeated = full.pop("recomputation")
+    assert full == none
+    assert none["matmuls"] / 3 * 0.7 < repeated < (none["matmuls"] + none["attention"] + none["memory_bound"]) / 2
+
+
+def test_a_mapping_of_fates_means_what_its_name_does():
+    names = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
+    kept, offloaded = (configured(remat=dict.fromkeys(names, action)) for action in ("keep", "offload"))
+    assert step(kept).terms_s == step(configured(remat="selective")).terms_s
+    assert step(offloaded).terms_s.keys() == step(configured(remat="offload")).terms_s.keys()
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize(("pipe", "virtual"), [(2, 1), (4, 1), (4, 2), (8, 2)])
+@pytest.mark.parametrize("microbatches", [8, 32])
+def test_bubble_is_p_minus_1_over_m_v_of_the_layers(convention, pipe, virtual, microbatches):
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+
+    def terms(microbatches: int) -> dict[str, float]:
+        train = {"global_batch_sequences": microbatches}
+        config = configured(pipe, pipe=pipe, virtual_stages=virtual, schedule=schedule, zero=0, train=train)
+        return step(config, convention=convention).terms_s
+
+    once, twice = terms(microbatches), terms(2 * microbatches)
+    # One more microbatch costs its layers, its head, and jaxllm's sums over pipe, which have no bubble.
+    outside = ("bubble", "head", "input") if convention == "megatron" else ("bubble", "head", "pipe")
+    layers = sum(twice[name] - once[name] for name in once if name not in outside) / microbatches
+    assert once["bubble"] == pytest.approx((pipe - 1) / virtual * layers, rel=1e-9)
+    assert twice["bubble"] == pytest.approx(once["bubble"], rel=1e-9)
+
+
+def test_a_single_host_holds_ring_hops_behind_long_blocks():
+    long = {"sequence_length": 65536, "global_batch_sequences": 4}
+    found = step(configured(4, context=4, context_method="ring", train=long))
+    assert found.terms_s["context"] == 0 < found.hidden_s["context"]
+    gathered = step(configured(4, context=4, context_method="all_gather", train=long))
+    assert "context" not in gathered.hidden_s
+    assert gathered.terms_s["context"] > 0
+
+
+def test_auto_gathers_keys_where_training_does():
+    from jaxllm.cost_model import step_model
+    from jaxllm.parallel import kernels
+
+    assert step_model.context_method is kernels.context_method
+    for length in (1024, 2048, 4096, 8192, 32768):
+        config = configured(4, context=4, train={"sequence_length": length})
+        method = kernels.context_method(config)
+        named = configured(4, context=4, context_method=method, train={"sequence_length": length})
+        assert step(config) == step(named)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_a_larger_microbatch_of_small_shapes_is_no_slower_a_token(convention, tensor):
+    speeds = []
+    for microbatch in (1, 2, 4, 8, 16):
+        train = {"sequence_length": 256, "microbatch_sequences": microbatch}
+        speeds.append(step(configured(tensor, tensor=tensor, train=train), convention=convention).tokens_per_s_per_gpu)
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > 1.5 * speeds[0]
+
+
+def test_zero_levels_move_what_they_say():
+    # 64 ranks, 32 microbatches each: levels 2 and 3 send in every microbatch, mostly behind layers.
+    train = {"global_batch_sequences": 2048}
+    found = [step(configured(64, zero=zero, train=train)) for zero in range(4)]
+    sent = [one.terms_s["data"] + one.hidden_s.get("data", 0.0) for one in found]
+    assert sent[0] > sent[1]  # twice the float32 gradients, against those and the bfloat16 weights
+    assert sent[1] < sent[2] < sent[3]
+    assert all("data" in one.hidden_s for one in found[2:])
+    assert found[0].terms_s["optimizer"] == pytest.approx(64 * found[1].terms_s["optimizer"])
+
+
+def test_megatron_waits_for_the_stage_with_the_head():
+    config = configured(4, pipe=4)
+    ours, theirs = step(config), step(config, convention="megatron")
+    assert theirs.terms_s["head"] > 3 * ours.terms_s["head"]
+    assert "pipe" not in theirs.hidden_s
+    assert "pipe" in ours.hidden_s
+
+
+def test_tiles_fill_a_gpu_best_where_they_divide():
+    whole = tile_share(256 * 12, 128 * 11, 512, 132)
+    assert whole == 1.0
+    assert tile_share(256 * 12, 128 * 11 + 1, 512, 132) < 0.95
+    assert tile_share(64, 64, 512, 132) == pytest.approx(0.5 / 132)
+    # A long sum is split where the output has few tiles.
+    assert tile_share(256, 256, 16384, 132) > 4 * tile_share(256, 256, 512, 132)
+
+
+def test_conventions_have_names():
+    with pytest.raises(ConfigError, match="convention=deepspeed is not one of the choices: use jaxllm, megatron"):
+        step(configured(), convention="deepspeed")
+
+
+# --------------------------------------------------------------------------------------------------------- what is printed
+
+
+def test_lines_say_what_the_terms_are():
+    found = step(configured(16, tensor=2, context=2, pipe=2, zero=2))
+    heading, *lines, last = step_time_lines(found)
+    assert heading.split() == ["term", "exposed", "s", "share", "hidden", "s"]
+    names = [line[:16].strip() for line in lines]
+    assert set(names) == {name.replace("_", " ") for name in (*found.terms_s, *found.hidden_s)}
+    rows = [line[16:].split() for line in lines]
+    assert sum(float(exposed) for exposed, _, _ in rows) == pytest.approx(found.step_s, abs=1e-4 * len(rows))
+    assert sum(float(share.rstrip("%")) for _, share, _ in rows) == pytest.approx(100, abs=0.05 * len(rows))
+    hidden_s = sum(float(hidden) for _, _, hidden in rows if hidden != "-")
+    assert hidden_s == pytest.approx(sum(found.hidden_s.values()), abs=1e-4 * len(rows))
+    assert last.split()[:2] == ["step", f"{found.step_s:.4f}"]
+    assert json.loads(json.dumps(found.terms_s)) == found.terms_s
+
+
+def test_a_search_can_afford_it():
+    started = time.process_time()
+    for convention in CONVENTIONS:
+        for config in CONFIGS:
+            step(config, convention=convention)
+    assert (time.process_time() - started) / (len(CONVENTIONS) * len(CONFIGS)) < 2e-3
+
+
+# ------------------------------------------------------------------------------------------------------------------- fp8
+
+
+def test_fp8_makes_matmuls_faster_and_adds_rounding():
+    model = {"name": "llama-3.1-8b"}
+    plain, fp8 = (step(configured(8, model=model | more, zero=3)) for more in ({}, {"matmul_dtype": "fp8"}))
+    assert fp8.terms_s["matmuls"] == pytest.approx(plain.terms_s["matmuls"] / 2, rel=0.1)
+    assert "fp8_rounding" not in plain.terms_s
+    assert 0 < fp8.terms_s["fp8_rounding"] < plain.terms_s["matmuls"] / 2
+    assert fp8.step_s < plain.step_s
+    same = ("attention", "head", "optimizer", "memory_bound")
+    assert {name: fp8.terms_s.get(name) for name in same} == {name: plain.terms_s.get(name) for name in same}
+
+
+def test_fp8_is_refused_where_the_chip_has_none():
+    config = configured(8, model={"name": "llama-3.1-8b", "matmul_dtype": "fp8"})
+    with pytest.raises(ConfigError, match=r"a100-80gb is older: set model\.matmul_dtype=compute_dtype, or choose another --gp"):
+        step(config, GPUS["a100-80gb"])

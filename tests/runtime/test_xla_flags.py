@@ -1,0 +1,135 @@
+"""Presets of XLA's flags and of CUDA's and NCCL's variables: by kind of GPU, what the user set wins, nothing jaxlib lacks."""
+
+import os
+from typing import get_args
+
+import pytest
+
+from jaxllm.config import ConfigError, RunConfig, XlaOptions
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.runtime import xla_flags
+from jaxllm.runtime.xla_flags import gpu_kinds, gpu_presets, unknown_flags
+
+KIND = {name: gpu.device_kind for name, gpu in GPUS.items() if gpu.device_kind}
+QUEUES, COMMANDS = "CUDA_DEVICE_MAX_CONNECTIONS", "xla_gpu_enable_command_buffer"
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Makes NVIDIA's driver show GPUs of these kinds, in an environment that says nothing of its own."""
+    monkeypatch.setattr(xla_flags, "DRIVER_FILES", tmp_path)
+    for name in (*xla_flags.MEMORY_VARIABLES, "NCCL_DEBUG", QUEUES):
+        # Set first, so that what apply sets is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+    def show(*kinds: str) -> None:
+        for number, kind in enumerate(kinds):
+            folder = tmp_path / f"0000:{number:02x}:00.0"
+            folder.mkdir()
+            (folder / "information").write_text(f"Model: \t\t {kind}\nIRQ:   \t\t 42\nGPU UUID: \t GPU-{number}\n")
+
+    return show
+
+
+def test_every_flag_is_one_that_jaxlib_has():
+    """Left out they would be without a word: is_known is there for other versions."""
+    flags = [*xla_flags.CPU_FLAGS, *xla_flags.SEVERAL_CPU_DEVICES_FLAGS, *xla_flags.DETERMINISTIC_GPU_FLAGS]
+    options = (xla_flags.PIPELINE_GPU_OPTIONS, xla_flags.OFFLOAD_GPU_OPTIONS, xla_flags.HOST_GPU_OPTIONS)
+    for names in (*options, *xla_flags.GPU_FLAGS_OF.values(), *xla_flags.OPTIONAL_GPU_OPTIONS.values()):
+        flags += names
+    assert [name for name in flags if not xla_flags.is_known(name)] == []
+
+
+def test_presets_are_those_of_the_chip():
+    flags, variables = {}, {}
+    for name, kind in KIND.items():
+        flags[name], variables[name] = gpu_presets((kind, kind))
+    assert {name for name, one in variables.items() if one.get(QUEUES) == "1"} == {name for name in KIND if name[0] == "h"}
+    assert {name for name, one in flags.items() if COMMANDS in one} == {name for name in KIND if name[0] == "b"}
+    assert {one["NCCL_DEBUG"] for one in variables.values()} == {"WARN"}
+    # Of two kinds, and of one that nobody described, what holds for any.
+    for kinds in ((KIND["h100-80gb"], KIND["b200-192gb"]), ("NVIDIA GeForce RTX 4090",)):
+        assert gpu_presets(kinds) == ({}, {"NCCL_DEBUG": "WARN"})
+
+
+def test_kinds_are_read_from_the_driver(driver):
+    assert gpu_kinds() == ()
+    driver(KIND["h200-141gb"], KIND["h100-nvl-94gb"])
+    assert gpu_kinds() == (KIND["h200-141gb"], KIND["h100-nvl-94gb"])
+
+
+def test_presets_are_set_where_the_gpus_are(driver):
+    driver(*[KIND["b200-192gb"]] * 8)
+    added = xla_flags.apply(RunConfig())
+    assert f"--{COMMANDS}=FUSION,CUSTOM_CALL" in added
+    assert f"--{COMMANDS}=FUSION,CUSTOM_CALL" in os.environ["XLA_FLAGS"].split()
+    assert os.environ["NCCL_DEBUG"] == "WARN"
+    assert QUEUES not in os.environ
+    assert xla_flags.apply(RunConfig()) == []
+
+
+def test_what_the_user_set_wins(driver, monkeypatch):
+    driver(KIND["h100-80gb"])
+    monkeypatch.setenv(QUEUES, "8")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    xla_flags.apply(RunConfig())
+    assert (os.environ[QUEUES], os.environ["NCCL_DEBUG"]) == ("8", "INFO")
+
+
+def test_a_run_on_cpu_devices_has_none(driver):
+    driver(KIND["h100-80gb"])
+    xla_flags.apply(RunConfig(cpu_devices=2))
+    assert QUEUES not in os.environ
+    assert "NCCL_DEBUG" not in os.environ
+
+
+def test_a_flag_of_another_jaxlib_is_left_out(driver, monkeypatch):
+    monkeypatch.setattr(xla_flags, "GPU_FLAGS_OF", {xla_flags.HOPPER: {"xla_gpu_made_up_for_this_test": "true"}})
+    driver(KIND["h100-80gb"])
+    xla_flags.apply(RunConfig())
+    assert "made_up" not in os.environ["XLA_FLAGS"]
+
+
+def test_a_deterministic_step_is_compiled_so_where_nothing_runs(tiny_config, driver):
+    """`jaxllm compile` sets none of the run's flags. A run has the flag from the start, and its step needs no option."""
+    name = "xla_gpu_deterministic_ops"
+    assert name not in xla_flags.compile_options(tiny_config(), "cuda")
+    assert xla_flags.compile_options(tiny_config("run.deterministic=true"), "cuda")[name] is True
+    xla_flags.apply(RunConfig(deterministic=True, cpu_devices=1))
+    assert f"--{name}=true" in os.environ["XLA_FLAGS"]
+    assert name not in xla_flags.compile_options(tiny_config("run.deterministic=true"), "cuda")
+
+
+def test_options_are_on_where_they_are_asked_for(tiny_config, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert set(xla_flags.OPTIONAL_GPU_OPTIONS) == set(get_args(XlaOptions))
+    assert xla_flags.compile_options(tiny_config(), "cuda") == {}
+    asked = tiny_config("run.xla_options=[double_buffering, layer_combined]", "parallel.tensor=2")
+    combined = "xla_gpu_all_gather_combine_threshold_bytes"
+    found = xla_flags.compile_options(asked, "cuda")
+    assert found["xla_gpu_enable_while_loop_double_buffering"] is True
+    # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks.
+    assert found[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2
+    assert xla_flags.compile_options(asked, "cpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{combined}=1")
+    assert combined not in xla_flags.compile_options(asked, "cuda")
+    with pytest.raises(ConfigError, match=r"run\.xla_options"):
+        tiny_config("run.xla_options=[faster]")
+
+
+@pytest.mark.parametrize(
+    ("given", "unknown"),
+    [
+        ("", []),
+        ("--xla_gpu_autotune_level=0 --xla_dump_to=/tmp/--dump", []),
+        ("--xla_gpu_no_such=1 --xla_cpu_nor_this --xla_gpu_no_such=2", ["xla_gpu_no_such", "xla_cpu_nor_this"]),
+        # A beginning of a name, and what else the library holds, is no flag; a file of flags is not opened.
+        ("--xla_gpu_autotune_leve=1 /tmp/flags", ["xla_gpu_autotune_leve"]),
+        ("--xla_dump_to='/tmp/a b' --nope", ["nope"]),
+    ],
+)
+def test_flags_that_would_end_the_process(given, unknown, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    assert unknown_flags() == unknown

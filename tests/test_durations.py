@@ -1,0 +1,97 @@
+"""Recorded durations, the order they give, and the limit on a quick test; in a process with a folder of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import durations
+import outside
+import pytest
+
+CONFTEST = """
+import sys
+sys.path.insert(0, {tests!r})
+import durations
+from pathlib import Path
+
+durations.FILE = Path(__file__).with_name("durations.json")
+
+def pytest_addoption(parser):
+    parser.addoption("--record-durations", action="store_true")
+
+def pytest_configure(config):
+    for mark in durations.LONGER:
+        config.addinivalue_line("markers", mark)
+    config.pluginmanager.register(durations.Durations(config))
+"""
+BUSY = """
+import subprocess, sys, time
+import pytest
+
+SPIN = "import time\\nwhile time.process_time() < 0.5: pass"
+
+def test_quick():
+    pass
+
+def test_sleeps():
+    time.sleep(0.5)
+
+def test_busy():
+    until = time.process_time() + 0.5
+    while time.process_time() < until:
+        pass
+
+def test_busy_child():
+    subprocess.run([sys.executable, "-c", SPIN], check=True)
+
+@pytest.mark.slow
+def test_busy_and_slow():
+    test_busy()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST.format(tests=str(Path(durations.__file__).parent)))
+    (tmp_path / "test_busy.py").write_text(BUSY)
+    (tmp_path / "test_a.py").write_text("def test_a(): pass\n")
+
+    def start(*arguments, **variables) -> str:
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *arguments]
+        options = {"cwd": tmp_path, "env": outside.environment(**variables), "capture_output": True, "text": True}
+        return subprocess.run(command, check=False, **options).stdout
+
+    return start
+
+
+def test_a_quick_test_that_computes_for_too_long_is_told_to_be_marked(run):
+    said = run(JAXLLM_TEST_TIME_LIMIT="0.4")
+    for name, verdict in (("quick", "PASSED"), ("sleeps", "PASSED"), ("busy", "FAILED"), ("busy_child", "FAILED")):
+        assert f"test_busy.py::test_{name} {verdict}" in said
+    assert "test_busy.py::test_busy_and_slow PASSED" in said
+    assert "a quick one may take 0.4: make it smaller, or mark it slow" in said
+
+
+def test_no_limit():
+    assert durations.too_long(1e9, 0) is None
+    assert durations.too_long(29, 30) is None
+
+
+def test_files_are_recorded_and_the_longest_begins(run, tmp_path):
+    file = tmp_path / "durations.json"
+    file.write_text(json.dumps({"test_a.py": 5.0, "test_gone.py": 9.0}))
+    said = run("--record-durations", "test_busy.py")
+    found = json.loads(file.read_text())
+    assert found.keys() == {"test_a.py", "test_busy.py"}
+    assert found["test_a.py"] == 5.0
+    assert 1.5 < found["test_busy.py"] < 60
+    file.write_text(json.dumps({"test_a.py": 5.0, "test_busy.py": 50.0}))
+    said = run()
+    assert said.index("test_busy.py::test_quick") < said.index("test_a.py::test_a")
+    assert "JAXLLM_TEST_SEED=" in said
+
+
+def test_the_record_names_files_that_are_there():
+    """Else: launch/test.sh --all --record-durations"""
+    assert [name for name in durations.recorded() if not (durations.FILE.parent / name).exists()] == []
