@@ -4,7 +4,7 @@
 
 The public `jax.nn.dot_product_attention(..., return_residual=True)` is not precise enough: it rounds the log-sum-exp to the
 output's dtype (JAX 0.10 to 0.12). A bfloat16 near 10 is off by up to 0.03, and so is the weight of every merged block. No
-public backward pass takes the output and log-sum-exp of all blocks. Both come from `jax._src.cudnn.fused_attention_stablehlo`.
+public backward pass takes the output and log-sum-exp of all blocks. Both come from JAX's private binding (private_jax.py).
 
 cuDNN has no segments. A block that is not causal needs none: documents leave a rectangle of it, which cuDNN masks as padding
 once the keys are reversed. A causal block is cut into such blocks (`documents_by_halves`). cuDNN's packed layout would do that
