@@ -18,6 +18,7 @@ from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.model import cudnn_attention
 
 Attend = Callable[..., Float[Array, "B S N H"]]
+"""(q_BSNH, k_BTKH, v_BTKH, segments_BS or None) -> o_BSNH"""
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +29,12 @@ def xla_attention(
     v_BTKH: Float[Array, "B T K H"],
     segments_BS: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Plain einsums; scores and softmax in float32. Stores scores of size S x S: for CPU, tests and short sequences."""
+    """Attention by plain einsums, scores and softmax in float32. It stores S x S scores: for CPU, tests and short sequences."""
     B, S, N, H = q_BSNH.shape
     K = k_BTKH.shape[2]
     G = N // K
-    # Query heads in groups of G that share a key-value head, so that keys are never repeated in memory. A group's queries are
-    # rows R = G S of one matrix: with G and S apart XLA's matmuls on CPU take twice as long (SmolLM2, 1,024 tokens).
+    # Groups of G query heads share a key-value head, so that keys are never repeated in memory. A group's queries are the rows
+    # R = G S of one matrix: with G and S as two dims XLA's matmuls on CPU take twice as long (SmolLM2, 1,024 tokens).
     q_BKRH = q_BSNH.reshape(B, S, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * S, H)
     scores_BKRT = jnp.einsum("BKRH,BTKH->BKRT", q_BKRH, k_BTKH, preferred_element_type=jnp.float32) / math.sqrt(H)
     visible_BST = jnp.tril(jnp.ones((S, S), bool))[None]
@@ -47,18 +48,19 @@ def xla_attention(
 
 
 def fused_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS: None = None) -> Float[Array, "B S N H"]:
-    """cuDNN's kernel for one whole document: no S x S tensor. bfloat16 on NVIDIA GPUs from Ampere on."""
+    """Attention by cuDNN's kernel, for sequences of one document. It stores no S x S tensor. bfloat16, NVIDIA Ampere or
+    newer."""
     if segments_BS is not None:
-        # It would read segment ids only as a bias or as lengths; unmasked documents would be silently wrong.
+        # The kernel takes segment ids only as a bias or as lengths. Without a mask the result would be wrong without an error.
         raise ValueError("fused_attention cannot mask documents: cudnn_attention.cudnn_kernel can.")
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
 
 
 def why_not_cudnn(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str | None:
-    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: see blockwise_attention.py."""
+    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: blockwise_attention.py."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
-    # Descriptions of devices that are not there may not say.
+    # A description of a device that is not present may lack it.
     capability = getattr(device, "compute_capability", None)
     if capability is not None and float(capability) < 8.0:
         return f"it needs Ampere (compute capability 8.0) or newer and {device.device_kind} has {capability}"
@@ -70,13 +72,13 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device, in_blocks: bool) -> st
 
 
 def choose_kernel(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str:
-    """xla or cudnn: what `model.attention` means on this kind of device.
+    """The kernel, xla or cudnn, that `model.attention` selects on this kind of device.
 
     Args:
-      in_blocks: attention is put together from blocks, because documents are masked or the sequence is split.
+      in_blocks: attention is computed in blocks, because documents are masked or the sequence is sharded.
 
     Raises:
-      ConfigError: cudnn was asked for by name and cannot run here. Only `auto` may fall back, and says so.
+      ConfigError: the config names cudnn, and it cannot run here. Only `auto` falls back, with a warning.
     """
     reason = why_not_cudnn(model, device, in_blocks)
     if model.attention == "cudnn" and reason:

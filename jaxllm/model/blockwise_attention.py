@@ -1,12 +1,12 @@
-"""Attention in blocks: some queries against some keys, to be merged with other blocks of the same queries.
+"""Attention in blocks: some queries with some keys, merged with other blocks of the same queries.
 
     o_BSNH, lse_BSN = kernel.forward(q_BSNH, k_BTKH, v_BTKH, mask)
     o_BSNH, lse_BSN = merge(o_BSNH, lse_BSN, *kernel.forward(q_BSNH, other_k_BTKH, other_v_BTKH, other_mask))
     dq, dk, dv      = kernel.backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask)      once per block, then summed
 
-`lse` is the logarithm of the sum of exp(score) over the keys a query sees. The backward is given `o` and `lse` of *all* keys:
-then exp(score - lse) is the probability among all keys, and the blocks' gradients are parts of the whole's (Dao et al., 2022,
-sec. 3). Letters as in layers.py; T counts keys, G = N / K the query heads that share a key-value head, R the rows of a tile.
+`lse` is the logarithm of the sum of exp(score) over the keys that a query sees. The backward pass gets `o` and `lse` of *all*
+keys. Then exp(score - lse) is the probability among all keys, and the blocks' gradients add up to the full gradient (Dao et
+al., 2022, sec. 3). Letters as in layers.py; T counts keys, G = N / K query heads that share a key-value head, R rows of a tile.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxllm.config import ATTENTION_RESULTS
 
 OUTPUT, LSE = RESIDUALS = ATTENTION_RESULTS
-"""Names under which a blockwise attention's results are kept for its backward: a remat policy that saves them spares the
-recomputation, transfers included."""
+"""Names of a blockwise attention's results. A remat policy that saves them avoids the recomputation, transfers included."""
 
 NOTHING = -1e30
-"""lse of a query that sees nothing. Finite, so that merging two of them is not inf - inf; beside any real lse its weight is
-exp(-1e30) = 0 exactly."""
+"""lse of a query that sees no key. It is finite, so that merging two of them is not inf - inf. Beside any real lse its weight
+is exp(-1e30) = 0 exactly."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a block's queries see of its keys.
+    """The keys of a block that each query sees.
 
-    Causal: queries and keys are the same positions, and query i sees keys j <= i. Not causal: every query lies after every key,
-    and sees it. With segments, only keys of its own document; a document is one contiguous run with an id of its own.
+    Causal: queries and keys are the same positions, and query i sees keys j <= i. Not causal: every query comes after every key
+    and sees it. With segments a query sees only keys of its own document. A document is one contiguous run with its own id.
     """
 
     causal: bool = False
@@ -46,14 +45,14 @@ class Mask:
 
     @property
     def documents(self) -> tuple[Int[Array, "B S"], Int[Array, "B T"]]:
-        """Segments of queries and keys, where there are any."""
+        """Segments of queries and keys."""
         assert self.q_segments_BS is not None, "the mask has no segments"
         assert self.k_segments_BT is not None, "the mask has segments of queries alone"
         return self.q_segments_BS, self.k_segments_BT
 
 
 class Partial(NamedTuple):
-    """The result of queries over the keys met so far, float32. Rows that saw nothing: 0 and NOTHING."""
+    """The result of queries over the keys so far, float32. Rows that saw no key have 0 and NOTHING."""
 
     o_BSNH: Float32[Array, "B S N H"]
     lse_BSN: Float32[Array, "B S N"]
@@ -74,7 +73,7 @@ class Kernel:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Of the same queries over two disjoint sets of keys: each output weighted by its share of the sum of exponentials."""
+    """The result over two disjoint sets of keys. Each output is weighted by its share of the sum of exponentials."""
     top_BSN = jnp.maximum(a.lse_BSN, b.lse_BSN)
     a_BSN, b_BSN = jnp.exp(a.lse_BSN - top_BSN), jnp.exp(b.lse_BSN - top_BSN)
     sum_BSN = a_BSN + b_BSN
@@ -86,13 +85,13 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def xla_kernel(max_rows: int = 512, max_scores: int = 2**26) -> Kernel:
-    """Einsums over tiles of query rows: scores and softmax in float32, and never more than one tile of scores at a time.
+    """Einsums over tiles of query rows, scores and softmax in float32. Only one tile of scores exists at a time.
 
-    A causal block is computed as a whole square and masked: half of its work is for nothing.
+    A causal block is computed as a full square and masked, so half of its work is wasted.
 
     Args:
       max_rows: rows of a tile at most.
-      max_scores: float32 scores of a tile at most, 256 MiB of them by default. Both hold as far as the rows can be halved.
+      max_scores: float32 scores of a tile at most, by default 256 MiB. Both limits hold as far as the rows can be halved.
     """
     bounds = {"max_rows": max_rows, "max_scores": max_scores}
     return Kernel("xla", partial(_xla_forward, **bounds), partial(_xla_backward, **bounds))
@@ -107,7 +106,7 @@ def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int, max_score
         start, q_BRNH, q_segments_BR = inputs
         scores_BKGRT, visible_B11RT = _scores(q_BRNH, k_BTKH, mask, start, q_segments_BR)
         top_BKGR = scores_BKGRT.max(axis=-1)
-        # The second `where` makes 0 of what a row that sees nothing has: exp(NOTHING - NOTHING) = 1.
+        # The second `where` is for rows that see no key: exp(NOTHING - NOTHING) = 1 becomes 0.
         p_BKGRT = _where(visible_B11RT, jnp.exp(scores_BKGRT - top_BKGR[..., None]), 0.0)
         sum_BKGR = p_BKGRT.sum(axis=-1)
         o_BRKGH = jnp.einsum("BKGRT,BTKH->BRKGH", p_BKGRT.astype(v_BTKH.dtype), v_BTKH, preferred_element_type=jnp.float32)
@@ -125,7 +124,7 @@ def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, 
     K = k_BTKH.shape[2]
     rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], max_rows, max_scores)
     q_BSNH, mask = _tied(q_BSNH, mask)
-    # Sum of dP P over all keys, from what is at hand (FlashAttention's D).
+    # Sum of dP P over all keys, from o and do (FlashAttention's D).
     delta_BSN = jnp.einsum("BSNH,BSNH->BSN", o_BSNH, do_BSNH, preferred_element_type=jnp.float32)
     add = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -150,8 +149,8 @@ def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, 
 
 
 def _tied(q_BSNH, mask: Mask):
-    """The same, but the segments wait for the queries. They are the same in every layer, and XLA would otherwise work out who
-    sees whom for all tiles and ring steps before the layer loop, and keep it: S x S / c.
+    """The arguments, with the segments made to depend on the queries. Segments are the same in every layer, so XLA would
+    otherwise compute the masks of all tiles and ring steps before the layer loop and keep them: S x S / c.
     """
     if mask.q_segments_BS is None:
         return q_BSNH, mask
@@ -160,7 +159,7 @@ def _tied(q_BSNH, mask: Mask):
 
 
 def _scores(q_BRNH, k_BTKH, mask: Mask, start, q_segments_BR):
-    """(scores, what is visible or None for everything) of the query rows from `start`; invisible ones are NOTHING."""
+    """(scores, mask or None if all is visible) of the query rows from `start`. Scores outside the mask are NOTHING."""
     B, R, N, H = q_BRNH.shape
     T, K = k_BTKH.shape[1:3]
     q_BRKGH = q_BRNH.reshape(B, R, K, N // K, H)
@@ -188,7 +187,7 @@ def _tile_rows(q_shape, T: int, max_rows: int, max_scores: int) -> int:
 
 
 def _tiles(rows: int, *arrays):
-    """Each [B, S, ...] as [tile, B, rows, ...], behind the first row of each tile; None stays None."""
+    """The first row of each tile, and each array [B, S, ...] as [tile, B, rows, ...]. None stays None."""
     S = arrays[0].shape[1]
     cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], S // rows, rows, *x.shape[2:]), 1, 0)  # noqa: E731
     return (jnp.arange(0, S, rows), *(None if x is None else cut(x) for x in arrays))
@@ -204,15 +203,15 @@ def _untile(x_tiles):
 
 
 def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 128) -> Kernel:
-    """A causal block of documents from kernels that need not know documents on the diagonal.
+    """A causal block with documents, from a kernel that masks documents only in blocks that are not causal.
 
-    Cut in two: the later half's queries with the earlier half's keys are a block that is not causal, where documents leave a
-    rectangle (`rectangle`); each half with itself is a causal block again, and the two go through together as a batch. Any
-    number of documents, log2(S / smallest) calls, and no work above the diagonal.
+    The block is cut in two. The later half's queries with the earlier half's keys are a block that is not causal, of which
+    documents leave a rectangle (`rectangle`). Each half with itself is a causal block again, and the two are computed as one
+    batch. It takes any number of documents in log2(S / smallest) calls, without work above the diagonal.
 
     Args:
-      off_diagonal: takes the blocks that are not causal.
-      diagonal: takes the causal ones, once they are `smallest` rows or of odd length.
+      off_diagonal: computes the blocks that are not causal.
+      diagonal: computes the causal blocks, once they have `smallest` rows or an odd length.
     """
 
     def forward(q_BSNH, k_BSKH, v_BSKH, mask: Mask) -> Partial:
@@ -253,9 +252,9 @@ def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 
 
 
 def rectangle(mask: Mask) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """(queries from the front, keys from the back) that see each other, in a block that is not causal; both 0 if none do.
+    """(queries from the front, keys from the back) that see each other in a block that is not causal. Both are 0 if none do.
 
-    Only one document can reach from the keys to the queries: it holds the last key and the first query.
+    Only one document can reach from the keys into the queries: the one with the last key and the first query.
     """
     q_segments_BS, k_segments_BT = mask.documents
     queries_B = jnp.sum(q_segments_BS == k_segments_BT[:, -1:], axis=1, dtype=jnp.int32)
@@ -264,7 +263,7 @@ def rectangle(mask: Mask) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
 
 
 def _halvings(S: int, smallest: int) -> list[int]:
-    """S, S / 2, ... down to `smallest`, or to the first that is odd."""
+    """S, S / 2, ... down to `smallest` or the first odd length."""
     sizes = [S]
     while sizes[-1] > smallest and sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)

@@ -1,15 +1,15 @@
-"""Blocks of attention by cuDNN's fused kernel: the one file that reaches into JAX's private binding.
+"""Blocks of attention by cuDNN's fused kernel, through JAX's private binding.
 
-    kernel = cudnn_kernel()      # or a ConfigError that says why not; blockwise_attention.py says what a kernel does
+    kernel = cudnn_kernel()      # ConfigError if it cannot run; blockwise_attention.py describes kernels
 
-The public `jax.nn.dot_product_attention(..., return_residual=True)` will not do: it rounds the log-sum-exp to the output's
-dtype (JAX 0.10 to 0.12), and a bfloat16 near 10 is off by up to 0.03, as is then the weight of every merged block. Nor does a
-public backward take the output and log-sum-exp of all blocks. Both come from `jax._src.cudnn.fused_attention_stablehlo`.
+The public `jax.nn.dot_product_attention(..., return_residual=True)` is not precise enough: it rounds the log-sum-exp to the
+output's dtype (JAX 0.10 to 0.12). A bfloat16 near 10 is off by up to 0.03, and so is the weight of every merged block. No
+public backward pass takes the output and log-sum-exp of all blocks. Both come from JAX's private binding (private_jax.py).
 
-cuDNN knows no segments. A block that is not causal needs none: what documents leave of it is a rectangle, which cuDNN masks as
-padding once the keys are reversed. A causal block is cut into such blocks (`documents_by_halves`). cuDNN's packed layout would
-do that in one call, but JAX 0.10 gives it wrong offsets for grouped heads (jax-ml/jax#39521), it asks for Hopper and for a
-number of documents fixed in advance, and its log-sum-exp is laid out by document.
+cuDNN has no segments. A block that is not causal needs none: documents leave a rectangle of it, which cuDNN masks as padding
+once the keys are reversed. A causal block is cut into such blocks (`documents_by_halves`). cuDNN's packed layout would do that
+in one call. But JAX 0.10 gives it wrong offsets for grouped heads (jax-ml/jax#39521), it needs Hopper and a number of documents
+fixed in advance, and its log-sum-exp is ordered by document.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxllm.model.blockwise_attention import (
 from jaxllm.private_jax import cudnn_binding
 
 KNOWN = ((0, 10), (0, 13))
-"""Versions of JAX, from and below, whose binding is the one called here."""
+"""(first, first not supported): versions of JAX with the binding that is called here."""
 
 _FORWARD = {"query", "key", "value", "q_seqlen", "kv_seqlen", "scale", "mask_type", "qkv_layout", "return_residual"}
 _BACKWARD = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "res"}
@@ -57,10 +57,10 @@ def why_not() -> str | None:
 
 
 def cudnn_kernel() -> Kernel:
-    """bfloat16 or float16, on NVIDIA GPUs from Ampere on, and only where every mesh axis is manual.
+    """The kernel for bfloat16 or float16, on NVIDIA Ampere or newer, and only where every mesh axis is manual.
 
     Raises:
-      ConfigError: this JAX's binding is not the one known.
+      ConfigError: this JAX has another binding.
     """
     if reason := why_not():
         raise ConfigError(f"Attention by cuDNN in blocks cannot run, because {reason}: install JAX 0.10 to 0.12, or take xla.")
@@ -79,8 +79,8 @@ def cudnn_kernel() -> Kernel:
 
 
 def largest_error(num_heads: int, num_kv_heads: int, head_dim: int) -> float:
-    """How far this machine's answers are from plain XLA's: the largest relative error, in the Euclidean norm, of output and
-    gradients of a small packed batch. bfloat16 rounds to about 0.005; a wrong mask or layout gives 0.1 and more.
+    """The largest relative error of this machine's output and gradients against plain XLA's, in the Euclidean norm, for a small
+    packed batch. bfloat16 rounds to about 0.005; a wrong mask or layout gives 0.1 and more.
     """
     S = 512
     keys = jax.random.split(jax.random.key(0), 4)
@@ -119,14 +119,14 @@ def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> G
     lse_BNS = lse_BSN.swapaxes(1, 2)
     gradients = _call_backward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], o_BSNH, lse_BNS, do_BSNH, False, lengths)
     dq_BSNH, dk_BTKH, dv_BTKH = gradients[0], gradients[1][:, ::-1], gradients[2][:, ::-1]
-    # What cuDNN writes past the lengths is its own business; here it is 0, as it is where no length is 0.
+    # cuDNN may write anything past the lengths. Here it is set to 0.
     dq_BSNH = jnp.where(q_seen_BS[..., None, None], dq_BSNH, 0)
     dk_BTKH, dv_BTKH = (jnp.where(k_seen_BT[..., None, None], x, 0) for x in (dk_BTKH, dv_BTKH))
     return dq_BSNH, dk_BTKH, dv_BTKH
 
 
 def _padding(mask: Mask):
-    """Lengths of queries and keys as cuDNN takes them, at least 1; and whether a query sees anything, whether a key is seen."""
+    """((lengths of queries, of keys) for cuDNN, at least 1; (whether each query sees a key, whether each key is seen))"""
     queries_B, keys_B = rectangle(mask)
     S, T = (segments.shape[1] for segments in mask.documents)
     q_seen_BS = jnp.arange(S)[None] < queries_B[:, None]

@@ -4,24 +4,24 @@
     y_BSF = fp8_matmul("BSD,DF->BSF", x_BSD, w_DF)
 
 Inputs and weights are rounded to E4M3 (4 bits of exponent, 3 of mantissa, up to 448), gradients of outputs to E5M2 (up to
-57,344), each under one scale for the whole array, and multiplied with float32 sums. Of three matmuls, forward, gradient of the
-input, gradient of the weight, all are FP8.
+57,344). Each array has one scale. Products are summed in float32. All three matmuls are FP8: forward, gradient of the input,
+gradient of the weight.
 
-Scaling is current: an array's scale comes from its own largest magnitude, so there is no state, no history that a jump in the
+Scaling is current: an array's scale comes from its own largest magnitude. So there is no state, no history that a jump in the
 gradients outruns, and nothing for checkpoints, accumulation, a pipeline's ring or DiLoCo to carry. The price is a pass over the
-array before it is rounded. Scales are powers of two: rounding is then all that FP8 changes, and it costs no precision, only up
-to a bit of range, of which a block's tensors need little.
+array before it is rounded. Scales are powers of two, so that FP8 changes values by rounding alone. That costs no precision,
+only up to a bit of range, and a block's tensors need little range.
 
-The route is public: `lax.dot_general` takes FP8 arrays, and XLA makes the multiplication by the inverse scales the matmul's
-epilogue. It chooses between Triton's kernel and cuBLASLt's (`__cublas$lt$matmul$f8`) by timing both; told not to use Triton, it
+The API is public: `lax.dot_general` takes FP8 arrays, and XLA makes the multiplication by the inverse scales the matmul's
+epilogue. XLA times Triton's kernel and cuBLASLt's (`__cublas$lt$matmul$f8`) and takes the faster one; with Triton disabled it
 takes cuBLASLt for all three. The other patterns, as compiled for a H100 with JAX 0.10.2:
 
     arrays cast back to bfloat16, scaled and multiplied (Flax's fake quantisation): without a device to time on, XLA fuses the
-    casts with the rounding, and multiplies bfloat16: correct numbers and no gain. So the operands of the dot are FP8 here;
-    jax.nn.scaled_matmul and scaled_dot_general: blocks of 32 under one scale, which Blackwell alone multiplies;
+    casts with the rounding and multiplies bfloat16: correct numbers, no gain. So here the operands of the dot are FP8;
+    jax.nn.scaled_matmul and scaled_dot_general: one scale per block of 32, which only Blackwell multiplies;
     Flax's Fp8DirectDotGeneralOp: as here, with delayed scaling, whose history is a variable that the backward pass overwrites.
 
-Every rank of a mesh scales what it has (parallel/fp8_tensor.py), so that no maximum travels. Losses on two meshes therefore
+Every rank of a mesh scales its own parts (parallel/fp8_tensor.py), so that no maximum is sent. Losses on two meshes therefore
 differ by FP8's rounding, not by float32's.
 """
 
@@ -40,16 +40,16 @@ FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST_SCALE = 2.0**100
 """Near 2^127 a scale's inverse would leave float32. Arrays whose largest number is below 448 / 2^100 lose digits."""
 EXPONENT_BITS = 0x7F800000
-"""Of a float32."""
+"""The exponent bits of a float32."""
 
 
 def require_fp8(device: jax.Device) -> None:
-    """Raises ConfigError unless a device multiplies FP8. A CPU does it in float32, with the same rounding: for tests."""
+    """Raises ConfigError if a device cannot multiply FP8. A CPU computes it in float32 with the same rounding, for tests."""
     if device.platform == "cpu":
         return
     capability = getattr(device, "compute_capability", None)
     if capability is None and (gpu := gpu_from_device_kind(device.device_kind)):
-        # Descriptions of devices that are not there have a name alone.
+        # A description of a device that is not present has only a name.
         capability = ".".join(map(str, gpu.chip.compute_capability))
     if device.platform not in ("gpu", "cuda") or (capability is not None and float(capability) < 8.9):
         kind = f"{device.device_kind} has {capability}" if capability is not None else f"this is {device.platform}"
@@ -61,17 +61,17 @@ def require_fp8(device: jax.Device) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fp8_matmul(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """An einsum of two arrays of one dtype, which the result has too. Where they are split over tensor: parallel/fp8_tensor.py.
+    """An einsum of two arrays of one dtype. The result has that dtype. For arrays split over tensor: parallel/fp8_tensor.py.
 
     Args:
-      spec: as jnp.einsum takes it, "BSD,DNH->BSNH": every letter in exactly two of the three, so that its gradients are einsums
-        too.
+      spec: for jnp.einsum, as in "BSD,DNH->BSNH". Every letter is in exactly two of the three, so that the gradients are
+        einsums too.
     """
     return product(spec, x, w)
 
 
-# Kept as they are, as a bfloat16 matmul's are: x is a named tensor or follows from one, w is at hand, and a rounded w among the
-# residuals would fill every slot of a pipeline's ring.
+# x and w are kept unrounded, as for a bfloat16 matmul: x is a named tensor or follows from one, and the backward pass has w. A
+# rounded w among the residuals would fill every slot of a pipeline's ring.
 fp8_matmul.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), lambda spec, kept, dy: gradients(spec, *kept, dy=dy))
 
 
@@ -81,10 +81,10 @@ def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def gradients(spec: str, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(that of x, that of w) for the gradient dy of the result.
+    """Gradients (dx, dw), from the gradient dy of the result.
 
-    HIGHEST turns cuBLASLt's fast accumulation off, as Flax's FP8 and Transformer Engine do for gradients: on Hopper that keeps
-    some 14 bits of a running sum.
+    HIGHEST turns cuBLASLt's fast accumulation off, as Flax's FP8 and Transformer Engine do for gradients. On Hopper fast
+    accumulation keeps some 14 bits of a running sum.
     """
     of_x, of_w, result = letters(spec)
     rounded = _rounded(dy, GRADIENT)
@@ -94,7 +94,7 @@ def gradients(spec: str, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax
 
 
 def letters(spec: str) -> tuple[str, str, str]:
-    """Of the two inputs and of the result."""
+    """The letters of the two inputs and of the result."""
     inputs, result = spec.split("->")
     of_x, of_w = inputs.split(",")
     return of_x, of_w, result
@@ -103,12 +103,12 @@ def letters(spec: str) -> tuple[str, str, str]:
 def _rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """(x times a scale in an FP8 dtype, the inverse of that scale: a power of two, float32).
 
-    One number that is not finite makes the inverse NaN, and so the whole product, whether or not a kernel's rounding saturates:
-    the step is skipped.
+    If one number is not finite, the inverse is NaN, and so is the whole product, whether or not a kernel's rounding saturates.
+    The step is then skipped.
     """
     largest = jnp.max(jnp.abs(x.astype(jnp.float32)))
     room = jnp.minimum(float(jnp.finfo(dtype).max) / jnp.where(largest == 0, 1.0, largest), LARGEST_SCALE)
-    # Rounded down to a power of two: the exponent alone. exp2 and log2 are not exact on all devices.
+    # The exponent bits alone are the value rounded down to a power of two. exp2 and log2 are not exact on all devices.
     bits = jax.lax.bitcast_convert_type(room, jnp.int32) & EXPONENT_BITS
     scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return (x.astype(jnp.float32) * scale).astype(dtype), jnp.where(jnp.isfinite(largest), 1.0 / scale, jnp.nan)
@@ -117,7 +117,7 @@ def _rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def _multiply(
     spec: str, x: jax.Array, from_x: jax.Array, w: jax.Array, from_w: jax.Array, dtype: Any, precision: Any = None
 ) -> jax.Array:
-    # The result in `dtype` at once, or cuBLASLt would write float32 for another kernel to read: taking off a power of two
-    # afterwards changes nothing. One inverse after the other: their product may leave float32.
+    # The matmul's result has `dtype`, or cuBLASLt would write float32 for another kernel to read. Multiplying by a power of two
+    # afterwards changes no digit. One inverse at a time: their product may leave float32.
     y = jnp.einsum(spec, x, w, precision=precision, preferred_element_type=dtype)
     return y * from_x.astype(dtype) * from_w.astype(dtype)

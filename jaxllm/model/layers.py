@@ -1,7 +1,7 @@
 """The parts of a Llama block: RMSNorm, rotary embedding, attention and SwiGLU projections.
 
 Letters: B sequences, S positions, D model width, F feed-forward width, N query heads, K key-value heads, H head size.
-Weights are cast to the activations' dtype where they are used; norms and angles are float32 inside.
+Weights are cast to the activations' dtype where they are used. Norms and angles are computed in float32.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from jaxllm.config import ModelConfig
 from jaxllm.model.attention import Attend, xla_attention
 
 MATMUL_OUTPUTS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
-"""Names of the tensors that `selective` remat keeps; the rest follows from them without a matmul against weights. Attention
-runs once more, unless it is made of blocks: then attention_blocks.RESIDUALS are kept too. The block's last output, mlp_down, is
-not among them: it is read only by the addition that ends the block."""
+"""Names of the tensors that `selective` remat keeps. All others follow from them without a matmul against weights. Attention is
+recomputed, except attention in blocks, where blockwise_attention.RESIDUALS are kept too. The output of the block's last matmul,
+mlp_down, is not kept: only the addition that ends the block reads it."""
 
 
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-    """Rows of the embedding. Through float32, so that the gradients of a token that occurs often are added in float32."""
+    """Rows of the embedding. The table is cast to float32, so that gradients of a frequent token are added in float32."""
     return table_VD.astype(jnp.float32)[ids_BS].astype(table_VD.dtype)
 
 
 Matmul = Callable[[str, jax.Array, jax.Array], jax.Array]
-"""(spec as of an einsum, activations, weights) -> activations: a block's matmuls against weights."""
+"""(einsum spec, activations, weights) -> activations: a block's matmuls against weights."""
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The functions a forward pass is built with, chosen before it is traced."""
+    """The functions that a forward pass is built with. They are chosen before it is traced."""
 
     attend: Attend = xla_attention
     matmul: Matmul = jnp.einsum
@@ -50,7 +50,7 @@ def parameter(
 ) -> nnx.Param:
     """Declares a float32 parameter: normal with `std`, or ones where std is None. `dims` name its dims, in order.
 
-    zero_rows are added at the end of the first dim and change none of the other values.
+    zero_rows are added at the end of the first dim. They do not change the other values.
     """
     if std is None:
         value = jnp.ones(shape, jnp.float32)
@@ -80,19 +80,19 @@ class RMSNorm(nnx.Module):
 
 
 def rotary_frequencies(model: ModelConfig) -> np.ndarray:
-    """Angle per position of each pair, float32 [H/2] (Su et al., 2021), with Llama 3's stretching where configured.
+    """Angle per position of each pair, float32 [H/2] (Su et al., 2021), with Llama 3's frequency scaling if configured.
 
-    Stretching divides the slow frequencies by `factor`, keeps the fast ones and blends between, by how many turns a pair makes
-    within the original context.
+    The scaling divides slow frequencies by `factor`, keeps fast ones and blends between them, by the number of turns that a
+    pair makes within the original context.
 
-    Every operation rounds as in transformers, with whose angles published weights were trained: at position p the last bit of
-    a frequency counts p times.
+    Every operation rounds as in transformers, because published weights were trained with its angles: at position p the last
+    bit of a frequency counts p times.
     """
     exponents = np.arange(0, model.head_dim, 2, dtype=np.float32) / np.float32(model.head_dim)
-    # torch's float32 power is right to the last bit, NumPy's is not.
+    # torch's float32 power is exact to the last bit, NumPy's is not.
     frequencies = 1 / (model.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     if (scaling := model.rope_scaling) is not None:
-        # torch divides a number by an array as it multiplies by the reciprocal.
+        # torch divides a number by an array by multiplying with the reciprocal.
         wavelengths = (1 / frequencies) * np.float32(2 * math.pi)
         turns = scaling.original_max_position * (1 / wavelengths)
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -102,6 +102,7 @@ def rotary_frequencies(model: ModelConfig) -> np.ndarray:
 
 
 Rotary = tuple[Float[Array, "B S H/2"], Float[Array, "B S H/2"]]
+"""(cosines, sines)"""
 
 
 def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
@@ -112,11 +113,11 @@ def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
 
 
 def rotate(x_BSNH: Float[Array, "B S N H"], rotary: Rotary) -> Float[Array, "B S N H"]:
-    """Turns the pairs (i, i + H/2), the order of Hugging Face's weights."""
+    """x with each pair (i, i + H/2) rotated by its angle. This is the order of pairs in Hugging Face's weights."""
     cos, sin = (table[:, :, None, None, :] for table in rotary)
     pairs = x_BSNH.astype(jnp.float32).reshape(*x_BSNH.shape[:-1], 2, -1)
-    # (a, b) -> (a cos - b sin, b cos + a sin), with the swap as a reversal: that fuses with the products, a concatenation
-    # takes XLA on CPU four times as long.
+    # (a, b) -> (a cos - b sin, b cos + a sin). The swap is a reversal, which fuses with the products; with a concatenation XLA
+    # on CPU takes four times as long.
     turned = pairs * cos + jnp.flip(pairs, axis=-2) * jnp.concatenate([-sin, sin], axis=-2)
     return turned.reshape(x_BSNH.shape).astype(x_BSNH.dtype)
 
@@ -157,7 +158,7 @@ class SwiGLU(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         dtype, wide = x_BSD.dtype, ("batch", "sequence", "mlp")
-        # Without these constraints XLA splits the backward by sequence too, and gathers the weights over tensor for it.
+        # Without these constraints XLA shards the backward pass by sequence too, and gathers the weights over tensor for it.
         gate_BSF, up_BSF = (
             checkpoint_name(ops.constrain(ops.matmul("BSD,DF->BSF", x_BSD, w[...].astype(dtype)), wide), name)
             for w, name in ((self.gate, "mlp_gate"), (self.up, "mlp_up"))
@@ -168,8 +169,8 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """h + attention(norm(h)), then h + mlp(norm(h)).
 
-    Between the two halves, and between blocks, the sequence dim is split over the tensor axis; into each half it is gathered,
-    out of each half the partial sums are scattered. The constraints below are all that sequence parallelism takes.
+    Between the two halves, and between blocks, the sequence dim is sharded over the tensor axis. It is gathered before each
+    half, and the half's partial sums are reduce-scattered. The constraints below are all that sequence parallelism needs.
     """
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
@@ -188,5 +189,6 @@ class Block(nnx.Module):
 
 
 def residual_std(model: ModelConfig) -> float:
-    """Of matrices that write to the residual stream: 2 L of them add up, so each is smaller by sqrt(2 L) (GPT-2)."""
+    """Standard deviation for matrices that write to the residual stream. 2 L of them add up, so each is divided by sqrt(2 L)
+    (GPT-2)."""
     return model.initializer_std / math.sqrt(2 * model.num_layers)

@@ -1,9 +1,9 @@
-"""The Llama network in Flax NNX. It knows dims by name and nothing of devices.
+"""The Llama network in Flax NNX. It names its dims and knows nothing about devices.
 
     model = Llama(config.model, rngs=nnx.Rngs(0))
     logits_BSV = model(token_ids_BS)
 
-Layers are one stacked module (every parameter has a leading `layers` dim), looped over by `run_layers`.
+Layers are one stacked module: every parameter has a leading `layers` dim, and `run_layers` loops over it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm.display import table
 from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table
 
 BlockContext = tuple[Rotary, Any]
-"""What every layer reads and none changes: rotary tables and segment ids (or None)."""
+"""(rotary tables, segment ids or None): every layer reads them, none changes them."""
 BlockFunction = Callable[[Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
 RunLayers = Callable[[BlockFunction, Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
 
@@ -40,8 +40,8 @@ class Llama(nnx.Module):
 
     Args:
       config: the shape.
-      rngs: stream `params` seeds the initial values, which depend on nothing else.
-      vocab_rows: rows of embedding and head, at least vocab_size; those beyond it are zero.
+      rngs: its stream `params` alone determines the initial values.
+      vocab_rows: rows of embedding and head, at least vocab_size. Rows beyond vocab_size are zero.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, vocab_rows: int | None = None):
@@ -81,7 +81,7 @@ class Llama(nnx.Module):
           tokens_BS: ids below vocab_size.
           positions_BS: default 0 .. S-1 in every sequence.
           segments_BS: document of each position; default: one document.
-          ops, run_layers: how attention, layouts and the layer loop are done.
+          ops, run_layers: functions for attention, matmuls, layouts and the layer loop.
         """
         if positions_BS is None:
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None], tokens_BS.shape)
@@ -98,7 +98,7 @@ class Llama(nnx.Module):
         return matrix[...].astype(self.config.compute_dtype)
 
     def __call__(self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, ops: Ops = Ops()):
-        """Logits, float32 [B, S, vocab_size]. Training never makes them whole: see loss.py."""
+        """Logits, float32 [B, S, vocab_size]. Training computes them a chunk at a time (loss.py)."""
         h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, ops=ops)
         with jax.named_scope("head"):
             logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
@@ -110,7 +110,7 @@ class Llama(nnx.Module):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """Every parameter, its dims by name, and how it lies on the devices."""
+        """Table of the parameters with the names of their dims and their sharding over devices."""
         rows = []
         for path, variable in nnx.to_flat_state(nnx.state(self, nnx.Param)):
             # Arrays on one device, and shapes without arrays, have no spec.

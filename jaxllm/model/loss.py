@@ -1,4 +1,4 @@
-"""Token cross-entropy, a chunk of positions at a time: the float32 logits of a whole batch never exist."""
+"""Token cross-entropy, a chunk of positions at a time: the float32 logits of a full batch never exist."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """Which rows of the vocabulary a rank's head holds, and how ranks put their parts together. Default: all of them."""
+    """The rows of the vocabulary that a rank's head holds, and the reductions over ranks. Default: one rank with all rows."""
 
     first: Callable[[int], Array | int] = lambda rows: 0
-    """rows of one rank -> the first of this rank's."""
+    """number of rows per rank -> this rank's first row"""
     total: Callable[[Array], Array] = lambda x: x
     """The sum over ranks."""
     largest: Callable[[Array], Array] = lambda x: x
-    """The largest over ranks."""
+    """The maximum over ranks."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -37,13 +37,13 @@ def cross_entropy(
     """(objective, loss): weighted sums over tokens of -log p(target), the objective with z-loss added.
 
     Weights are 0 where a target does not count, else 1 / (number of targets in the global batch), so that sums over
-    microbatches and ranks are the mean. Gradients flow from the objective alone; they are made during the forward pass, where
-    the logits are at hand, which saves the head's matmul a second time (3 instead of 4 per token).
+    microbatches and ranks are the mean. Gradients flow from the objective alone. They are computed in the forward pass, which
+    has the logits. So the head needs 3 matmuls per token instead of 4.
 
     Args:
-      head_VD: rows from vocab_size on are padding; they get no probability.
-      chunk_tokens: logits exist for about so many of the B S tokens at once (at least one position of each sequence).
-      z_loss_weight: of log(Z)^2 (PaLM, section 5).
+      head_VD: rows from vocab_size on are padding and get no probability.
+      chunk_tokens: logits exist for about this many of the B S tokens at once (at least one position of each sequence).
+      z_loss_weight: factor of log(Z)^2 (PaLM, section 5).
     """
     return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)[0]
 
@@ -51,8 +51,8 @@ def cross_entropy(
 def loss_and_gradients(
     h_BSD, head_VD, targets_BS, weights_BS, dhead_VD, *, part: VocabularySlice, vocab_size, chunk_tokens, z_loss_weight
 ):
-    """(loss, dh_BSD, dhead_VD): cross_entropy's loss and the objective's gradients, for a head that holds a `part` of the
-    vocabulary. dh_BSD is this rank's part of a sum over ranks. dhead_VD, float32, is added to what is given.
+    """(loss, dh_BSD, dhead_VD): cross_entropy's loss and the objective's gradients, for a head with a `part` of the vocabulary.
+    dh_BSD is this rank's part of a sum over ranks. The float32 dhead_VD is the argument with the gradient added.
     """
     arguments = (h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)
     (_, loss), (dh_BSD, dhead_VD) = _sums(*arguments, dhead_VD=dhead_VD, part=part)
@@ -60,7 +60,7 @@ def loss_and_gradients(
 
 
 def loss_alone(h_BSD, head_VD, targets_BS, weights_BS, *, part: VocabularySlice, vocab_size, chunk_tokens):
-    """cross_entropy's loss, for a head that holds a `part` of the vocabulary."""
+    """cross_entropy's loss, for a head with a `part` of the vocabulary."""
     return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, 0.0, part=part)[0][1]
 
 
@@ -76,14 +76,14 @@ def _sums(
     dhead_VD=None,
     part: VocabularySlice = VocabularySlice(),
 ) -> tuple[Any, Any]:
-    """((objective, loss), (dh_BSD, dhead_VD)); the gradients are None unless float32 dhead_VD is given to add to."""
+    """((objective, loss), (dh_BSD, dhead_VD)). Without a float32 dhead_VD to add to, the gradients are None."""
     with_gradients = dhead_VD is not None
     B, S, D = h_BSD.shape
     chunks = min(S, -(-B * S // chunk_tokens))
     C = -(-S // chunks)
 
     def cut(x):
-        """[B, S, ...] -> [chunks, B, C, ...], padded at the end: weight 0 there."""
+        """[B, S, ...] -> [chunks, B, C, ...], padded at the end. The padding has weight 0."""
         x = jnp.pad(x, [(0, 0), (0, chunks * C - S)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)
 
@@ -96,7 +96,7 @@ def _sums(
             logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, head_VD, preferred_element_type=jnp.float32)
         logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
         top_BC = part.largest(jnp.max(logits_BCV, axis=-1))
-        # A comparison, not a gather: where the vocabulary is split over devices each looks at its own rows only.
+        # A comparison, not a gather: where the vocabulary is sharded, each device reads only its own rows.
         is_target_BCV = targets_BC[..., None] == ids_V[None, None]
         target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
         z_BC, target_BC = part.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))

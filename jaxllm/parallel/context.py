@@ -1,4 +1,4 @@
-"""What all strategies share for one config on one mesh: the parameters, their layouts, the chosen functions, the axes."""
+"""The context that all strategies share: parameters, layouts, chosen functions and axes, for one config on one mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxllm.parallel.zero import Zero
 from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, weight_rules
 
 SpecTransform = Callable[[PartitionSpec], PartitionSpec]
-"""PartitionSpec inside a replica -> PartitionSpec on the whole mesh."""
+"""PartitionSpec inside a replica -> PartitionSpec on the mesh with all replicas."""
 
 
 def shared_by_replicas(spec: PartitionSpec) -> PartitionSpec:

@@ -159,8 +159,8 @@ class StageTap:
         """
         new = self._tap.on_microbatch({"embedding" if self._tied else "head": head_VD})
         copies = self._stages * self._tap.context
-        whole = [jax.lax.psum(g.astype(jnp.float32), (PIPE, CONTEXT)) for g in jax.tree.leaves(norm)]
-        total: Any = sum(jnp.sum(jnp.square(g)) for g in whole)
+        norms = [jax.lax.psum(g.astype(jnp.float32), (PIPE, CONTEXT)) for g in jax.tree.leaves(norm)]
+        total: Any = sum(jnp.sum(jnp.square(g)) for g in norms)
         new += self._tap.from_scalar(total / copies)
         if squares.tied is not None:
             if self._tap.context > 1:

@@ -24,14 +24,13 @@ from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
 from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.pipeline import Microbatch, Unit, run_schedule, sum_over_stages
-from jaxllm.parallel.regions import GradientRegion, LossRegion
-from jaxllm.parallel.types import Batch, Params, Rows, Tree, WeightAccess
+from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, Tree, WeightAccess
 from jaxllm.pipeline_schedule import forward_only, make_schedule
 from jaxllm.pipeline_table import Schedule
 
 
 class StageSums(NamedTuple):
-    """What the ticks add up."""
+    """The sums that the ticks of a step carry."""
 
     gradients: Params
     """float32: of the rank's weights, or of its shard of them where ZeRO scatters."""

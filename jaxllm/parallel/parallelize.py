@@ -26,8 +26,8 @@ from jaxllm.parallel.context import ParallelContext, SpecTransform, shared_by_re
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
 from jaxllm.parallel.parameters import initial_params
-from jaxllm.parallel.regions import GradientRegion, gradient_region, loss_region
-from jaxllm.parallel.types import Batch, NoiseParts, Parallelized, Params
+from jaxllm.parallel.regions import gradient_region, loss_region
+from jaxllm.parallel.types import Batch, GradientRegion, NoiseParts, Parallelized, Params
 from jaxllm.sharding import manual_spec, map_specs, named, partial_sum_spec, replica_spec
 
 
@@ -72,21 +72,21 @@ class GradientReduction:
         self._per_replica = per_replica
         # Gradients of several replicas leave the region apart. With DiLoCo weights, gradients and loss are all per replica.
         self._has_replicas = ctx.is_diloco or ctx.config.parallel.replica > 1
-        self._of_weights = per_replica if ctx.is_diloco else shared_by_replicas
-        self._of_gradients = per_replica if self._has_replicas else shared_by_replicas
+        self._weight_transform = per_replica if ctx.is_diloco else shared_by_replicas
+        self._gradient_transform = per_replica if self._has_replicas else shared_by_replicas
 
     def run(self, region: GradientRegion, params: Params, batch: Batch) -> tuple[jax.Array, Params, NoiseParts | None]:
         """(loss, float32 gradients in the master layout, NoiseParts if the region has them)"""
-        ctx, numbers = self._ctx, self._of_weights(PartitionSpec())
+        ctx, numbers = self._ctx, self._weight_transform(PartitionSpec())
         on_ranks = ctx.on_ranks(
             partial(self._in_replica, region) if self._has_replicas else region,
-            in_specs=(map_specs(self._of_weights, ctx.weight_specs), ctx.batch_spec),
-            out_specs=(numbers, map_specs(self._of_gradients, self._gradient_specs()), numbers),
+            in_specs=(map_specs(self._weight_transform, ctx.weight_specs), ctx.batch_spec),
+            out_specs=(numbers, map_specs(self._gradient_transform, self._gradient_specs()), numbers),
         )
-        loss, gradients, parts = on_ranks(ctx.compute_copy(params, self._of_weights), batch)
+        loss, gradients, parts = on_ranks(ctx.compute_copy(params, self._weight_transform), batch)
         with jax.named_scope("reduce_gradients"):
             gradients = self._reduce(gradients)
-        return loss, ctx.pin(gradients, ctx.master_specs, self._of_weights), parts
+        return loss, ctx.pin(gradients, ctx.master_specs, self._weight_transform), parts
 
     def _gradient_specs(self) -> Any:
         """PartitionSpecs over the manual axes of the gradients that a region returns."""

@@ -105,7 +105,7 @@ class Stage(Protocol):
 
 
 class Carry(NamedTuple):
-    """What one tick hands to the next."""
+    """The values that one tick hands to the next."""
 
     h_BSD: jax.Array
     """The forward message: the output of this stage, or of the stage before once it is sent."""

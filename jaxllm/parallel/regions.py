@@ -18,15 +18,9 @@ from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import Batch, GradientTap, NoiseParts, Params, Rows
+from jaxllm.parallel.types import Batch, GradientRegion, GradientTap, LossRegion, Params, Rows
 from jaxllm.parallel.zero import Sinks, sink
 
-GradientRegion = Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts | None]]
-"""(weights, batch) -> (mean loss over the batch of all ranks along loss_axes; float32 gradients summed over the rank's
-microbatches; NoiseParts if a tap was given). Gradients that ZeRO shards are the rank's shard of the sum over ranks. All others
-are the rank's own partial sums, with a leading dim of 1."""
-LossRegion = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
-"""(weights, batch) -> (sum of token losses over the batch of all ranks along batch_axes, number of targets)"""
 Sums = Callable[[Sinks | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Array]]
 """(sinks, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. Without sinks
 (zero.py) the objective is differentiated with respect to the weights."""

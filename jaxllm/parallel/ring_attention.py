@@ -12,8 +12,7 @@ log-sum-exp over all keys, so only q, k, v, the output and the log-sum-exp are k
 
 The *visitor* is the keys and values of another rank that are at this rank in a ring step. A ring step is two full chunk
 products on every rank, in one kernel call of twice the batch. The rank's high queries always meet the visitor's low keys. The
-other
-product is *either* low with low (the visitor is from a lower rank) or high with high (from a higher rank):
+other product is *either* low with low (the visitor is from a lower rank) or high with high (from a higher rank):
 
     4 ranks, rank 1    step 1: visitor 0 (lower)     step 2: visitor 3 (higher)    step 3: visitor 2 (higher)
     first product      high x its low                high x its low                high x its low

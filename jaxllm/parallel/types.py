@@ -40,6 +40,14 @@ class NoiseParts(NamedTuple):
     """Positions in the step's batch, with or without a target, float32."""
 
 
+GradientRegion = Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts | None]]
+"""(weights, batch) -> (mean loss over the batch of all ranks along loss_axes; float32 gradients summed over the rank's
+microbatches; NoiseParts if a tap was given). Gradients that ZeRO shards are the rank's shard of the sum over ranks. All others
+are the rank's own partial sums, with a leading dim of 1."""
+LossRegion = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
+"""(weights, batch) -> (sum of token losses over the batch of all ranks along batch_axes, number of targets)"""
+
+
 class GradientTap(Protocol):
     """Takes figures of gradients before they are added to others or reduced. The forward and backward pass get one if the step
     measures the noise scale (GradSquareNorms in grad_square_norms.py); without it they do nothing for it."""

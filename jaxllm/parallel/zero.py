@@ -30,7 +30,7 @@ class Sinks(NamedTuple):
     """Dummy inputs whose cotangents are gradients."""
 
     gradients: Tree
-    """Of a tree of weights: a rank's shards, float32."""
+    """A rank's shards of the gradients of a tree of weights, float32."""
     squares: Any
     """An array for the squares of these gradients (grad_square_norms.py); None without a tap."""
 

@@ -61,7 +61,7 @@ class Recent(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ in the step
 
 SkipPolicy = Callable[[Recent | None, jax.Array, jax.Array], tuple[jax.Array, Recent | None, dict[str, jax.Array]]]
-"""(what was usual, loss, gradient norm) -> (whether the step counts, what is usual now, metrics)"""
+"""(recent losses and norms, loss, gradient norm) -> (whether to apply the update, recent losses and norms now, metrics)"""
 
 
 def skip_not_finite(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
@@ -71,7 +71,7 @@ def skip_not_finite(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array
 
 
 def skip_spikes(deviations: float) -> SkipPolicy:
-    """The SkipPolicy that skips them too."""
+    """The SkipPolicy that skips spikes too."""
 
     def should_apply(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
         assert recent is not None, "part of the state with train.skip_spikes"
