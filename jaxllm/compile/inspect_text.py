@@ -156,21 +156,21 @@ def bytes_table(report: Report) -> Table:
 
 def activation_lines(report: Report) -> Iterator[Text]:
     """The tensors that remat keeps, and the load on the host's link."""
-    found, state = report.activations, report.state_offload
-    yield Text(f"\nRemat {found.policy}: bytes for each token of a sequence and each layer, on one device")
-    for label, sizes in (("kept", found.kept), ("offloaded", found.offloaded)):
+    block, state = report.activations, report.state_offload
+    yield Text(f"\nRemat {block.policy}: bytes for each token of a sequence and each layer, on one device")
+    for label, sizes in (("kept", block.kept), ("offloaded", block.offloaded)):
         if sizes:
             listed = ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items())
             yield Text(f"  {label} {sum(sizes.values()):,.0f}: {listed}")
-    if found.recomputed:
-        yield Text(f"  recomputed: {', '.join(found.recomputed)}")
-    if found.unnamed:
-        yield Text(f"  kept {found.unnamed:,.0f}, all that autodiff needs, with plain XLA attention")
+    if block.recomputed:
+        yield Text(f"  recomputed: {', '.join(block.recomputed)}")
+    if block.unnamed:
+        yield Text(f"  kept {block.unnamed:,.0f}, all that autodiff needs, with plain XLA attention")
     link = f"{GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s / 1e9:.0f} GB/s each way of {REFERENCE_GPU}'s link"
-    if found.offloaded:
+    if block.offloaded:
         yield Text(
-            f"  {found.link_s * 1e9:,.0f} ns to the host at {link}, behind {found.compute_s * 1e9:,.0f} ns of compute "
-            f"({REACHED:.0%} of the bfloat16 peak)" + (": the link is the slower" if found.link_s > found.compute_s else "")
+            f"  {block.link_s * 1e9:,.0f} ns to the host at {link}, behind {block.compute_s * 1e9:,.0f} ns of compute "
+            f"({REACHED:.0%} of the bfloat16 peak)" + (": the link is the slower" if block.link_s > block.compute_s else "")
         )
     if state.what != "none":
         yield Text(

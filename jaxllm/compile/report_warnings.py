@@ -69,15 +69,15 @@ def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Itera
             held = line.bytes_per_device.compute_copy
             if held > GIANT_SHARE * capacity and axis in ZERO_AXES and _could_split(line, line.compute, axis, sizes):
                 copies.setdefault(axis, []).append(line)
-    for axis, found in masters.items():
-        size = sum(line.bytes_per_device.master + line.bytes_per_device.moments for line in found)
+    for axis, rows in masters.items():
+        size = sum(line.bytes_per_device.master + line.bytes_per_device.moments for line in rows)
         cure = ": parallel.zero=1 or more shards them." if axis in ZERO_AXES and config.parallel.zero == 0 else "."
-        yield f"Weights and moments of {_names(found)}, {readable(size)}, are the same on all {sizes[axis]} {axis} ranks{cure}"
+        yield f"Weights and moments of {_names(rows)}, {readable(size)}, are the same on all {sizes[axis]} {axis} ranks{cure}"
     if fits is False and config.parallel.zero < 3:
-        for axis, found in copies.items():
-            size = sum(line.bytes_per_device.compute_copy for line in found)
+        for axis, rows in copies.items():
+            size = sum(line.bytes_per_device.compute_copy for line in rows)
             yield (
-                f"The {config.model.compute_dtype} copies of {_names(found)}, {readable(size)}, are the same on all "
+                f"The {config.model.compute_dtype} copies of {_names(rows)}, {readable(size)}, are the same on all "
                 f"{sizes[axis]} {axis} ranks: parallel.zero=3 gathers them a layer at a time."
             )
 

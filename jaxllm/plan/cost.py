@@ -138,9 +138,9 @@ def parse_tokens(text: str) -> int:
     """
     # A comma in another position may be a decimal comma: 1,5T is not 15T.
     integer = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"
-    found = re.fullmatch(rf"((?:{integer})(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
+    match = re.fullmatch(rf"((?:{integer})(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
     # The exponent of a float has no limit.
-    number = float(re.sub("[_,]", "", found[1])) * _SUFFIXES[found[2].upper()] if found else 0.0
+    number = float(re.sub("[_,]", "", match[1])) * _SUFFIXES[match[2].upper()] if match else 0.0
     if not 1 <= number < math.inf:
         raise ConfigError(f"--tokens={text} is not a number of tokens: write one such as 300B or 15T (K, M, B or T).")
     return round(number)

@@ -256,18 +256,18 @@ def estimate(
     """
     if convention not in CONVENTIONS:
         raise ConfigError(f"--convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
-    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
     config = config.resolve(devices).at_largest_batch
-    per_host, because = choose_gpus_per_host(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
-    verdicts = {"jaxllm": Verdict(estimate_memory(config, found), found and found.capacity_bytes)}
+    per_host, because = choose_gpus_per_host(devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
+    verdicts = {"jaxllm": Verdict(estimate_memory(config, kind), kind and kind.capacity_bytes)}
     if convention == "megatron":
-        verdicts["megatron"] = Verdict(megatron_memory(config), found and int(SAFE_SHARE * nominal_bytes(found)))
-    speed = estimate_step_time(config, found, per_host, convention) if found else None
+        verdicts["megatron"] = Verdict(megatron_memory(config), kind and int(SAFE_SHARE * nominal_bytes(kind)))
+    speed = estimate_step_time(config, kind, per_host, convention) if kind else None
     own, changes = verdicts["jaxllm"], ()
-    if found and own.fits is False:
-        changes = tuple(changes_that_fit(config, int(FIT_SHARE * found.capacity_bytes), found, per_host))
-    return Estimate(config, found, per_host, because, convention, verdicts, speed, changes)
+    if kind and own.fits is False:
+        changes = tuple(changes_that_fit(config, int(FIT_SHARE * kind.capacity_bytes), kind, per_host))
+    return Estimate(config, kind, per_host, because, convention, verdicts, speed, changes)
 
 
 def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:

@@ -112,8 +112,8 @@ def log_ticks(least: float, most: float) -> list[float]:
     tens = [10.0**power for power in powers if least <= 10.0**power <= most]
     if len(tens) >= 3:
         return tens[:: math.ceil(len(tens) / 6)]
-    found = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if least <= factor * 10.0**power <= most]
-    return found if len(found) >= 2 else even_ticks(least, most)
+    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if least <= factor * 10.0**power <= most]
+    return ticks if len(ticks) >= 2 else even_ticks(least, most)
 
 
 def digits_of(ticks: Sequence[float]) -> int:
