@@ -82,12 +82,12 @@ class _Tally:
             self.leanest = choice, memory.peak_bytes
 
     def rejected(self) -> tuple[Rejected, ...]:
-        lines = []
+        rows = []
         for (unit, reason), (count, example) in self.counts.items():
             if reason == DOES_NOT_FIT and self.leanest is not None:
                 example = f"{self.leanest[0]}: {readable(self.leanest[1])}"
-            lines.append(Rejected(unit, reason, count, example))
-        return tuple(sorted(lines, key=lambda line: (line.unit != MESH, -line.count)))
+            rows.append(Rejected(unit, reason, count, example))
+        return tuple(sorted(rows, key=lambda row: (row.unit != MESH, -row.count)))
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
     if not plan.rejected:
         return f"--keep leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
     if plan.leanest is None:
-        worst = max(plan.rejected, key=lambda line: line.count)
+        worst = max(plan.rejected, key=lambda row: row.count)
         return (
             f"No configuration for {gpus} x {gpu.name} is possible, mostly because {worst.reason} ({worst.count:,}, such as "
             f"{worst.example}): change --gpus, train.global_batch_sequences or --keep."
