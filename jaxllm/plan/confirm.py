@@ -117,7 +117,9 @@ def _with_figures(
     if interrupted:
         because = f"interrupted after {len(confirmed)} of {count} were confirmed"
     elif len(confirmed) < min(count, len(plan.candidates) - len(refused)):
-        because = f"{len(refused)} of {len(confirmed) + len(refused)} that were compiled take too much or cannot be compiled"
+        because = (
+            f"{len(refused)} of {len(confirmed) + len(refused)} that were compiled need too much memory or cannot be compiled"
+        )
     return dataclasses.replace(
         plan,
         candidates=(*seen, *rest),

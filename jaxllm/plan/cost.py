@@ -77,7 +77,7 @@ class TrainingCost:
         took = f"{self.days:,.1f} days" if self.seconds < 2 * YEAR_S else f"{self.years:,.1f} years"
         spent = f"{took} on {self.gpus:,} GPU{'s' if self.gpus > 1 else ''}, {self.gpu_hours:,.0f} GPU-hours"
         if self.energy_kwh is None:
-            return [f"{readable_count(self.tokens)} tokens: {spent}; how much power such a GPU takes is not known"]
+            return [f"{readable_count(self.tokens)} tokens: {spent}; the power of such a GPU is not known"]
         energy = f"{self.energy_kwh:,.0f} kWh" if self.energy_kwh < 1e4 else f"{self.energy_kwh / 1e3:,.0f} MWh"
         how = f"at most {self.watts_per_gpu:.0f} W a board (data sheet, of that GPU or one of its generation) x {OVERHEAD}"
         return [f"{readable_count(self.tokens)} tokens: {spent}, {energy}", f"  {how} for hosts, network, cooling"]

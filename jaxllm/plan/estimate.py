@@ -171,7 +171,7 @@ class Estimate:
         if "megatron" in self.by_convention:
             yield ""
             yield "By the published rule for Megatron-LM (Fujii et al. 2024), the first stage"
-            yield "  (it knows 1F1B, plain or interleaved, ZeRO 0 and 1, and nothing computed twice)"
+            yield "  (it covers 1F1B, plain or interleaved, ZeRO 0 and 1, and no recomputation)"
             published = self.by_convention["megatron"]
             yield from memory_table(published.memory.stages)
             yield from self._published_verdict(published)
@@ -206,7 +206,7 @@ class Estimate:
         if own.fits:
             yield f"Fits: {share}"
             if own.memory.peak_bytes > FIT_SHARE * own.capacity_bytes:
-                yield f"  (above {FIT_SHARE:.0%}, where the estimate alone is not enough: `jaxllm compile` tells)"
+                yield f"  (above {FIT_SHARE:.0%}, where the estimate alone is not enough: check with `jaxllm compile`)"
         else:
             yield f"DOES NOT FIT: {share}, {readable(own.memory.peak_bytes - own.capacity_bytes)} too much"
         yield (
@@ -226,7 +226,7 @@ class Estimate:
         yield f"The rule {says}: {share:.1%} of {readable(nominal_bytes(self.gpu))}, of which it fills {SAFE_SHARE:.0%}"
 
     def _speed_lines(self, speed: StepTime) -> Iterator[str]:
-        counted = "as Megatron-LM counts: the whole square" if self.convention == "megatron" else "causal"
+        counted = "as Megatron-LM counts: the full square" if self.convention == "megatron" else "causal"
         yield "Speed, predicted"
         yield (
             f"  {speed.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; {speed.tflops_per_gpu:,.1f} TFLOP/s/GPU ({counted}); "
