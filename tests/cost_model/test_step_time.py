@@ -257,12 +257,12 @@ def test_a_single_host_holds_ring_hops_behind_long_blocks():
 
 def test_auto_gathers_keys_where_training_does():
     from jaxllm.cost_model import step_model
-    from jaxllm.parallel import parallelize
+    from jaxllm.parallel import kernels
 
-    assert step_model.context_method is parallelize.context_method
+    assert step_model.context_method is kernels.context_method
     for length in (1024, 2048, 4096, 8192, 32768):
         config = configured(4, context=4, train={"sequence_length": length})
-        method = parallelize.context_method(config)
+        method = kernels.context_method(config)
         named = configured(4, context=4, context_method=method, train={"sequence_length": length})
         assert step(config) == step(named)
 
