@@ -1,4 +1,4 @@
-"""`jaxllm COMMAND`: parses and dispatches. What a user can get wrong ends here, as one sentence and exit code 2."""
+"""`jaxllm COMMAND`: parses arguments and dispatches. User errors end here, as one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxllm.runtime import exit_codes
 
 
 class Command(TyperCommand):
-    """Help that names arguments by their metavars alone, which say what may be left out or given again."""
+    """Help that shows only the metavar of each argument. The metavar shows whether it is optional or repeatable."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
@@ -36,7 +36,7 @@ class Command(TyperCommand):
             rows = []
             for one in self.get_params(ctx):
                 if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
-                    # Some versions of typer escape brackets for rich, which is not asked.
+                    # Some versions of typer escape brackets for rich, which is not used here.
                     name = one.metavar if title == "Arguments" else record[0]
                     rows.append((name, record[1].replace("\\[", "[")))
             if rows:
@@ -45,12 +45,12 @@ class Command(TyperCommand):
 
 
 def epilog(*lines: str) -> str:
-    """Command lines that a help ends with, as they stand."""
+    """The example command lines at the end of a help text, not rewrapped."""
     return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
 
 
 def example(*lines: str) -> dict[str, Any]:
-    """How every command is made here."""
+    """Arguments of `app.command` that all commands here share, with example command lines."""
     return {"cls": Command, "epilog": epilog(*lines)}
 
 
@@ -61,24 +61,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=epilog("train quickstart", "train --help"),
 )
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Makes tokens of text.")
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Turns text into tokens.")
 app.add_typer(data_app, name="data")
-convert_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Brings models of Hugging Face's in, and out again."
-)
+convert_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face format.")
 app.add_typer(convert_app, name="convert")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 GpuCount = Annotated[
-    int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
+    int | None, typer.Option(metavar="N", help="Number of GPUs; none is needed here. Default: the config's mesh.")
 ]
 GpusPerHost = Annotated[
     int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
 ]
 CacheDir = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Where compile reports are kept; default: jaxllm/compile in the user's cache.")
+    str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
 SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
 Verify = Annotated[
@@ -90,7 +88,7 @@ Recipe = Annotated[
     list[str],
     typer.Argument(
         metavar="CONFIG [SECTION.KEY=VALUE]...",
-        help="A YAML recipe, or one that comes with jaxllm by its name, such as quickstart; and keys to override, such as "
+        help="A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
         "train.steps=100, in any order.",
     ),
 ]
@@ -105,7 +103,7 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def callback(
     version: Annotated[
-        bool, typer.Option("--version", help="Print jaxllm's version and leave.", callback=show_version, is_eager=True)
+        bool, typer.Option("--version", help="Print jaxllm's version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Trains Llama-family models with JAX."""
@@ -113,13 +111,13 @@ def callback(
 
 @app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))
 def train(recipe: Recipe) -> None:
-    """Trains; resumes by itself from the run directory."""
+    """Trains a model; resumes automatically from the run directory."""
     loaded = load(recipe)
     from jaxllm.runtime import distributed, exit_codes
     from jaxllm.train.loop import fit
 
     if fit(loaded).stopped_by and distributed.launch_info().restarts:
-        # Some launchers end the other processes as soon as one is gone.
+        # Some launchers end the other processes as soon as one exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise typer.Exit(exit_codes.RESTART)
 
@@ -127,17 +125,17 @@ def train(recipe: Recipe) -> None:
 @app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))
 def inspect(
     recipe: Recipe,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none of them need be here.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none is needed here.")] = None,
     gpus_per_host: Annotated[
         int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
     ] = None,
     picture: Annotated[
         str | None,
-        typer.Option(metavar="FILE.png", help="Draw which context rank computes which block of attention, and when."),
+        typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the mesh and the parameters, and where work is wasted. Every parameter with its shardings and bytes per device."""
+    """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
     loaded = load(recipe)
     from jaxllm.compile.inspect import inspect_config
     from jaxllm.compile.inspect_text import render
@@ -160,7 +158,7 @@ def estimate(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: bytes alone."),
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: memory only, no speed."),
     ] = None,
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
@@ -176,17 +174,17 @@ def estimate(
     over: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT", help="Draw bytes over sequence, microbatch or step instead; step compiles for --gpu (extra aot)."
+            metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Says what memory a device needs, and how fast it will be. Bytes by term and stage, by closed forms, in a moment."""
+    """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
     from jaxllm.plan.estimate import estimate as estimate_config
 
     report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
     if over is not None and picture is None:
-        raise ConfigError(f"--over={over} draws a picture: say where to with --picture FILE.png.")
+        raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
     if over == "step" and picture is not None:
         from jaxllm.plots.memory_timeline import draw_step
 
@@ -203,18 +201,18 @@ def compile_(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the devices here."),
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the local devices."),
     ] = None,
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
     real_memory: Annotated[
-        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory: does XLA rematerialise?")
+        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
     cache: CacheDir = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compiles the real train step for GPUs that need not be here. Says its bytes, what it sends, and whether it fits."""
+    """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
     loaded = load(recipe)
@@ -240,7 +238,7 @@ def plan(
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
     compile_: Annotated[
-        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates alone.")
+        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates only.")
     ] = 8,
     objective: Annotated[
         str,
@@ -251,24 +249,26 @@ def plan(
     ] = "speed",
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Leave this as the config has it: tensor, zero, remat ... May be given again."),
+        typer.Option(metavar="NAME", help="Do not change this setting of the config: tensor, zero, remat ... Repeatable."),
     ] = None,
     across_hosts: Annotated[
         bool | None,
-        typer.Option("--across-hosts/--within-hosts", help="May context reach beyond a host? Default: if nothing else fits."),
+        typer.Option(
+            "--across-hosts/--within-hosts", help="May context x tensor cross hosts? Default: only if nothing else fits."
+        ),
     ] = None,
     host_gib_per_gpu: Annotated[
-        float, typer.Option(metavar="GIB", min=0, help="Of a host's memory, what offloading may take for one GPU.")
+        float, typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU.")
     ] = 128.0,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")] = None,
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
-    out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the winner as a recipe; a new file.")] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Candidates in the table.")] = 10,
+    out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the best plan as a recipe; a new file.")] = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of candidates in the table.")] = 10,
     cache: CacheDir = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for what fits and is fastest. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
+    """Searches for the fastest config that fits. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.recipe import check_new, write_recipe
@@ -293,7 +293,7 @@ def plan(
         with nullcontext() if as_json else progress_bar() as progress:
             found = outcome(loaded, request, progress)
     except KeyboardInterrupt:
-        print("jaxllm: stopped before anything that fits was found.", file=sys.stderr)
+        print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(found.to_json()))
@@ -302,7 +302,7 @@ def plan(
     if out is not None:
         write_recipe(found.plan, out, f"jaxllm {shlex.join(sys.argv[1:])}")
     if found.interrupted:
-        what = "this is the best so far" if found.plan.interrupted else "the plan is whole, the sweep is not"
+        what = "this is the best so far" if found.plan.interrupted else "the plan is complete, the sweep is not"
         print(f"jaxllm: interrupted; {what}.", file=sys.stderr)
         raise typer.Exit(130)
 
@@ -313,7 +313,7 @@ def schedule(
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the pipeline's schedule. What each stage does when, how much of the step it is idle, what it must remember."""
+    """Shows the pipeline schedule. The work of each stage over time, its idle share of the step, and what it must store."""
     loaded = load(recipe)
     from jaxllm.plan.pipeline_report import pipeline_report
 
@@ -327,26 +327,24 @@ def schedule(
 
 @app.command("report", **example("report runs/quickstart"))
 def report_(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory: what run.dir was. Only read, but for the page.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory (run.dir). It is only read, except for the page.")],
     out: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. Written over.")
+        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. It is overwritten.")
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE.yaml", help="Predict steps on this kind; default: as fast as they were, on any number."
-        ),
+        typer.Option(metavar="NAME|FILE.yaml", help="Predict step times on this kind of GPU; default: the measured step time."),
     ] = None,
-    gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs; default: that kind's.")] = None,
+    gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per host; default: that kind's.")] = None,
     loss: Annotated[
         float | None,
-        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the least it reached."),
+        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest reached."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
     ] = False,
 ) -> None:
-    """Shows how a run went, with pictures as one HTML page. And what more data ranks would have given it."""
+    """Reports on a run, with charts in one HTML page. Also predicts the effect of more data ranks."""
     from jaxllm.run_report.page import FILE_NAME, write_page
     from jaxllm.run_report.summary import report_on
 
@@ -363,7 +361,7 @@ def export(
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     force: Force = False,
 ) -> None:
-    """Writes the weights of a run alone. For train.init_from, for other machines, or to keep."""
+    """Writes only the weights of a run. For train.init_from, for other machines, or for an archive."""
     from jaxllm.checkpoint.weights import export as export_weights
 
     found = export_weights(source, destination, step, dtype, force)
@@ -374,12 +372,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[SECTION.KEY=VALUE]...",
-        help="How to compute, such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on "
-        "GPUs, over the devices here.",
+        help="Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
+        "on all devices here.",
     ),
 ]
 ModelFolder = Annotated[
-    str, typer.Option(metavar="DIR", help="A folder of Hugging Face's or jaxllm's, a run directory or one of its checkpoints.")
+    str, typer.Option(metavar="DIR", help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints.")
 ]
 OtherTokenizer = Annotated[
     str | None, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes; default: the model's own.")
@@ -393,18 +391,16 @@ def evaluate(
     overrides: Overrides = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(metavar="S", help="Tokens of a window; default: 1024, or fewer if the model was made for those."),
+        typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Tokens from one window to the next; default: S. If less, each is scored with more before it."
-        ),
+        typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap by --stride alone; the rest is dropped."""
+    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
     from jaxllm.commands import predict
     from jaxllm.commands.plan import progress_bar
 
@@ -418,31 +414,31 @@ def evaluate(
 def generate(
     model: ModelFolder,
     prompt: Annotated[
-        list[str], typer.Option(metavar="TEXT", help="A text to go on with; given again: another, done beside it.")
+        list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
     ],
     overrides: Overrides = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are what a user says: answer by the model's chat template.")
+        bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens, at most, for each prompt.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens per prompt.")] = 128,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 draws as the model says.")
+        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 samples from the model's probabilities.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(metavar="P", help="Draw from the likeliest tokens that make up this much of the probability.")
+        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Draw from so many of the likeliest; default: from all.")
+        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; default: from all.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, besides stop tokens; may be given again.")
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continues prompts, to see what a model has learned. With a key-value cache; shows text as it comes."""
+    """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
     from jaxllm.commands import predict
     from jaxllm.inference.text_stream import InTurn
 
@@ -472,14 +468,14 @@ def generate(
 def doctor(
     recipe: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As `jaxllm train` takes them; none: all devices here."),
+        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; none: all devices here."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.yaml", help="What to expect of the devices; default: by their kind.")
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the kind found.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Checks devices, network, clocks and run directory. Here, or on all processes of a launch; exit code 1 if one fails."""
+    """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
     from jaxllm.cost_model.hardware import find_gpu
     from jaxllm.doctor.doctor import examine, read, render
 
@@ -503,25 +499,25 @@ def data_prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: an object a line; .parquet: rows; "
+            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: one object per line; .parquet: rows; "
             "any other text file: one document. .gz and .zst are decompressed.",
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run goes on in it.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
     tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
     text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes; default: one for each CPU.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Make the I-th of N parts of the work, from 0; all with the same --out.")
+        str, typer.Option(metavar="I/N", help="Do the I-th of N parts of the work, from 0; all parts use the same --out.")
     ] = "0/1",
     shard_megabytes: Annotated[
         int | None,
-        typer.Option(metavar="MIB", help="MiB of input that become one shard, about; default: a 64th of it, but 4 to 256."),
+        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenizes text once into a folder to train on. With several processes; run it again to go on."""
+    """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
     from jaxllm.data.prepare import parse_shard, prepare
 
     try:
@@ -549,7 +545,7 @@ def convert_from_hf(
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Brings a Hugging Face folder into jaxllm's own format. Bit for bit, one tensor at a time; checks itself."""
+    """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
     from jaxllm.checkpoint.hf_convert import from_hf
 
     print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
@@ -557,23 +553,24 @@ def convert_from_hf(
 
 @convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))
 def convert_to_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder of jaxllm's, a run directory or a checkpoint.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, as transformers loads it.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
     step: SavedStep = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of a file, such as 500MiB; more is written as several with an index.")
+        str,
+        typer.Option(metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index."),
     ] = "5GB",
     max_position: Annotated[
         int | None,
-        typer.Option(metavar="N", help="max_position_embeddings; default: what it came with, or the length of a run if more."),
+        typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
     ] = None,
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Writes a model or a run as a Hugging Face folder. Checks itself."""
+    """Writes a model or a run as a Hugging Face folder. Verifies the result."""
     from jaxllm.checkpoint.hf_convert import parse_size, to_hf
 
     done = to_hf(
@@ -596,7 +593,7 @@ def schema() -> None:
 
 
 def fitted(lines: Iterable[str]) -> str:
-    """Lines as they are; on a terminal, those too long for it are broken between words and go on further in."""
+    """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
     if not sys.stdout.isatty():
         return "\n".join(lines)
     width = shutil.get_terminal_size().columns
@@ -615,7 +612,7 @@ def fitted(lines: Iterable[str]) -> str:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Prints, on one process of several."""
+    """Prints on the main process only."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
@@ -627,7 +624,7 @@ def show_at_once(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """A line beside the result: on standard error, and on one process of several."""
+    """Prints a line to standard error on the main process only."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
@@ -645,7 +642,7 @@ def load(recipe: list[str]) -> Config:
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # Orbax logs a page for each error of a save, and raises it too: one sentence from us is enough.
+    # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         try:
@@ -658,10 +655,10 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *exit_codes.FULL):
             raise
-        # Who reads it may have seen enough.
+        # The reader of a pipe may stop early.
         if error.errno != errno.EPIPE:
             print_sentence(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.")
-        # What is left in the buffers would fail once more at the end.
+        # The rest in the buffers would fail again at exit.
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         sys.exit(exit_codes.exit_code_for(error))

@@ -1,4 +1,4 @@
-"""The covers of full products, held against counting."""
+"""The covers of full products, compared with a count."""
 
 import itertools
 

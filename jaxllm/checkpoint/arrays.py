@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint, read straight into the layout of another mesh; stacks of layers cut anew for another pipeline."""
+"""Reads the arrays of a checkpoint directly into the sharding of another mesh, and restacks layers for another pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.runtime import distributed
 from jaxllm.sharding import stack_dims
 
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Permission denied", "Too many open files")
-"""In the error of a read: the reason lies here, not in the checkpoint."""
+"""Texts in read errors whose cause is this machine, not the checkpoint."""
 
 
 def is_not_damage(error: BaseException) -> bool:
@@ -29,22 +29,22 @@ def is_not_damage(error: BaseException) -> bool:
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
-    """Reads the arrays that `like` names from an Orbax folder; others in there are not read. Where a stack of layers was cut
-    for another pipeline it comes as it was: `restacked` makes it what `like` says.
+    """Reads the arrays that `like` names from an Orbax folder, and no others. A layer stack that was saved for another pipeline
+    keeps its saved shape; `restacked` then gives it the shape in `like`.
 
     Args:
-      like: nested dicts of ShapeDtypeStructs with shardings. Each array is read straight into its layout, whatever mesh wrote
+      like: nested dicts of ShapeDtypeStructs with shardings. Each array is read directly into its sharding, whatever mesh wrote
         it, and cast to its dtype.
-      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims. Along `vocab` and `layers`, zeros
-        are added or rows cut off at the end.
+      table: nested dict of Parameter. An array whose path ends with the path of a parameter has its dims. Along `vocab` and
+        `layers`, zeros are added or rows removed at the end.
 
     Raises:
-      ConfigError: an array is not there, or has another shape; the message names it.
+      ConfigError: an array is missing or has another shape; the message names it.
       Exception: the files are damaged, or see NOT_DAMAGE.
     """
     silence_orphans()
     handler = ocp.PyTreeCheckpointHandler()
-    found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # pathlib's will do
+    found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # a pathlib path works
     saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
     dims = {_names(path): parameter.dims for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
 
@@ -54,13 +54,14 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
         of_parameter = dims.get(parameter, ("",) * x.ndim)
-        # What each island has of its own (diloco.py) has a dim before the parameter's.
-        islands = x.ndim - len(of_parameter)
-        shape, wanted = saved[names][islands:], x.shape[islands:]
+        # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
+        replica_dims = x.ndim - len(of_parameter)
+        shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]
         stacked = stack_dims(of_parameter)
         of_stack = len(shape) - (len(wanted) - stacked)
         sizes = zip(shape[of_stack:], wanted[stacked:], of_parameter[stacked:], strict=False)
-        is_other = tuple(saved[names][:islands]) != x.shape[:islands] or any(a != b and d != "vocab" for a, b, d in sizes)
+        is_other = tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
+        is_other = is_other or any(a != b and d != "vocab" for a, b, d in sizes)
         if is_other or (of_stack not in (1, 3) if stacked else of_stack):
             raise ConfigError(
                 f"{'.'.join(parameter)} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
@@ -68,9 +69,9 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             )
         if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:
             return x
-        if islands:
+        if replica_dims:
             raise ConfigError(
-                f"{folder} holds islands of DiLoCo whose layers are cut for another pipeline: go on with the same "
+                f"{folder} holds DiLoCo replicas whose layers are stacked for another pipeline: resume with the same "
                 f"parallel.pipe and parallel.virtual_stages."
             )
         return _of_another_stack(x, stacked, shape[:of_stack])
@@ -82,33 +83,33 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     on_disk = jax.tree_util.tree_map_with_path(read_as, like)
     restore_args = jax.tree_util.tree_map_with_path(arguments, on_disk)
     partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
-    # The handler alone: Checkpointer.restore ends in a barrier, where a process that failed would leave the others.
+    # Only the handler: Checkpointer.restore ends with a barrier, where the others would wait for a process that failed.
     args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
-    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # pathlib's will do
+    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # a pathlib path works
 
 
-def lies_on_host(arrays: Any) -> bool:
+def on_host(arrays: Any) -> bool:
     """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
     return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(arrays))
 
 
 def restacked(arrays: Any, like: Any) -> Any:
-    """Stacks of layers as `like` has them (parallel/layer_stacking.py): cut into other chunks, identity layers of zeros added
-    at the end or taken away. One array after the other; those given are deleted.
+    """Gives layer stacks the shape in `like` (parallel/layer_stacking.py): other chunks, with identity layers of zeros added or
+    removed at the end. It converts one array after the other and deletes the inputs.
     """
     return jax.tree.map(_restack, arrays, like)
 
 
 def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """`like`, an array with `stacked` dims that count layers, as one with the dims `leading` instead: split over the same axes,
-    and with zero layers at its end where that takes them to divide.
+    """Replaces the first `stacked` dims of `like`, which count layers, by the dims `leading`. The result is sharded over the
+    same axes, with zero layers at the end if they are needed to divide.
     """
     sharding, sizes = like.sharding, list(leading)
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
         axis = next((entry for entry in spec[:stacked] if entry is not None), None)
         ways = 1 if axis is None else sharding.mesh.shape[axis]
-        # One dim may have layers added; of three, the one that divides, or none.
+        # Layers may be added to a single dim; of three dims, the one that divides is sharded, or none.
         home = next((i for i, size in enumerate(sizes) if size % ways == 0), 0 if len(sizes) == 1 else None)
         if home is not None:
             sizes[home] = -(-sizes[home] // ways) * ways
@@ -120,7 +121,7 @@ def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[i
 def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape == like.shape:
         return x
-    # One leading dim or three; two of one are the same by now.
+    # There are one or three leading dims; two arrays with one are equal by now.
     of_stack, stacked = {-2: (1, 3), 0: (3, 3), 2: (3, 1)}[x.ndim - like.ndim]
 
     def cut(x: jax.Array) -> jax.Array:
@@ -135,5 +136,5 @@ def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """A tree path as names, the same for a namedtuple and for the dict that Orbax made of it."""
+    """A tree path as names, equal for a namedtuple and for the dict that Orbax makes of it."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

@@ -164,8 +164,8 @@ class Module:
 
     def collectives(self) -> list[Collective]:
         kinds = {op: kind for kind in COLLECTIVES for op in (kind, f"{kind}-start")}
-        occurrences = self._walk(self.entry, 1, ())
-        return [self._collective(kinds[one.instruction.op], one) for one in occurrences if one.instruction.op in kinds]
+        found = [at for at in self._walk(self.entry, 1, ()) if at.instruction.op in kinds]
+        return [self._collective(kinds[at.instruction.op], at) for at in found]
 
     def loops_without_trip_count(self) -> int:
         """Number of loops with collectives for which XLA gives no trip count; everything in them counts once. Our own loops

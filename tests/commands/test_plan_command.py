@@ -226,14 +226,15 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
     assert values["interrupted"] is False
     assert values["sweep"]["interrupted"] is True
     assert [row["gpus"] for row in values["sweep"]["rows"]] == [1, 2]
-    assert result.stderr == "jaxllm: interrupted; the plan is whole, the sweep is not.\n"
+    assert result.stderr == "jaxllm: interrupted; the plan is complete, the sweep is not.\n"
     text = run(*arguments).stdout
     assert "INTERRUPTED: the best so far" not in text
     assert "INTERRUPTED: the last number of GPUs was not looked at to its end" in text
 
 
 def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeypatch):
-    """Also if fewer GPUs than the present ones are enough, and compiling has rejected the fastest candidate."""
+    """Also if the smallest sufficient number of GPUs is below the present one, and compiling has rejected the fastest
+    candidate."""
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: True)
     monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(InlineExecutor))
     compiled = []
@@ -280,7 +281,7 @@ def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     monkeypatch.setattr(memory, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "16")
     assert result.exit_code == 130
-    assert "stopped before anything that fits was found" in result.stderr
+    assert "interrupted before any config that fits was found" in result.stderr
     assert result.stdout == ""
 
 

@@ -105,7 +105,7 @@ def test_the_limits_are_those_of_the_law():
         over = needed.steps(batch) / needed.least_steps - 1, needed.tokens(batch) / needed.least_tokens - 1
         assert over[0] * over[1] == pytest.approx(1)
         assert wasted_share(batch, 1600) == pytest.approx(1 - needed.least_tokens / needed.tokens(batch))
-        # The statement of noise_scale_text.py about twice the batch.
+        # The statement of noise_reading.py about twice the batch.
         wasted = wasted_share(batch, 1600)
         assert needed.steps(2 * batch) == pytest.approx(needed.steps(batch) * (1 - (1 - wasted) / 2))
         assert needed.tokens(2 * batch) == pytest.approx(needed.tokens(batch) * (1 + wasted))
