@@ -1,7 +1,7 @@
 """`jaxllm plan`: the search, and compilations by compile_report that confirm its results.
 
-    found = plan(config, gpu="h100-80gb", gpus=64, compile=8)
-    found.best, found.candidates, found.rejected
+    result = plan(config, gpu="h100-80gb", gpus=64, compile=8)
+    result.best, result.candidates, result.rejected
 
 Compilations run in processes of their own, each with its own JAX, because one takes a core or two for half a minute. If
 processes cannot be started, they run in this process, one after another.
@@ -90,22 +90,22 @@ def plan(
     count = require_devices(config, gpus)
     options = SearchOptions(**{"largest_microbatch": objective == "microbatch", **rules})
     if objective == "gpus":
-        found = smallest_cluster(config, kind, count, gpus_per_host, options, progress=progress)
+        result = smallest_cluster(config, kind, count, gpus_per_host, options, progress=progress)
     elif objective == "sequence":
-        found = longest_sequence(config, kind, count, gpus_per_host, options, progress=progress)
+        result = longest_sequence(config, kind, count, gpus_per_host, options, progress=progress)
     else:
-        found = search(config, kind, count, gpus_per_host, options, progress=progress)
-    if not found.candidates and not found.interrupted:
-        raise ConfigError(why_nothing(found, options))
-    if compile and not found.interrupted:
-        found = _confirmed(found, compile, cache, workers, progress)
-        if not found.candidates and not found.interrupted:
-            refused = found.rejected[-1]
+        result = search(config, kind, count, gpus_per_host, options, progress=progress)
+    if not result.candidates and not result.interrupted:
+        raise ConfigError(why_nothing(result, options))
+    if compile and not result.interrupted:
+        result = _confirmed(result, compile, cache, workers, progress)
+        if not result.candidates and not result.interrupted:
+            refused = result.rejected[-1]
             raise ConfigError(
-                f"No candidate remains on {found.gpus} x {kind.name}: all that should fit is {refused.reason}, such as "
+                f"No candidate remains on {result.gpus} x {kind.name}: all that should fit is {refused.reason}, such as "
                 f"{refused.example}: use more GPUs, or shorter sequences."
             )
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
     cache = None
     if request.compile and not request.no_cache:
         cache = Path(request.cache) if request.cache is not None else _cache_folder()
-    found = plan(
+    result = plan(
         config,
         request.gpu,
         request.gpus,
@@ -195,31 +195,31 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
         progress=progress,
         **request.rules,
     )
-    if not found.candidates:
+    if not result.candidates:
         raise KeyboardInterrupt
     sweep, most = None, require_devices(config, request.gpus)
-    if request.sweep is not None and not found.interrupted:
+    if request.sweep is not None and not result.interrupted:
         sweep = sweep_gpus(
-            found.config,
-            found.gpu,
+            result.config,
+            result.gpu,
             most,
             request.gpus_per_host,
             SearchOptions(**request.rules, largest_microbatch=request.objective == "microbatch"),
-            known=found,
+            known=result,
             tokens=tokens,
             progress=progress,
         )
-    cost = None if tokens is None else cost_of(found, tokens)
-    return Outcome(found, request.objective, objective_line(request.objective, config, most), cost, sweep)
+    cost = None if tokens is None else cost_of(result, tokens)
+    return Outcome(result, request.objective, objective_line(request.objective, config, most), cost, sweep)
 
 
-def cost_of(found: Plan, tokens: float) -> TrainingCost:
+def cost_of(result: Plan, tokens: float) -> TrainingCost:
     """Cost of training on a number of tokens with the winner, at its predicted speed."""
-    model = found.config.model
-    flops = train_flops_per_token(model, found.config.train.sequence_length)
-    speed = found.candidates[0].tokens_per_s_per_gpu
-    watts = board_watts(found.gpu)
-    return training_cost(parameter_count(model), tokens, speed * flops, found.gpus, flops_per_token=flops, watts_per_gpu=watts)
+    model = result.config.model
+    flops = train_flops_per_token(model, result.config.train.sequence_length)
+    speed = result.candidates[0].tokens_per_s_per_gpu
+    watts = board_watts(result.gpu)
+    return training_cost(parameter_count(model), tokens, speed * flops, result.gpus, flops_per_token=flops, watts_per_gpu=watts)
 
 
 def _cache_folder() -> Path:
@@ -232,17 +232,17 @@ def _cache_folder() -> Path:
 # ------------------------------------------------------------------------------------------------------- compiling
 
 
-def _confirmed(found: Plan, count: int, cache: Path | None, workers: int, progress: Progress | None) -> Plan:
+def _confirmed(result: Plan, count: int, cache: Path | None, workers: int, progress: Progress | None) -> Plan:
     from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
 
     if not can_compile_for_gpus():
         try:
             gpu_devices(1, 1)
         except ConfigError as error:
-            return replace(found, unconfirmed_because=str(error))
-    compile_bytes = Compiler.of(found, cache)
+            return replace(result, unconfirmed_because=str(error))
+    compile_bytes = Compiler.of(result, cache)
     with processes(workers) as start:
-        return confirm(found, count, compile_bytes, start, workers, progress)
+        return confirm(result, count, compile_bytes, start, workers, progress)
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,9 @@ class Compiler:
     cache: Path | None
 
     @classmethod
-    def of(cls, found: Plan, cache: Path | None) -> Compiler:
-        parts = {**vars(found.gpu), "dense_flops": dict(found.gpu.dense_flops)}
-        return cls(parts, found.gpus, found.gpus_per_host, cache)
+    def of(cls, result: Plan, cache: Path | None) -> Compiler:
+        parts = {**vars(result.gpu), "dense_flops": dict(result.gpu.dense_flops)}
+        return cls(parts, result.gpus, result.gpus_per_host, cache)
 
     def __call__(self, config: Config) -> int:
         from jaxllm.compile.report import compile_report

@@ -78,11 +78,11 @@ def can_compile_for_gpus() -> bool:
 def versions() -> list[str]:
     """Versions of the installed packages that compile: the CUDA plugin, cuDNN and the assembler."""
     names = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
-    found = []
+    installed = []
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return found
+            installed.append(f"{name} {importlib.metadata.version(name)}")
+    return installed
 
 
 def gpu_devices(

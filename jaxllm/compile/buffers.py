@@ -56,10 +56,10 @@ def read_dump(folder: str | Path) -> StepMemory:
     Raises:
       FileNotFoundError: there is no dump, or this XLA dumps something else.
     """
-    found = sorted(Path(folder).glob(f"*{_STEM}-buffer-assignment.txt"), key=lambda path: path.stat().st_size)
-    if not found:
+    dumps = sorted(Path(folder).glob(f"*{_STEM}-buffer-assignment.txt"), key=lambda path: path.stat().st_size)
+    if not dumps:
         raise FileNotFoundError(f"No buffer assignment was dumped into {folder}.")
-    stem = str(found[-1]).removesuffix("-buffer-assignment.txt")
+    stem = str(dumps[-1]).removesuffix("-buffer-assignment.txt")
     texts = (
         Path(stem + ending).read_text(encoding="utf-8") for ending in ("-buffer-assignment.txt", "-live-range.txt", ".txt")
     )

@@ -210,7 +210,7 @@ class Module:
         tuples), values inside fusions, and arrays in host memory are left out. An array updated in place appears once per
         update.
         """
-        found = []
+        results = []
         for occurrence in self._walk(self.entry, 1, ()):
             instruction = occurrence.instruction
             if instruction.op in _PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
@@ -218,8 +218,8 @@ class Module:
             argument, op_name = self._argument(occurrence), _OP_NAME.search(instruction.text)
             name = op_name[1] if op_name else instruction.name
             for dtype, dims in BUFFER.findall(instruction.result):
-                found.append(Result(dtype, shape_of(dims), name, argument, occurrence.executed, bool(occurrence.loops)))
-        return found
+                results.append(Result(dtype, shape_of(dims), name, argument, occurrence.executed, bool(occurrence.loops)))
+        return results
 
     def _argument(self, occurrence: _Occurrence) -> str:
         """The program argument that an instruction reads, through others with a single array input; '' if there is none."""
@@ -248,7 +248,7 @@ class Module:
         Args:
           types: result types of the instructions in its computation, by name.
         """
-        target = found[1] if (found := _TARGET.search(instruction.text)) else ""
+        target = match[1] if (match := _TARGET.search(instruction.text)) else ""
         if instruction.op == "dot" or re.search(r"gemm|cublas", target):
             return matmul_flops(instruction, types)
         if "fmha" in target:

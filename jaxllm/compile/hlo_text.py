@@ -42,18 +42,18 @@ def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
 
 def trip_count(instruction: Instruction) -> int:
     """Trip count of a loop; 1 for any other instruction, and if XLA does not know it."""
-    found = TRIPS.search(instruction.text) if instruction.op == "while" else None
-    return int(found[1]) if found else 1
+    match = TRIPS.search(instruction.text) if instruction.op == "while" else None
+    return int(match[1]) if match else 1
 
 
 def matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
     """2 x elements of the result x elements that each sums over. The first result of a library call is the product; the others
     are workspace."""
     left = BUFFER.search(types.get(_first_operand(instruction), ""))
-    result, found = BUFFER.search(instruction.result), _CONTRACTED.search(instruction.text)
-    if not (left and result and found):
+    result, match = BUFFER.search(instruction.result), _CONTRACTED.search(instruction.text)
+    if not (left and result and match):
         return 0
-    contracted = shape_of(re.sub(r'[" ]', "", found[1] or found[2] or ""))
+    contracted = shape_of(re.sub(r'[" ]', "", match[1] or match[2] or ""))
     return 2 * math.prod(shape_of(result[2])) * math.prod(shape_of(left[2])[dim] for dim in contracted)
 
 
@@ -69,8 +69,8 @@ def attention_flops(instruction: Instruction, target: str, types: Mapping[str, s
 
 
 def _first_operand(instruction: Instruction) -> str:
-    found = OPERAND.search(instruction.text.split(f" {instruction.op}(", 1)[1])
-    return found[1] if found else ""
+    match = OPERAND.search(instruction.text.split(f" {instruction.op}(", 1)[1])
+    return match[1] if match else ""
 
 
 def parsed(line: str) -> Instruction:

@@ -122,9 +122,9 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
     sizes = axis_sizes(config.parallel)
     _, tree = parameter_table(config)
     table = jax.tree.leaves(tree)
-    lines = tuple(describe(parameter, config) for parameter in table)
+    rows = tuple(describe(parameter, config) for parameter in table)
     padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
-    held = sum((line.bytes_per_device for line in lines), Bytes(0, 0, 0, 0))
+    held = sum((row.bytes_per_device for row in rows), Bytes(0, 0, 0, 0))
     return Report(
         mesh=sizes,
         gpus=gpus,
@@ -135,13 +135,13 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
         compute_dtype=config.model.compute_dtype,
         parameter_count=parameter_count(config.model),
         vocabulary_padding_rows=padding,
-        parameters=lines,
+        parameters=rows,
         bytes_per_device=held,
         activations=activations(config),
         state_offload=state_offload(config, held),
         precision=precision_table(config),
-        notes=tuple(notes(config, lines, padding)),
-        warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, lines)),
+        notes=tuple(notes(config, rows, padding)),
+        warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, rows)),
     )
 
 
@@ -157,7 +157,7 @@ def count_devices(config: Config, gpus: int | None) -> int:
 # ------------------------------------------------------------------------------------------------------------ parameters
 
 
-def notes(config: Config, lines: tuple[ParameterRow, ...], padding: int) -> Iterator[str]:
+def notes(config: Config, rows: tuple[ParameterRow, ...], padding: int) -> Iterator[str]:
     """Yields remarks that the numbers do not show."""
     model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
     if padding:
@@ -167,12 +167,12 @@ def notes(config: Config, lines: tuple[ParameterRow, ...], padding: int) -> Iter
     if parallel.zero and math.prod(sizes[axis] for axis in ZERO_AXES) == 1:
         yield f"parallel.zero={parallel.zero} shards nothing here: data x context is 1."
     if config.train.diloco_steps is not None:
-        outer = readable(sum(line.bytes_per_device.moments for line in lines))
+        outer = readable(sum(row.bytes_per_device.moments for row in rows))
         yield f"DiLoCo holds {outer} more on each device: the weights of the last outer step and its momentum."
-    if all(line.bytes_per_device.compute_copy == 0 for line in lines):
+    if all(row.bytes_per_device.compute_copy == 0 for row in rows):
         yield f"No compute copy: the master weights are {model.compute_dtype} already and are used in place."
     if model.num_kv_heads % sizes[TENSOR]:
-        held = sum(line.bytes_per_device.total for line in lines if "kv_heads" in line.dims)
+        held = sum(row.bytes_per_device.total for row in rows if "kv_heads" in row.dims)
         cost = held - held // sizes[TENSOR]
         yield (
             f"Key-value heads are replicated: {model.num_kv_heads} of them do not split over tensor={sizes[TENSOR]}, so each "

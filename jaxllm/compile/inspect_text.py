@@ -128,15 +128,15 @@ def layout_table(report: Report) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("parameter", "dim", "size", "compute", "master"):
         table.add_column(heading, overflow="fold", justify="right" if heading == "size" else "left")
-    for line in report.parameters:
-        stacked = line.dims[0] == "layers"
-        shape = line.shape[1:] if stacked else line.shape
-        times = f" x {line.shape[0]}" if stacked else ""
-        if stacked and report.mesh[line.compute[0][0]] > 1:
-            times += f" over {line.compute[0][0]}"
-        under = f"  {line.dtype} [{', '.join(map(str, shape))}]{times}"
-        rows = list(zip(line.dims, line.shape, line.compute, line.master, strict=True))[stacked:]
-        for left, row in itertools.zip_longest([line.path, under], rows):
+    for parameter in report.parameters:
+        stacked = parameter.dims[0] == "layers"
+        shape = parameter.shape[1:] if stacked else parameter.shape
+        times = f" x {parameter.shape[0]}" if stacked else ""
+        if stacked and report.mesh[parameter.compute[0][0]] > 1:
+            times += f" over {parameter.compute[0][0]}"
+        under = f"  {parameter.dtype} [{', '.join(map(str, shape))}]{times}"
+        rows = list(zip(parameter.dims, parameter.shape, parameter.compute, parameter.master, strict=True))[stacked:]
+        for left, row in itertools.zip_longest([parameter.path, under], rows):
             dim, size, *specs = row or ("", "", None, None)
             split = ["" if spec is None else " x ".join(a for a in spec if report.mesh[a] > 1) or "-" for spec in specs]
             table.add_row(*map(Text, (left or "", dim, str(size), *split)))
@@ -148,29 +148,29 @@ def bytes_table(report: Report) -> Table:
     table.add_column("parameter", overflow="fold")
     for heading in ("master", "moments", "copy", "gradients"):
         table.add_column(heading, justify="right")
-    for line in report.parameters:
-        table.add_row(Text(line.path), *map(readable, asdict(line.bytes_per_device).values()))
+    for parameter in report.parameters:
+        table.add_row(Text(parameter.path), *map(readable, asdict(parameter.bytes_per_device).values()))
     table.add_row("total", *(readable(size) for size in asdict(report.bytes_per_device).values()), style="bold")
     return table
 
 
 def activation_lines(report: Report) -> Iterator[Text]:
     """The tensors that remat keeps, and the load on the host's link."""
-    found, state = report.activations, report.state_offload
-    yield Text(f"\nRemat {found.policy}: bytes for each token of a sequence and each layer, on one device")
-    for label, sizes in (("kept", found.kept), ("offloaded", found.offloaded)):
+    block, state = report.activations, report.state_offload
+    yield Text(f"\nRemat {block.policy}: bytes for each token of a sequence and each layer, on one device")
+    for label, sizes in (("kept", block.kept), ("offloaded", block.offloaded)):
         if sizes:
             listed = ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items())
             yield Text(f"  {label} {sum(sizes.values()):,.0f}: {listed}")
-    if found.recomputed:
-        yield Text(f"  recomputed: {', '.join(found.recomputed)}")
-    if found.unnamed:
-        yield Text(f"  kept {found.unnamed:,.0f}, all that autodiff needs, with plain XLA attention")
+    if block.recomputed:
+        yield Text(f"  recomputed: {', '.join(block.recomputed)}")
+    if block.unnamed:
+        yield Text(f"  kept {block.unnamed:,.0f}, all that autodiff needs, with plain XLA attention")
     link = f"{GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s / 1e9:.0f} GB/s each way of {REFERENCE_GPU}'s link"
-    if found.offloaded:
+    if block.offloaded:
         yield Text(
-            f"  {found.link_s * 1e9:,.0f} ns to the host at {link}, behind {found.compute_s * 1e9:,.0f} ns of compute "
-            f"({REACHED:.0%} of the bfloat16 peak)" + (": the link is the slower" if found.link_s > found.compute_s else "")
+            f"  {block.link_s * 1e9:,.0f} ns to the host at {link}, behind {block.compute_s * 1e9:,.0f} ns of compute "
+            f"({REACHED:.0%} of the bfloat16 peak)" + (": the link is the slower" if block.link_s > block.compute_s else "")
         )
     if state.what != "none":
         yield Text(

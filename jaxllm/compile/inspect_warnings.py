@@ -39,19 +39,19 @@ def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterato
         yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
 
 
-def matmul_warnings(config: Config, lines: tuple[ParameterRow, ...]) -> Iterator[ConfigWarning]:
+def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...]) -> Iterator[ConfigWarning]:
     """Warnings for matmuls whose shard has an unsuitable size for the GPU: at most one each for tiles and for size.
 
     The sharded dim of a weight is checked even if the forward pass contracts it: in the backward pass it is an output dim.
     """
     sizes = axis_sizes(config.parallel)
-    for line in lines:
+    for row in parameters:
         # An embedding that is not also the head is looked up, not multiplied.
-        if "norm" in line.path or (line.path == "embedding" and not config.model.tie_embeddings):
+        if "norm" in row.path or (row.path == "embedding" and not config.model.tie_embeddings):
             continue
-        wide = [i for i, dim in enumerate(line.dims) if dim not in (*STACK_DIMS, "embed")]
-        whole = math.prod(line.shape[i] for i in wide)
-        axes = [axis for i in wide for axis in line.compute[i] if sizes[axis] > 1]
+        wide = [i for i, dim in enumerate(row.dims) if dim not in (*STACK_DIMS, "embed")]
+        whole = math.prod(row.shape[i] for i in wide)
+        axes = [axis for i in wide for axis in row.compute[i] if sizes[axis] > 1]
         ways = math.prod(sizes[axis] for axis in axes)
         columns, axis = whole // ways, " x ".join(axes) or None
         tiles = -(-columns // TILE_COLUMNS)
@@ -59,10 +59,10 @@ def matmul_warnings(config: Config, lines: tuple[ParameterRow, ...]) -> Iterator
         if ways > 1 and 100 * idle > IDLE_PERCENT * tiles * TILE_COLUMNS:
             of = f"each {TILE_COLUMNS}-wide tile" if tiles == 1 else f"{tiles} {TILE_COLUMNS}-wide tiles"
             percent = 100 * idle // (tiles * TILE_COLUMNS)
-            yield ConfigWarning("tiles", line.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {of} idle")
+            yield ConfigWarning("tiles", row.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {of} idle")
 
-        is_head = "vocab" in line.dims
-        output = config.model.hidden_size if line.dims[-1] == "embed" and not is_head else columns
+        is_head = "vocab" in row.dims
+        output = config.model.hidden_size if row.dims[-1] == "embed" and not is_head else columns
         rows = head_rows(config) if is_head else matmul_rows(config)
         work = -(-rows // TILE_ROWS) * -(-output // TILE_COLUMNS)
         if work < MULTIPROCESSORS:
@@ -71,7 +71,7 @@ def matmul_warnings(config: Config, lines: tuple[ParameterRow, ...]) -> Iterator
                 f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {MULTIPROCESSORS} multiprocessors of "
                 f"{MULTIPROCESSORS_OF}"
             )
-            yield ConfigWarning("small", line.path, axis, message)
+            yield ConfigWarning("small", row.path, axis, message)
 
 
 def matmul_rows(config: Config) -> int:

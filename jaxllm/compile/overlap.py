@@ -139,8 +139,8 @@ class _Simulation:
         share = FITTED.hopper_matmul_share if gpu.chip.compute_capability >= (9, 0) else FITTED.matmul_share
         peak = gpu.float8_flops if fp8 and gpu.float8_flops else gpu.dense_flops["bfloat16"]
         self.flops_per_s = peak * share
-        self.found = module.collectives()
-        self.collectives = {(c.computation, c.name): c for c in self.found}
+        self.in_order = module.collectives()
+        self.collectives = {(c.computation, c.name): c for c in self.in_order}
         self.exposed_s: dict[tuple[str, str], float] = {}
         """Exposed time by (computation, name of the instruction)."""
         self.times_s: dict[str, float] = {}
@@ -149,7 +149,7 @@ class _Simulation:
     def transfers(self) -> list[Transfer]:
         for computation in self.module.running():
             self.times_s[computation] = self.run(computation)
-        return [self.transfer(collective) for collective in self.found if collective.axes]
+        return [self.transfer(collective) for collective in self.in_order if collective.axes]
 
     def transfer(self, collective: Collective) -> Transfer:
         size = sum(byte_size(*buffer) for buffer in collective.buffers)

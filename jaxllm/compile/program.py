@@ -103,10 +103,10 @@ def kernel_flops(jaxpr: Any) -> int:
     """
     total = 0
     for visit in walk(jaxpr):
-        found = re.match(r"dot_product_attention_(fwd|bwd)", visit.equation.primitive.name)
-        if found:
+        match = re.match(r"dot_product_attention_(fwd|bwd)", visit.equation.primitive.name)
+        if match:
             (B, S, N, H), (_, T, *_) = (x.aval.shape for x in visit.equation.invars[:2])
             causal = "CAUSAL" in str(visit.equation.params.get("mask_type", "")).upper()
-            flops = (4 if found[1] == "fwd" else 10) * B * S * T * N * H // (2 if causal else 1)
+            flops = (4 if match[1] == "fwd" else 10) * B * S * T * N * H // (2 if causal else 1)
             total += flops * visit.executed * visit.ranks
     return total

@@ -165,8 +165,8 @@ def compile_report(
     # This reports missing packages even if the report is cached.
     devices = aot.gpu_devices(gpus // per_host, per_host, gpu)
     file = None if cache is None else cache / f"{cache_key(config, gpu, gpus, per_host, real_memory)}.json"
-    if file is not None and (found := _read(file, because)) is not None:
-        return found
+    if file is not None and (cached := _read(file, because)) is not None:
+        return cached
     real = aot.gpu_devices(gpus // per_host, per_host, gpu, gpu.memory_bytes) if real_memory else None
     kind = (gpu.name, gpu.memory_bytes, gpu.capacity_bytes)
     report = _compile(config, devices, real, kind, gpu, per_host, because)

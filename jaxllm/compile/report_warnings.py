@@ -28,19 +28,19 @@ def warnings(
 ) -> Iterator[str]:
     if capacity is not None:
         yield from replicated_giants(config, capacity, fits)
-    for line in collectives:
-        if not line.in_loops and line.kind == "all-gather":
-            average = line.bytes / line.count
-            if line.count >= MANY_GATHERS and average < SMALL_GATHER_BYTES:
+    for row in collectives:
+        if not row.in_loops and row.kind == "all-gather":
+            average = row.bytes / row.count
+            if row.count >= MANY_GATHERS and average < SMALL_GATHER_BYTES:
                 yield (
-                    f"{line.count} all-gathers over {' x '.join(line.axes)} move {readable(average)} each on average: XLA did "
+                    f"{row.count} all-gathers over {' x '.join(row.axes)} move {readable(average)} each on average: XLA did "
                     f"not combine them."
                 )
-    for line in collectives:
-        each = line.bytes / line.count
-        if line.in_loops and not line.asynchronous and line.axes and each >= SMALL_BYTES:
+    for row in collectives:
+        each = row.bytes / row.count
+        if row.in_loops and not row.asynchronous and row.axes and each >= SMALL_BYTES:
             yield (
-                f"{line.count} {line.kind}s of {line.dtype} over {' x '.join(line.axes)}, {readable(line.bytes)} a step, are "
+                f"{row.count} {row.kind}s of {row.dtype} over {' x '.join(row.axes)}, {readable(row.bytes)} a step, are "
                 f"synchronous inside loops: nothing is computed meanwhile."
             )
     if '_xla_compute_type="host"' in text or 'execution_thread="host"' in text:
@@ -58,38 +58,38 @@ def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Itera
     always reported. The compute copy is replicated by design below ZeRO 3, so it is reported only if the step does not fit.
     """
     sizes = axis_sizes(config.parallel)
-    lines = [describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1])]
+    rows = [describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1])]
     masters: dict[str, list[ParameterRow]] = {}
     copies: dict[str, list[ParameterRow]] = {}
-    for line in lines:
-        at_rest = line.bytes_per_device.master + line.bytes_per_device.moments
+    for row in rows:
+        at_rest = row.bytes_per_device.master + row.bytes_per_device.moments
         for axis in (PIPE, DATA, CONTEXT, TENSOR):
-            if at_rest > GIANT_SHARE * capacity and _could_split(line, line.master, axis, sizes):
-                masters.setdefault(axis, []).append(line)
-            held = line.bytes_per_device.compute_copy
-            if held > GIANT_SHARE * capacity and axis in ZERO_AXES and _could_split(line, line.compute, axis, sizes):
-                copies.setdefault(axis, []).append(line)
-    for axis, found in masters.items():
-        size = sum(line.bytes_per_device.master + line.bytes_per_device.moments for line in found)
+            if at_rest > GIANT_SHARE * capacity and _could_split(row, row.master, axis, sizes):
+                masters.setdefault(axis, []).append(row)
+            held = row.bytes_per_device.compute_copy
+            if held > GIANT_SHARE * capacity and axis in ZERO_AXES and _could_split(row, row.compute, axis, sizes):
+                copies.setdefault(axis, []).append(row)
+    for axis, rows in masters.items():
+        size = sum(row.bytes_per_device.master + row.bytes_per_device.moments for row in rows)
         cure = ": parallel.zero=1 or more shards them." if axis in ZERO_AXES and config.parallel.zero == 0 else "."
-        yield f"Weights and moments of {_names(found)}, {readable(size)}, are the same on all {sizes[axis]} {axis} ranks{cure}"
+        yield f"Weights and moments of {_names(rows)}, {readable(size)}, are the same on all {sizes[axis]} {axis} ranks{cure}"
     if fits is False and config.parallel.zero < 3:
-        for axis, found in copies.items():
-            size = sum(line.bytes_per_device.compute_copy for line in found)
+        for axis, rows in copies.items():
+            size = sum(row.bytes_per_device.compute_copy for row in rows)
             yield (
-                f"The {config.model.compute_dtype} copies of {_names(found)}, {readable(size)}, are the same on all "
+                f"The {config.model.compute_dtype} copies of {_names(rows)}, {readable(size)}, are the same on all "
                 f"{sizes[axis]} {axis} ranks: parallel.zero=3 gathers them a layer at a time."
             )
 
 
-def _could_split(line: ParameterRow, layout: tuple[tuple[str, ...], ...], axis: str, sizes: dict[str, int]) -> bool:
+def _could_split(row: ParameterRow, layout: tuple[tuple[str, ...], ...], axis: str, sizes: dict[str, int]) -> bool:
     """Whether the layout leaves an axis unused that divides a device's part of some dim. Only layers go over `pipe`."""
     if sizes[axis] == 1 or any(axis in axes for axes in layout):
         return False
-    left = [size // math.prod(sizes[a] for a in axes) for size, axes in zip(line.shape, layout, strict=True)]
-    dims = [size for size, dim in zip(left, line.dims, strict=True) if (dim in STACK_DIMS) == (axis == PIPE)]
+    left = [size // math.prod(sizes[a] for a in axes) for size, axes in zip(row.shape, layout, strict=True)]
+    dims = [size for size, dim in zip(left, row.dims, strict=True) if (dim in STACK_DIMS) == (axis == PIPE)]
     return any(size % sizes[axis] == 0 for size in dims)
 
 
-def _names(lines: Sequence[ParameterRow]) -> str:
-    return ", ".join(line.path for line in lines)
+def _names(rows: Sequence[ParameterRow]) -> str:
+    return ", ".join(row.path for row in rows)

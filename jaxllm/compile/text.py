@@ -97,19 +97,19 @@ def verdict(report: CompileReport) -> Iterator[Text]:
     if (real := report.real_memory) is not None:
         if real.rematerialises:
             yield Text(
-                f"With its real memory XLA computes {real.rematerialised_instructions} instructions again and takes "
+                f"With the real memory XLA rematerialises {real.rematerialised_instructions} instructions and takes "
                 f"{readable(real.total_bytes)}: slower, and it {'fits' if real.fits else 'does not fit'}"
             )
         else:
-            yield Text("With its real memory XLA makes the same program: nothing is computed again for want of room")
+            yield Text("With the real memory XLA compiles the same program, without rematerialisation")
     elif report.near_rematerialisation:
-        yield Text("Above three quarters of the memory XLA computes things again to save some: --real-memory says what it does")
+        yield Text("Above three quarters of the memory XLA rematerialises to save memory: --real-memory shows the effect")
 
 
 def step_lines(report: CompileReport) -> Iterator[str]:
     kernels = f", {teraflops(report.attention_kernel_flops)} of them cuDNN attention's by its shapes"
     yield (
-        f"{teraflops(report.executed_flops)} TFLOP on all devices: matmuls as traced, with what is computed twice"
+        f"{teraflops(report.executed_flops)} TFLOP on all devices: matmuls as traced, with recomputation"
         f"{kernels if report.attention_kernel_flops else ''}; the model's own are {teraflops(report.model_flops)} (causal)"
     )
     yield f"{report.hlo_instructions:,} HLO instructions, {readable(report.hlo_bytes)} of text; JAX {report.jax_version}"

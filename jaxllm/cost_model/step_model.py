@@ -45,8 +45,8 @@ class StepModel(LayerCompute):
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
         self.add_replicas(once)
         self.add_state_offload(once)
-        for found in (self.head(), self.update(), once.exposed_s):
-            add_times(terms, found)
+        for times_s in (self.head(), self.update(), once.exposed_s):
+            add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices

@@ -115,6 +115,6 @@ class Transfers:
         return sum(self.exposed_s.values())
 
 
-def add_times(sums: dict[str, float], found: dict[str, float], times: float = 1) -> None:
-    for name, time_s in found.items():
+def add_times(sums: dict[str, float], times_s: dict[str, float], times: float = 1) -> None:
+    for name, time_s in times_s.items():
         sums[name] = sums.get(name, 0.0) + times * time_s

@@ -103,11 +103,11 @@ def changes_that_fit(
       estimate: computes the bytes of a config; default: estimate_memory.
     """
     trial = _Trial(config, capacity_bytes, gpu, gpus_per_host, estimate or partial(estimate_memory, gpu=gpu))
-    found = [change for ladder in ladders(config) if (change := trial.first_that_fits(ladder)) is not None]
-    if not found:
-        found = sorted(trial.that_fit(combinations(config)), key=_step_s)[:1] or list(trial.fastest_of_all())
+    changes = [change for ladder in ladders(config) if (change := trial.first_that_fits(ladder)) is not None]
+    if not changes:
+        changes = sorted(trial.that_fit(combinations(config)), key=_step_s)[:1] or list(trial.fastest_of_all())
     # sorted() is stable: changes with equal times keep their order.
-    return sorted(found, key=_step_s)
+    return sorted(changes, key=_step_s)
 
 
 def smallest_cluster(
@@ -119,9 +119,9 @@ def smallest_cluster(
     for factor in (2, 3, 4, 6, *(2**power for power in range(3, 15))):
         if devices * factor > MOST_GPUS:
             return None
-        found = trial.first_that_fits(_everything(config, factor, gpu.gpus_per_host if gpu else None))
-        if found is not None:
-            return found
+        change = trial.first_that_fits(_everything(config, factor, gpu.gpus_per_host if gpu else None))
+        if change is not None:
+            return change
     return None
 
 
@@ -287,11 +287,11 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config | None:
 
 def differences(config: Config, other: Config) -> dict[str, Any]:
     """section.key -> value of `other`, for the keys that a search or a change sets."""
-    found = {}
+    changed_keys = {}
     for section in ("parallel", "train"):
         mine, others = getattr(config, section), getattr(other, section)
-        found |= {f"{section}.{key}": value for key, value in others if value != getattr(mine, key)}
-    return found
+        changed_keys |= {f"{section}.{key}": value for key, value in others if value != getattr(mine, key)}
+    return changed_keys
 
 
 def _step_s(change: Change) -> float:

@@ -112,16 +112,18 @@ def _with_figures(
     for number in sorted(refused):
         reason, example = refused[number]
         classes.setdefault(reason, []).append(example)
-    lines = [Rejected(CONFIGURATION, reason, len(examples), examples[0]) for reason, examples in classes.items()]
+    rejected = [Rejected(CONFIGURATION, reason, len(examples), examples[0]) for reason, examples in classes.items()]
     because = plan.unconfirmed_because
     if interrupted:
         because = f"interrupted after {len(confirmed)} of {count} were confirmed"
     elif len(confirmed) < min(count, len(plan.candidates) - len(refused)):
-        because = f"{len(refused)} of {len(confirmed) + len(refused)} that were compiled take too much or cannot be compiled"
+        because = (
+            f"{len(refused)} of {len(confirmed) + len(refused)} that were compiled need too much memory or cannot be compiled"
+        )
     return dataclasses.replace(
         plan,
         candidates=(*seen, *rest),
-        rejected=(*plan.rejected, *lines),
+        rejected=(*plan.rejected, *rejected),
         interrupted=plan.interrupted or interrupted,
         confirmed=len(confirmed),
         unconfirmed_because=because,

@@ -77,7 +77,7 @@ class TrainingCost:
         took = f"{self.days:,.1f} days" if self.seconds < 2 * YEAR_S else f"{self.years:,.1f} years"
         spent = f"{took} on {self.gpus:,} GPU{'s' if self.gpus > 1 else ''}, {self.gpu_hours:,.0f} GPU-hours"
         if self.energy_kwh is None:
-            return [f"{readable_count(self.tokens)} tokens: {spent}; how much power such a GPU takes is not known"]
+            return [f"{readable_count(self.tokens)} tokens: {spent}; the power of such a GPU is not known"]
         energy = f"{self.energy_kwh:,.0f} kWh" if self.energy_kwh < 1e4 else f"{self.energy_kwh / 1e3:,.0f} MWh"
         how = f"at most {self.watts_per_gpu:.0f} W a board (data sheet, of that GPU or one of its generation) x {OVERHEAD}"
         return [f"{readable_count(self.tokens)} tokens: {spent}, {energy}", f"  {how} for hosts, network, cooling"]
@@ -138,9 +138,9 @@ def parse_tokens(text: str) -> int:
     """
     # A comma in another position may be a decimal comma: 1,5T is not 15T.
     integer = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"
-    found = re.fullmatch(rf"((?:{integer})(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
+    match = re.fullmatch(rf"((?:{integer})(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([KMBTkmbt]?)", text.strip())
     # The exponent of a float has no limit.
-    number = float(re.sub("[_,]", "", found[1])) * _SUFFIXES[found[2].upper()] if found else 0.0
+    number = float(re.sub("[_,]", "", match[1])) * _SUFFIXES[match[2].upper()] if match else 0.0
     if not 1 <= number < math.inf:
         raise ConfigError(f"--tokens={text} is not a number of tokens: write one such as 300B or 15T (K, M, B or T).")
     return round(number)

@@ -3,8 +3,8 @@ length.
 
     needed = steps_to_loss(batch_tokens, noise_tokens)           of a run, one value per step up to that loss
     needed.steps(2**20), needed.tokens(2**20)                 if every batch had 2**20 tokens
-    found = over_data_ranks(config, needed, gpu=GPUS["h100-80gb"])
-    found.stops_paying, found.because
+    sweep = over_data_ranks(config, needed, gpu=GPUS["h100-80gb"])
+    sweep.stops_paying, sweep.because
 
 A step of batch B makes the progress of 1 / (1 + N / B) steps without noise, where N is the noise scale at that time (McCandlish
 et al. 2018, arXiv 1812.06162, sections 2.2 and 2.3, and appendix D, which follows a changing N). A run with batches B_i
@@ -161,9 +161,9 @@ def over_data_ranks(
         return RankRow(ranks, devices, microbatches, batch, needed.steps(batch), needed.tokens(batch), step_s, None)
 
     def best(ranks: int) -> RankRow:
-        found = min((row(ranks, M) for M in accumulations(config)), key=lambda one: one.hours)
-        peak_bytes = estimate_memory(with_ranks(config, ranks, found.microbatches), gpu).peak_bytes
-        return found if gpu is None else replace(found, fits=peak_bytes <= gpu.capacity_bytes)
+        fastest = min((row(ranks, M) for M in accumulations(config)), key=lambda one: one.hours)
+        peak_bytes = estimate_memory(with_ranks(config, ranks, fastest.microbatches), gpu).peak_bytes
+        return fastest if gpu is None else replace(fastest, fits=peak_bytes <= gpu.capacity_bytes)
 
     replicas, own, rows = config.parallel.replica, ranks_of(config), []
     for data in doublings(int(config.parallel.data)):

@@ -171,7 +171,7 @@ class Estimate:
         if "megatron" in self.by_convention:
             yield ""
             yield "By the published rule for Megatron-LM (Fujii et al. 2024), the first stage"
-            yield "  (it knows 1F1B, plain or interleaved, ZeRO 0 and 1, and nothing computed twice)"
+            yield "  (it covers 1F1B, plain or interleaved, ZeRO 0 and 1, and no recomputation)"
             published = self.by_convention["megatron"]
             yield from memory_table(published.memory.stages)
             yield from self._published_verdict(published)
@@ -206,7 +206,7 @@ class Estimate:
         if own.fits:
             yield f"Fits: {share}"
             if own.memory.peak_bytes > FIT_SHARE * own.capacity_bytes:
-                yield f"  (above {FIT_SHARE:.0%}, where the estimate alone is not enough: `jaxllm compile` tells)"
+                yield f"  (above {FIT_SHARE:.0%}, where the estimate alone is not enough: check with `jaxllm compile`)"
         else:
             yield f"DOES NOT FIT: {share}, {readable(own.memory.peak_bytes - own.capacity_bytes)} too much"
         yield (
@@ -226,7 +226,7 @@ class Estimate:
         yield f"The rule {says}: {share:.1%} of {readable(nominal_bytes(self.gpu))}, of which it fills {SAFE_SHARE:.0%}"
 
     def _speed_lines(self, speed: StepTime) -> Iterator[str]:
-        counted = "as Megatron-LM counts: the whole square" if self.convention == "megatron" else "causal"
+        counted = "as Megatron-LM counts: the full square" if self.convention == "megatron" else "causal"
         yield "Speed, predicted"
         yield (
             f"  {speed.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; {speed.tflops_per_gpu:,.1f} TFLOP/s/GPU ({counted}); "
@@ -256,18 +256,18 @@ def estimate(
     """
     if convention not in CONVENTIONS:
         raise ConfigError(f"--convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
-    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
     config = config.resolve(devices).at_largest_batch
-    per_host, because = choose_gpus_per_host(devices, gpus_per_host, found.gpus_per_host if found else HOST_GPUS)
-    verdicts = {"jaxllm": Verdict(estimate_memory(config, found), found and found.capacity_bytes)}
+    per_host, because = choose_gpus_per_host(devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
+    verdicts = {"jaxllm": Verdict(estimate_memory(config, kind), kind and kind.capacity_bytes)}
     if convention == "megatron":
-        verdicts["megatron"] = Verdict(megatron_memory(config), found and int(SAFE_SHARE * nominal_bytes(found)))
-    speed = estimate_step_time(config, found, per_host, convention) if found else None
+        verdicts["megatron"] = Verdict(megatron_memory(config), kind and int(SAFE_SHARE * nominal_bytes(kind)))
+    speed = estimate_step_time(config, kind, per_host, convention) if kind else None
     own, changes = verdicts["jaxllm"], ()
-    if found and own.fits is False:
-        changes = tuple(changes_that_fit(config, int(FIT_SHARE * found.capacity_bytes), found, per_host))
-    return Estimate(config, found, per_host, because, convention, verdicts, speed, changes)
+    if kind and own.fits is False:
+        changes = tuple(changes_that_fit(config, int(FIT_SHARE * kind.capacity_bytes), kind, per_host))
+    return Estimate(config, kind, per_host, because, convention, verdicts, speed, changes)
 
 
 def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:

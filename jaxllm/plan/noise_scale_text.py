@@ -20,21 +20,21 @@ class NoiseEstimate(NamedTuple):
     high: float
 
 
-def reading(found: NoiseEstimate, batch_tokens: float) -> str:
+def reading(estimate: NoiseEstimate, batch_tokens: float) -> str:
     """Describes a batch by the noise scale: the share of a step that is wasted, and the effect of twice the data ranks.
 
     With w = B / (B + N), twice the batch takes (1 - w) / 2 fewer steps and w more tokens (data_ranks.StepsToLoss).
     """
-    if found.low == 0 and math.isinf(found.high):
-        known = "unknown yet" if math.isinf(found.tokens) else f"about {short(found.tokens)} tokens"
+    if estimate.low == 0 and math.isinf(estimate.high):
+        known = "unknown yet" if math.isinf(estimate.tokens) else f"about {short(estimate.tokens)} tokens"
         return f"gradient noise scale {known}: too few or too noisy estimates to read it"
-    least, most = wasted_share(batch_tokens, found.high), wasted_share(batch_tokens, found.low)
-    if math.isinf(found.high):
-        scale, wasted = f"above {short(found.low)} tokens", f"at most {_percent(most)}"
+    least, most = wasted_share(batch_tokens, estimate.high), wasted_share(batch_tokens, estimate.low)
+    if math.isinf(estimate.high):
+        scale, wasted = f"above {short(estimate.low)} tokens", f"at most {_percent(most)}"
         fewer, more = f"at least {_percent((1 - most) / 2)}", f"at most {_percent(most)}"
     else:
-        share = wasted_share(batch_tokens, found.tokens)
-        scale = f"{short(found.tokens)} tokens ({short(found.low)} to {short(found.high)})"
+        share = wasted_share(batch_tokens, estimate.tokens)
+        scale = f"{short(estimate.tokens)} tokens ({short(estimate.low)} to {short(estimate.high)})"
         wasted = f"{_percent(share)} ({_percent(least)} to {_percent(most)})"
         fewer, more = _percent((1 - share) / 2), _percent(share)
     return (

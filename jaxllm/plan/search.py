@@ -66,15 +66,15 @@ class Limits:
 class _Tally:
     """Counts rejected meshes and configurations."""
 
-    found: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    counts: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     leanest: tuple[Choice, int] | None = None
 
     def add(self, unit: str, reason: str, count: int, example: Choice | str) -> None:
-        so_far, first = self.found.get((unit, reason), (0, None))
-        self.found[unit, reason] = so_far + count, first or str(example)
+        so_far, first = self.counts.get((unit, reason), (0, None))
+        self.counts[unit, reason] = so_far + count, first or str(example)
 
     def count(self, unit: str) -> int:
-        return sum(count for (counted, _), (count, _) in self.found.items() if counted == unit)
+        return sum(count for (counted, _), (count, _) in self.counts.items() if counted == unit)
 
     def see(self, choice: Choice, memory: Memory) -> None:
         """Records one that does not fit. add() counts it."""
@@ -82,12 +82,12 @@ class _Tally:
             self.leanest = choice, memory.peak_bytes
 
     def rejected(self) -> tuple[Rejected, ...]:
-        lines = []
-        for (unit, reason), (count, example) in self.found.items():
+        rows = []
+        for (unit, reason), (count, example) in self.counts.items():
             if reason == DOES_NOT_FIT and self.leanest is not None:
                 example = f"{self.leanest[0]}: {readable(self.leanest[1])}"
-            lines.append(Rejected(unit, reason, count, example))
-        return tuple(sorted(lines, key=lambda line: (line.unit != MESH, -line.count)))
+            rows.append(Rejected(unit, reason, count, example))
+        return tuple(sorted(rows, key=lambda row: (row.unit != MESH, -row.count)))
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def search(
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     estimate, step_time = options.estimate or _real_memory(gpu), options.step_time or _real_time()
     keep, limits = options.keep, options.limits(gpu)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for across in options.reaches():
         tally, interrupted = _Tally(), False
         every = list(meshes(config, gpus, keep))
@@ -159,12 +159,12 @@ def search(
                     tally.add(MESH, reason, 1, str(mesh))
                 for group in left:
                     for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
-                        found.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
+                        candidates.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
                 if progress is not None:
                     progress("meshes", seen, len(every))
         except KeyboardInterrupt:
             interrupted = True
-        if found or interrupted or (MESH, BEYOND_HOST) not in tally.found:
+        if candidates or interrupted or (MESH, BEYOND_HOST) not in tally.counts:
             break
     key = _by_microbatch if options.largest_microbatch else _by_speed
     return Plan(
@@ -173,10 +173,10 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        candidates=tuple(sorted(found, key=key)),
+        candidates=tuple(sorted(candidates, key=key)),
         rejected=tally.rejected(),
         meshes=seen,
-        configurations=len(found) + tally.count(CONFIGURATION),
+        configurations=len(candidates) + tally.count(CONFIGURATION),
         leanest=tally.leanest,
         interrupted=interrupted,
     )
@@ -290,7 +290,7 @@ def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
     if not plan.rejected:
         return f"--keep leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
     if plan.leanest is None:
-        worst = max(plan.rejected, key=lambda line: line.count)
+        worst = max(plan.rejected, key=lambda row: row.count)
         return (
             f"No configuration for {gpus} x {gpu.name} is possible, mostly because {worst.reason} ({worst.count:,}, such as "
             f"{worst.example}): change --gpus, train.global_batch_sequences or --keep."

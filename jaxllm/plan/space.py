@@ -247,13 +247,13 @@ def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
     """
     if pipe == 1:
         return ((ONE_F_ONE_B, 1),)
-    found, chunks = [(ONE_F_ONE_B, 1), (GPIPE, 1)], {math.ceil(layers / pipe)}
+    choices, chunks = [(ONE_F_ONE_B, 1), (GPIPE, 1)], {math.ceil(layers / pipe)}
     for virtual_stages in range(2, MOST_VIRTUAL_STAGES + 1):
         chunk = math.ceil(layers / (pipe * virtual_stages))
         if all_have_layers(layers, pipe * virtual_stages) and chunk not in chunks:
-            found.append((INTERLEAVED, virtual_stages))
+            choices.append((INTERLEAVED, virtual_stages))
             chunks.add(chunk)
-    return tuple(found)
+    return tuple(choices)
 
 
 def check_keep(config: Config, keep: Collection[str]) -> None:

@@ -190,8 +190,8 @@ def smallest_cluster(
         smallest = next((count for number, count in enumerate(between, 1) if fits(count, len(between) - number)), enough)
     except KeyboardInterrupt:
         interrupted = True
-    found = search(config, gpu, smallest, host_size(smallest, gpus_per_host), options, progress=progress)
-    return replace(found, interrupted=found.interrupted or interrupted)
+    plan = search(config, gpu, smallest, host_size(smallest, gpus_per_host), options, progress=progress)
+    return replace(plan, interrupted=plan.interrupted or interrupted)
 
 
 def longest_sequence(
@@ -236,8 +236,8 @@ def longest_sequence(
             low, high = (middle, high) if fits(middle, (high - low - 1).bit_length() - 1) else (low, middle)
     except KeyboardInterrupt:
         interrupted = True
-    found = search(of(low), gpu, gpus, gpus_per_host, options, progress=progress)
-    return replace(found, interrupted=found.interrupted or interrupted)
+    plan = search(of(low), gpu, gpus, gpus_per_host, options, progress=progress)
+    return replace(plan, interrupted=plan.interrupted or interrupted)
 
 
 def length_unit(config: Config) -> int:

@@ -42,19 +42,19 @@ SHORT_SPAN = 0.01
 """Share of all instructions. A shorter range of one phase gets the colour of its neighbours."""
 
 
-def draw_step(report: Estimate, path: str | Path) -> None:
+def draw_step(estimate: Estimate, path: str | Path) -> None:
     """Compiles the config of an estimate and draws the memory that one device has in use at each instruction.
 
     Raises:
       ConfigError: no GPU was named, packages are missing, or the file cannot be written.
     """
-    if report.gpu is None:
+    if estimate.gpu is None:
         raise ConfigError("--over=step compiles the step: name the kind of GPU, such as --gpu h100-80gb.")
     distributed.start_without_devices()
-    own = report.by_convention["jaxllm"]
-    curve, memory = compile_with_buffers(report.config, report.gpu, report.gpus_per_host)
+    own = estimate.by_convention["jaxllm"]
+    curve, memory = compile_with_buffers(estimate.config, estimate.gpu, estimate.gpus_per_host)
     held_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    options = {"capacity_bytes": own.capacity_bytes, "title": title_of(report)}
+    options = {"capacity_bytes": own.capacity_bytes, "title": title_of(estimate)}
     step_picture(curve, held_bytes, own.memory.peak_stage, path, **options)
 
 

@@ -102,8 +102,8 @@ class History:
 
     def evaluated(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, held-out loss) of each evaluation."""
-        found = [(_float(line["step"]), _float(line["eval_loss"])) for line in self.evaluations]
-        steps, losses = np.array(found).reshape(-1, 2).T
+        points = [(_float(line["step"]), _float(line["eval_loss"])) for line in self.evaluations]
+        steps, losses = np.array(points).reshape(-1, 2).T
         return np.interp(steps, self.steps, self.tokens), losses
 
     # ---------------------------------------------------------------------------------------------------------------- time
@@ -195,11 +195,11 @@ def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): remove the cause.") from None
     for line in text.splitlines():
         try:
-            found = json.loads(line)
+            values = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and isinstance(found.get("step"), int):
-            yield line, found
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
+            yield line, values
 
 
 def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config:

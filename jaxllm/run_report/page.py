@@ -136,14 +136,14 @@ def training_charts(history: History) -> list[str]:
 
 def batch_chart(history: History) -> str:
     """Chart of the batch and of the noise scale with its interval, in tokens."""
-    lines = [spread("batch", history.tokens, history.batch_tokens)]
+    curves = [spread("batch", history.tokens, history.batch_tokens)]
     noise = _above_zero(history.column("noise_scale_tokens"))
     if (measured := np.flatnonzero(np.isfinite(noise))).size:
         measured = measured[:: math.ceil(measured.size / MOST_POINTS)]
         low, high = (_above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
-        lines.append(Curve("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
-    title = "Batch and noise scale" if len(lines) > 1 else "Batch (noise scale not measured)"
-    return line_chart(title, lines, x_label="tokens", y_label="tokens of a step", y_log=True)
+        curves.append(Curve("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
+    title = "Batch and noise scale" if len(curves) > 1 else "Batch (noise scale not measured)"
+    return line_chart(title, curves, x_label="tokens", y_label="tokens of a step", y_log=True)
 
 
 def memory_chart(report: RunReport) -> str:
@@ -152,11 +152,11 @@ def memory_chart(report: RunReport) -> str:
     used, ends = history.column("memory_peak_bytes") / GIB, history.tokens[[0, -1]]
     colors = {ESTIMATE: ORANGE, COMPILED: GREEN}
     predicted = {name: size for name, size in sizes.items() if name != IN_USE}
-    lines = [Curve(name, ends, np.full(2, size / GIB), colors.get(name, RED)) for name, size in predicted.items()]
+    curves = [Curve(name, ends, np.full(2, size / GIB), colors.get(name, RED)) for name, size in predicted.items()]
     if IN_USE in sizes:
-        lines.append(spread(IN_USE, history.tokens, used))
+        curves.append(spread(IN_USE, history.tokens, used))
     title = "Memory" if IN_USE in sizes else "Memory (not logged: in use)"
-    return line_chart(title, lines, x_label="tokens", y_label="GiB on one device")
+    return line_chart(title, curves, x_label="tokens", y_label="GiB on one device")
 
 
 def time_bar(times_s: dict[str, float]) -> str:
@@ -176,11 +176,11 @@ def rank_charts(report: RunReport) -> list[str]:
 
     def chart(key: str, words: str, color: str) -> str:
         values = _of_rows(rows, key, ranks)
-        ends = np.array([values, *(_of_rows(found.rows, key, ranks) for found in report.by_interval)])
-        line = Curve(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
+        ends = np.array([values, *(_of_rows(over.rows, key, ranks) for over in report.by_interval)])
+        curve = Curve(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
         x_ticks = ranks[:: math.ceil(len(ranks) / MOST_TICKS)]
         axes = {"x_label": "data ranks", "y_label": words, "x_log": True, "y_log": True, "x_ticks": x_ticks, "marks": marks}
-        return line_chart(f"{words} to a loss of {report.target_loss:.4f}", [line], **axes)
+        return line_chart(f"{words} to a loss of {report.target_loss:.4f}", [curve], **axes)
 
     return [chart("hours", "Hours", BLUE), chart("gpu_hours", "GPU-hours", PURPLE)]
 

@@ -124,7 +124,7 @@ class RunReport:
             "gpu": self.gpu.name if self.gpu else None,
             "slower_than_predicted": self.slower,
             "data_ranks": self.over_ranks.to_json() if self.over_ranks else None,
-            "stops_paying_by_interval": [found.stops_paying for found in self.by_interval],
+            "stops_paying_by_interval": [over.stops_paying for over in self.by_interval],
             "why_no_data_ranks": self.why_not or None,
         }
 
@@ -180,8 +180,8 @@ class RunReport:
         if self.noise is not None:
             scale, batch = self.noise
             low, high = history.noise_factors
-            found = NoiseEstimate(scale, 0.0 if low is None else low * scale, math.inf if high is None else high * scale)
-            yield f"At the end: {reading(found, batch)}."
+            estimate = NoiseEstimate(scale, 0.0 if low is None else low * scale, math.inf if high is None else high * scale)
+            yield f"At the end: {reading(estimate, batch)}."
 
     def verdict(self) -> list[str]:
         """Where more data ranks stop paying, and how certain that is."""
@@ -189,7 +189,7 @@ class RunReport:
             return [f"The effect of more data ranks is not known: {self.why_not}"]
         sentences = [f"To a loss of {self.target_loss:.4f}: {self.over_ranks.because}"]
         ends = [end for end, factor in zip(("lower", "upper"), self.history.noise_factors, strict=True) if factor is not None]
-        stops = [found.stops_paying for found in self.by_interval]
+        stops = [over.stops_paying for over in self.by_interval]
         if not stops:
             sentences.append("The noise scale has no interval, so this may be far off: measure it over more steps.")
         elif any(ranks != self.over_ranks.stops_paying for ranks in stops):
@@ -225,10 +225,10 @@ def report_on(
     Raises:
       ConfigError: there is no such run directory or GPU, or the loss was never reached.
     """
-    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     history = read_run(folder)
     target, line = reach(history, loss)
-    report = RunReport(history, found, target, line, None, None, (), None, "")
+    report = RunReport(history, kind, target, line, None, None, (), None, "")
 
     def without(why: str) -> RunReport:
         return replace(report, why_not=why)
@@ -243,16 +243,16 @@ def report_on(
     if history.config.train.diloco_steps is not None:
         return without("with DiLoCo, replicas step independently; the law holds for ranks that take every step together.")
     rate = usual_rate(history)
-    if found is None and rate is None:
+    if kind is None and rate is None:
         return without("no step's speed is known; name a GPU with --gpu.")
     batch, noise = history.batch_tokens[: line + 1], history.noise_tokens[: line + 1]
-    slower = None if found is None or rate is None else slower_than_predicted(history, found, gpus_per_host, rate)
+    slower = None if kind is None or rate is None else slower_than_predicted(history, kind, gpus_per_host, rate)
 
     def over(factor: float) -> OverRanks:
         return over_data_ranks(
             history.config,
             steps_to_loss(batch, factor * noise),
-            gpu=found,
+            gpu=kind,
             gpus_per_host=gpus_per_host,
             tokens_per_s_per_device=rate,
             slower=slower or 1.0,

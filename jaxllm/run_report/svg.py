@@ -112,8 +112,8 @@ def log_ticks(least: float, most: float) -> list[float]:
     tens = [10.0**power for power in powers if least <= 10.0**power <= most]
     if len(tens) >= 3:
         return tens[:: math.ceil(len(tens) / 6)]
-    found = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if least <= factor * 10.0**power <= most]
-    return found if len(found) >= 2 else even_ticks(least, most)
+    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5) if least <= factor * 10.0**power <= most]
+    return ticks if len(ticks) >= 2 else even_ticks(least, most)
 
 
 def digits_of(ticks: Sequence[float]) -> int:
@@ -123,18 +123,18 @@ def digits_of(ticks: Sequence[float]) -> int:
     return max(3, math.ceil(math.log10(most / steps.min())) + 1) if steps.size and most else 3
 
 
-def limits(lines: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[float, float]:
+def limits(curves: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[float, float]:
     """(lowest, highest) value of a y axis: that of all points, or for each curve that of its `usual` share of points nearest
     the bottom, so that one spike does not flatten the rest."""
     low, high = [], []
-    for line in lines:
-        for values in (line.y, line.low, line.high):
+    for curve in curves:
+        for values in (curve.y, curve.low, curve.high):
             if values is None:
                 continue
             values = values[np.isfinite(values) & ((values > 0) | (not is_log))]
             if values.size:
                 low.append(values.min())
-                high.append(values.max() if line.dots or usual == 1 else np.quantile(values, usual))
+                high.append(values.max() if curve.dots or usual == 1 else np.quantile(values, usual))
     if not low:
         return (1.0, 10.0) if is_log else (0.0, 1.0)
     least, most = float(min(low)), float(max(high))
@@ -149,7 +149,7 @@ def limits(lines: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[fl
 
 def line_chart(
     title: str,
-    lines: Sequence[Curve],
+    curves: Sequence[Curve],
     *,
     x_label: str,
     y_label: str,
@@ -166,18 +166,18 @@ def line_chart(
       marks: vertical lines; each label is in the legend once.
       usual: see `limits`.
     """
-    x_values = [line.x[np.isfinite(line.x)] for line in lines if line.x.size]
+    x_values = [curve.x[np.isfinite(curve.x)] for curve in curves if curve.x.size]
     x_all = np.concatenate(x_values) if x_values else np.array([0.0, 1.0])
     least, most = float(x_all.min()), float(x_all.max())
     if least == most:
         least, most = (least / 2, most * 2) if x_log else (least - 0.5, most + 0.5)
     across = Scale(least, most, LEFT, WIDTH - RIGHT, x_log)
-    up = Scale(*limits(lines, y_log, usual), HEIGHT - BOTTOM, TOP, y_log)
+    up = Scale(*limits(curves, y_log, usual), HEIGHT - BOTTOM, TOP, y_log)
     body = [*_axes(across, up, x_label, y_label, across.ticks() if x_ticks is None else x_ticks)]
     body += [_vertical(float(across(mark.x)), mark.color) for mark in marks if least <= mark.x <= most]
-    for line in lines:
-        body += _drawn(line, across, up)
-    named = [(line.label, line.color) for line in lines] + [(mark.label, mark.color) for mark in marks]
+    for curve in curves:
+        body += _drawn(curve, across, up)
+    named = [(curve.label, curve.color) for curve in curves] + [(mark.label, mark.color) for mark in marks]
     return _svg(title, [*body, *_legend(list(dict.fromkeys(named)))], HEIGHT)
 
 
@@ -226,23 +226,23 @@ def _axes(across: Scale, up: Scale, x_label: str, y_label: str, x_ticks: Sequenc
     )
 
 
-def _drawn(line: Curve, across: Scale, up: Scale) -> Iterator[str]:
-    if line.dots:
-        for x, y in zip(line.x, line.y, strict=True):
+def _drawn(curve: Curve, across: Scale, up: Scale) -> Iterator[str]:
+    if curve.dots:
+        for x, y in zip(curve.x, curve.y, strict=True):
             if math.isfinite(y):
-                yield f'<circle cx="{float(across(x)):.1f}" cy="{float(up(y)):.1f}" r="3" fill="{line.color}"/>'
+                yield f'<circle cx="{float(across(x)):.1f}" cy="{float(up(y)):.1f}" r="3" fill="{curve.color}"/>'
         return
-    if line.low is not None and line.high is not None:
-        for run in _unbroken(line.low + line.high):
-            x = across(line.x[run])
-            edge = [*zip(x, up(line.high[run]), strict=True), *zip(x[::-1], up(line.low[run])[::-1], strict=True)]
-            yield f'<path d="{_path(edge)}Z" fill="{line.color}" fill-opacity="0.18"/>'
-    for run in _unbroken(line.y):
-        points = list(zip(across(line.x[run]), up(line.y[run]), strict=True))
+    if curve.low is not None and curve.high is not None:
+        for run in _unbroken(curve.low + curve.high):
+            x = across(curve.x[run])
+            edge = [*zip(x, up(curve.high[run]), strict=True), *zip(x[::-1], up(curve.low[run])[::-1], strict=True)]
+            yield f'<path d="{_path(edge)}Z" fill="{curve.color}" fill-opacity="0.18"/>'
+    for run in _unbroken(curve.y):
+        points = list(zip(across(curve.x[run]), up(curve.y[run]), strict=True))
         if len(points) == 1:
-            yield f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2" fill="{line.color}"/>'
+            yield f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2" fill="{curve.color}"/>'
         else:
-            yield f'<path d="{_path(points)}" stroke="{line.color}" stroke-width="1.5" fill="none"/>'
+            yield f'<path d="{_path(points)}" stroke="{curve.color}" stroke-width="1.5" fill="none"/>'
 
 
 def _unbroken(values: np.ndarray) -> Iterator[slice]:

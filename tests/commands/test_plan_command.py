@@ -395,7 +395,7 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
     def refuse(*_, **__):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(plan, "ProcessPoolExecutor", refuse)
+    monkeypatch.setattr(plan_command, "ProcessPoolExecutor", refuse)
     with processes(2) as start:
         executor = start()
         assert isinstance(executor, InlineExecutor)

@@ -19,6 +19,7 @@ from step_flops import step_matmul_flops
 from tiny import SMALL_MODEL
 
 from jaxllm.compile import report as module
+from jaxllm.compile import report_warnings
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, trace_step
 from jaxllm.compile.program import kernel_flops, origin
 from jaxllm.compile.report import compile_report, report_from_json
@@ -236,7 +237,7 @@ def test_large_results_are_named(report):
 
 
 def giants(*overrides, gpus=8, capacity=2**20, fits=True):
-    return list(module.replicated_giants(config(*overrides).resolve(gpus), capacity, fits))
+    return list(report_warnings.replicated_giants(config(*overrides).resolve(gpus), capacity, fits))
 
 
 def test_weights_that_every_rank_holds_are_named():

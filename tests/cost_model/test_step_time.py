@@ -353,5 +353,7 @@ def test_fp8_makes_matmuls_faster_and_adds_rounding():
 
 def test_fp8_is_refused_where_the_chip_has_none():
     config = configured(8, model={"name": "llama-3.1-8b", "matmul_dtype": "fp8"})
-    with pytest.raises(ConfigError, match=r"a100-80gb is older: set model\.matmul_dtype=compute_dtype, or choose another --gp"):
+    with pytest.raises(
+        ConfigError, match=r"a100-80gb is older: set model\.matmul_dtype=compute_dtype, or choose another --gpu"
+    ):
         step(config, GPUS["a100-80gb"])

@@ -99,7 +99,9 @@ def test_no_more_is_compiled_than_a_few_times_what_is_asked_for(plan):
     found = confirm(plan, 2, compiler)
     assert compiler.compiled == list(range(2 * TRIES))
     assert found.confirmed == 0
-    assert found.unconfirmed_because == f"{2 * TRIES} of {2 * TRIES} that were compiled take too much or cannot be compiled"
+    assert (
+        found.unconfirmed_because == f"{2 * TRIES} of {2 * TRIES} that were compiled need too much memory or cannot be compiled"
+    )
     assert found.best == plan.candidates[2 * TRIES].config
 
 

@@ -103,7 +103,7 @@ def test_the_megatron_convention_is_the_published_rule():
 
 def test_what_the_rule_does_not_know_is_said():
     chosen = config("parallel.remat=none").resolve(16)
-    sentence = "ZeRO 0 and 1, and nothing computed twice"
+    sentence = "ZeRO 0 and 1, and no recomputation"
     assert sentence in "\n".join(estimate(chosen, H100, convention="megatron").lines())
     assert sentence not in "\n".join(estimate(chosen, H100).lines())
 

@@ -258,7 +258,7 @@ def test_what_is_kept_is_not_searched():
         ("tenser", "--keep=tenser is not a searched setting: did you mean tensor?"),
         ("colour", "choose among pipe, data, context, tensor, zero, schedule, remat, microbatch_sequences."),
         ("data", "--keep=data needs a number: set parallel.data"),
-        ("microbatch_sequences", "set train.microbatch_sequences, or leave it out."),
+        ("microbatch_sequences", "set train.microbatch_sequences, or leave out this --keep."),
     ],
 )
 def test_what_cannot_be_kept_is_refused(keep, sentence):
