@@ -16,7 +16,7 @@ from jaxllm.train.signals import SignalHandler
 from jaxllm.train.trainer import Evaluation, Trainer
 
 FINAL_EVAL_TOKENS = 2**24
-"""Of each source, in the evaluation at the end: a hundredth of a large corpus would take days."""
+"""Most tokens of each source that the final evaluation reads: a hundredth of a large corpus would take days."""
 
 
 def record_evaluation(
