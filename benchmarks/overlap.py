@@ -77,7 +77,7 @@ def compiled(config: Config) -> tuple[tuple[Overlap, ...], int, float, int]:
     devices = gpu_devices(config.devices // GPUS_PER_HOST, GPUS_PER_HOST, GPU)
     step = compile_step(config, devices)
     module = Module(step.as_text(), axis_sizes(config.parallel))
-    lines, unknown_loops = by_kind(simulate_overlap(module, GPU, GPUS_PER_HOST)), module.loops_of_unknown_turns()
+    lines, unknown_loops = by_kind(simulate_overlap(module, GPU, GPUS_PER_HOST)), module.loops_without_trip_count()
     return lines, step.memory_analysis().temp_size_in_bytes, time.perf_counter() - started, unknown_loops
 
 

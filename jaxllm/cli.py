@@ -1,4 +1,4 @@
-"""`jaxllm COMMAND`: parses and dispatches. What a user can get wrong ends here, as one sentence and exit code 2."""
+"""`jaxllm COMMAND`: parses and dispatches. User errors end here as one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=epilog("train quickstart", "train --help"),
 )
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Makes tokens of text.")
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tokenises text.")
 app.add_typer(data_app, name="data")
 convert_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Brings models of Hugging Face's in, and out again."
+    no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face's format."
 )
 app.add_typer(convert_app, name="convert")
 
@@ -46,7 +46,7 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def callback(
     version: Annotated[
-        bool, typer.Option("--version", help="Print jaxllm's version and leave.", callback=show_version, is_eager=True)
+        bool, typer.Option("--version", help="Print jaxllm's version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Trains Llama-family models with JAX."""
@@ -54,13 +54,13 @@ def callback(
 
 @app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))
 def train(recipe: Recipe) -> None:
-    """Trains; resumes by itself from the run directory."""
+    """Trains; resumes automatically from the run directory."""
     loaded = load(recipe)
     from jaxllm.runtime import distributed, exit_codes
     from jaxllm.train.loop import fit
 
     if fit(loaded).stopped_by and distributed.launch_info().restarts:
-        # Some launchers end the other processes as soon as one is gone.
+        # Some launchers kill the other processes as soon as one has ended.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise typer.Exit(exit_codes.RESTART)
 
@@ -78,7 +78,7 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the mesh and the parameters, and where work is wasted. Every parameter with its shardings and bytes per device."""
+    """Shows the mesh, the parameters and wasted work. Every parameter with its shardings and bytes per device."""
     loaded = load(recipe)
     from jaxllm.compile.inspect import inspect_config
     from jaxllm.compile.inspect_text import render
@@ -101,7 +101,7 @@ def estimate(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: bytes alone."),
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: only bytes, no speed."),
     ] = None,
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
@@ -122,12 +122,12 @@ def estimate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Says what memory a device needs, and how fast it will be. Bytes by term and stage, by closed forms, in a moment."""
+    """Estimates memory per device and speed. Bytes by term and stage, by closed forms, in a moment."""
     from jaxllm.plan.estimate import estimate as estimate_config
 
     report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
     if over is not None and picture is None:
-        raise ConfigError(f"--over={over} draws a picture: say where to with --picture FILE.png.")
+        raise ConfigError(f"--over={over} draws a picture: give its file with --picture FILE.png.")
     if over == "step" and picture is not None:
         from jaxllm.plots.memory_timeline import draw_step
 
@@ -144,7 +144,7 @@ def compile_(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the devices here."),
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the local devices."),
     ] = None,
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
@@ -155,7 +155,7 @@ def compile_(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compiles the real train step for GPUs that need not be here. Says its bytes, what it sends, and whether it fits."""
+    """Compiles the real train step for GPUs that need not be here. Reports its bytes, its transfers, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
     loaded = load(recipe)
@@ -181,7 +181,7 @@ def plan(
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
     compile_: Annotated[
-        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates alone.")
+        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: only estimates.")
     ] = 8,
     objective: Annotated[
         str,
@@ -192,24 +192,24 @@ def plan(
     ] = "speed",
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Leave this as the config has it: tensor, zero, remat ... May be given again."),
+        typer.Option(metavar="NAME", help="Keep this value of the config: tensor, zero, remat ... May be repeated."),
     ] = None,
     across_hosts: Annotated[
         bool | None,
-        typer.Option("--across-hosts/--within-hosts", help="May context reach beyond a host? Default: if nothing else fits."),
+        typer.Option("--across-hosts/--within-hosts", help="Allow context across hosts? Default: only if nothing else fits."),
     ] = None,
     host_gib_per_gpu: Annotated[
-        float, typer.Option(metavar="GIB", min=0, help="Of a host's memory, what offloading may take for one GPU.")
+        float, typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU.")
     ] = 128.0,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")] = None,
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
-    out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the winner as a recipe; a new file.")] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Candidates in the table.")] = 10,
+    out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the best plan as a recipe; a new file.")] = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of candidates in the table.")] = 10,
     cache: CacheDir = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for what fits and is fastest. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
+    """Searches for the fastest configuration that fits. Tries mesh, ZeRO, microbatch, schedule, remat; compiles the best."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.recipe import check_new, write_recipe
@@ -234,7 +234,7 @@ def plan(
         with nullcontext() if as_json else progress_bar() as progress:
             found = outcome(loaded, request, progress)
     except KeyboardInterrupt:
-        print("jaxllm: stopped before anything that fits was found.", file=sys.stderr)
+        print("jaxllm: stopped before any configuration that fits was found.", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(found.to_json()))
@@ -243,7 +243,7 @@ def plan(
     if out is not None:
         write_recipe(found.plan, out, f"jaxllm {shlex.join(sys.argv[1:])}")
     if found.interrupted:
-        what = "this is the best so far" if found.plan.interrupted else "the plan is whole, the sweep is not"
+        what = "this is the best so far" if found.plan.interrupted else "the plan is complete, the sweep is not"
         print(f"jaxllm: interrupted; {what}.", file=sys.stderr)
         raise typer.Exit(130)
 
@@ -254,7 +254,7 @@ def schedule(
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the pipeline's schedule. What each stage does when, how much of the step it is idle, what it must remember."""
+    """Shows the pipeline's schedule. What each stage does in each tick, its idle share, and its stored activations."""
     loaded = load(recipe)
     from jaxllm.plan.pipeline_report import pipeline_report
 
@@ -268,26 +268,24 @@ def schedule(
 
 @app.command("report", **example("report runs/quickstart"))
 def report_(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory: what run.dir was. Only read, but for the page.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory (run.dir). Only the page is written into it.")],
     out: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. Written over.")
+        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. An old page is overwritten.")
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE.yaml", help="Predict steps on this kind; default: as fast as they were, on any number."
-        ),
+        typer.Option(metavar="NAME|FILE.yaml", help="Predict steps on this kind; default: the measured speed, for any number."),
     ] = None,
-    gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs; default: that kind's.")] = None,
+    gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per host; default: that kind's.")] = None,
     loss: Annotated[
         float | None,
-        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the least it reached."),
+        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest it reached."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
     ] = False,
 ) -> None:
-    """Shows how a run went, with pictures as one HTML page. And what more data ranks would have given it."""
+    """Shows the course of a run, with pictures as one HTML page. And predicts the effect of more data ranks."""
     from jaxllm.run_report.page import FILE_NAME, write_page
     from jaxllm.run_report.summary import report_on
 
@@ -305,10 +303,10 @@ app.command(**example("generate --model runs/quickstart --prompt 'def ' --temper
 def doctor(
     recipe: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As `jaxllm train` takes them; none: all devices here."),
+        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; default: all local devices."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.yaml", help="What to expect of the devices; default: by their kind.")
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the devices' own kind.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -343,7 +341,7 @@ def schema() -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # Orbax logs a page for each error of a save, and raises it too: one sentence from us is enough.
+    # Orbax logs a page for each error of a save, and raises it too. Our sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         try:
@@ -356,10 +354,10 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *exit_codes.FULL):
             raise
-        # Who reads it may have seen enough.
+        # The reader may have closed the pipe.
         if error.errno != errno.EPIPE:
             print_sentence(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.")
-        # What is left in the buffers would fail once more at the end.
+        # Otherwise the rest in the buffers would fail again at exit.
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         sys.exit(exit_codes.exit_code_for(error))

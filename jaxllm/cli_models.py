@@ -30,7 +30,7 @@ def export(
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     force: Force = False,
 ) -> None:
-    """Writes the weights of a run alone. For train.init_from, for other machines, or to keep."""
+    """Writes only the weights of a run. For train.init_from, for other machines, or to keep."""
     from jaxllm.checkpoint.weights import export as export_weights
 
     found = export_weights(source, destination, step, dtype, force)
@@ -43,18 +43,18 @@ def evaluate(
     overrides: Overrides = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(metavar="S", help="Tokens of a window; default: 1024, or fewer if the model was made for those."),
+        typer.Option(metavar="S", help="Tokens per window; default: 1024, or fewer if the model was made for fewer."),
     ] = None,
     stride: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Tokens from one window to the next; default: S. If less, each is scored with more before it."
+            metavar="N", help="Tokens from one window to the next; default: S. A smaller N gives each token more context."
         ),
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap by --stride alone; the rest is dropped."""
+    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only with --stride; the rest is dropped."""
     from jaxllm.commands import predict
     from jaxllm.commands.plan import progress_bar
 
@@ -66,32 +66,30 @@ def evaluate(
 
 def generate(
     model: ModelFolder,
-    prompt: Annotated[
-        list[str], typer.Option(metavar="TEXT", help="A text to go on with; given again: another, done beside it.")
-    ],
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to continue; repeat the option for several.")],
     overrides: Overrides = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are what a user says: answer by the model's chat template.")
+        bool, typer.Option("--chat", help="Prompts are user messages: answer by the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens, at most, for each prompt.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens for each prompt.")] = 128,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 draws as the model says.")
+        float, typer.Option(metavar="T", help="0: the likeliest token; 1: sample from the model's distribution.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(metavar="P", help="Draw from the likeliest tokens that make up this much of the probability.")
+        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Draw from so many of the likeliest; default: from all.")
+        int | None, typer.Option(metavar="K", help="Sample from this many of the likeliest tokens; default: all.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of sampling.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, besides stop tokens; may be given again.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, in addition to stop tokens; may be repeated.")
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continues prompts, to see what a model has learned. With a key-value cache; shows text as it comes."""
+    """Continues prompts, to see what a model has learnt. Uses a key-value cache; shows text as it arrives."""
     from jaxllm.commands import predict
     from jaxllm.inference.text_stream import InTurn
 
@@ -122,25 +120,25 @@ def data_prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: an object a line; .parquet: rows; "
+            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: one object per line; .parquet: rows; "
             "any other text file: one document. .gz and .zst are decompressed.",
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run goes on in it.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The output folder; a stopped run resumes in it.")],
     tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
     text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes; default: one for each CPU.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Make the I-th of N parts of the work, from 0; all with the same --out.")
     ] = "0/1",
     shard_megabytes: Annotated[
         int | None,
-        typer.Option(metavar="MIB", help="MiB of input that become one shard, about; default: a 64th of it, but 4 to 256."),
+        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of it, but 4 to 256."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenizes text once into a folder to train on. With several processes; run it again to go on."""
+    """Tokenises text once into a folder to train on. Uses several processes; run it again to resume."""
     from jaxllm.data.prepare import parse_shard, prepare
 
     try:
@@ -167,30 +165,30 @@ def convert_from_hf(
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Brings a Hugging Face folder into jaxllm's own format. Bit for bit, one tensor at a time; checks itself."""
+    """Converts a Hugging Face folder to jaxllm's own format. Exact, one tensor at a time, and verified."""
     from jaxllm.checkpoint.hf_convert import from_hf
 
     print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
 
 
 def convert_to_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder of jaxllm's, a run directory or a checkpoint.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, as transformers loads it.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm folder, a run directory or a checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers loads.")],
     step: SavedStep = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of a file, such as 500MiB; more is written as several with an index.")
+        str, typer.Option(metavar="SIZE", help="Maximum file size, such as 500MiB; more is written as several with an index.")
     ] = "5GB",
     max_position: Annotated[
         int | None,
-        typer.Option(metavar="N", help="max_position_embeddings; default: what it came with, or the length of a run if more."),
+        typer.Option(metavar="N", help="max_position_embeddings; default: the original value, or a run's length if larger."),
     ] = None,
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Writes a model or a run as a Hugging Face folder. Checks itself."""
+    """Converts a model or a run to a Hugging Face folder. Verifies the result."""
     from jaxllm.checkpoint.hf_convert import parse_size, to_hf
 
     done = to_hf(

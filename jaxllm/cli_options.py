@@ -15,15 +15,15 @@ from jaxllm.config import Config, ConfigError, load_config
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 GpuCount = Annotated[
-    int | None, typer.Option(metavar="N", help="How many; none of them need be here. Default: the config's mesh.")
+    int | None, typer.Option(metavar="N", help="Number of GPUs; none of them need be here. Default: the config's mesh.")
 ]
 GpusPerHost = Annotated[
     int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
 ]
 CacheDir = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Where compile reports are kept; default: jaxllm/compile in the user's cache.")
+    str | None, typer.Option(metavar="DIR", help="Cache of compile reports; default: jaxllm/compile in the user's cache.")
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile whatever is kept, and keep nothing.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is cached, and cache nothing.")]
 SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
 Verify = Annotated[
@@ -35,7 +35,7 @@ Recipe = Annotated[
     list[str],
     typer.Argument(
         metavar="CONFIG [SECTION.KEY=VALUE]...",
-        help="A YAML recipe, or one that comes with jaxllm by its name, such as quickstart; and keys to override, such as "
+        help="A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
         "train.steps=100, in any order.",
     ),
 ]
@@ -43,12 +43,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[SECTION.KEY=VALUE]...",
-        help="How to compute, such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on "
-        "GPUs, over the devices here.",
+        help="Settings, such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
+        "over the local devices.",
     ),
 ]
 ModelFolder = Annotated[
-    str, typer.Option(metavar="DIR", help="A folder of Hugging Face's or jaxllm's, a run directory or one of its checkpoints.")
+    str, typer.Option(metavar="DIR", help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints.")
 ]
 OtherTokenizer = Annotated[
     str | None, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes; default: the model's own.")
@@ -56,7 +56,7 @@ OtherTokenizer = Annotated[
 
 
 class Command(TyperCommand):
-    """Help that names arguments by their metavars alone, which say what may be left out or given again."""
+    """Help that names arguments by their metavars only, which show what is optional or repeatable."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
@@ -66,7 +66,7 @@ class Command(TyperCommand):
             rows = []
             for one in self.get_params(ctx):
                 if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
-                    # Some versions of typer escape brackets for rich, which is not asked.
+                    # Some versions of typer escape brackets for rich, which is off here.
                     name = one.metavar if title == "Arguments" else record[0]
                     rows.append((name, record[1].replace("\\[", "[")))
             if rows:
@@ -75,17 +75,17 @@ class Command(TyperCommand):
 
 
 def epilog(*lines: str) -> str:
-    """Command lines that a help ends with, as they stand."""
+    """Example command lines at the end of a help text, unwrapped."""
     return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
 
 
 def example(*lines: str) -> dict[str, Any]:
-    """How every command is made here."""
+    """Common options of all commands."""
     return {"cls": Command, "epilog": epilog(*lines)}
 
 
 def fitted(lines: Iterable[str]) -> str:
-    """Lines as they are; on a terminal, those too long for it are broken between words and go on further in."""
+    """Lines unchanged; on a terminal, too long ones are wrapped between words and indented."""
     if not sys.stdout.isatty():
         return "\n".join(lines)
     width = shutil.get_terminal_size().columns
@@ -104,7 +104,7 @@ def fitted(lines: Iterable[str]) -> str:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Prints, on one process of several."""
+    """Prints on one of several processes."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
@@ -116,7 +116,7 @@ def show_at_once(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """A line beside the result: on standard error, and on one process of several."""
+    """Prints a note to standard error, on one of several processes."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():

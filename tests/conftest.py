@@ -1,4 +1,4 @@
-"""The test room is stricter than production: eight CPU devices, warnings are errors, no silent promotion of ranks."""
+"""Tests are stricter than production: eight CPU devices, warnings are errors, no implicit rank promotion."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ from jaxllm.runtime import xla_flags
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Tiny programs that run a few times: LLVM's optimiser would take most of the suite's time.
+    # Programs are tiny and run a few times: LLVM's optimiser would take most of the suite's time.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     xla_flags.apply(RunConfig(cpu_devices=NUM_DEVICES))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -37,15 +37,15 @@ def pytest_configure(config):
 
 
 def pytest_sessionstart(session):
-    """A folder that the caller chose is the caller's. Processes of xdist leave this to the one that started them."""
+    """A cache folder chosen by the caller stays. With xdist the main process sets it for its workers."""
     if not hasattr(session.config, "workerinput"):
         program_cache.prune(program_cache.default_folder())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_file():
-    """What was traced and compiled for one file is of no use to the next: kept, it grew to 5 GB, and Python's garbage collector
-    looks through all of it again and again."""
+    """Traces and programs of one file are useless for the next. Kept, they grew to 5 GB, and Python's garbage collector scanned
+    all of them repeatedly."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -53,7 +53,7 @@ def programs_of_one_file():
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
-    """60 kB of made-up words, the same every time."""
+    """60 kB of made-up words, always the same."""
     import numpy as np
 
     words = np.array(["law", "mesh", "ring", "axis", "shard", "gather", "tick", "stage", "\n"])
@@ -75,13 +75,13 @@ def tiny_config(text_file):
 
 @pytest.fixture(scope="session")
 def smollm2_folder():
-    """A Hugging Face folder of the real SmolLM2-135M-Instruct in float32. Not to be written to. Skips without a network."""
+    """A Hugging Face folder of the real SmolLM2-135M-Instruct in float32. Read-only. Skips without a network."""
     return real_material.smollm2()
 
 
 @pytest.fixture(scope="session")
 def smollm2_first_layers():
-    """The same model cut off behind its first two layers, for tests that want real weights and little time."""
+    """The same model with only its first two layers, for quick tests with real weights."""
     return real_material.smollm2_first_layers()
 
 

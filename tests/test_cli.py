@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, exit codes, one sentence."""
+"""The command line as its user sees it: real processes, exit codes, one sentence."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_output_on_a_full_disk_ends_in_one_sentence_and_code_2(more):
 
 
 def commands(command, path=()):
-    """(command, the words that call it) of all commands and groups below one."""
+    """(command, its words) of all commands and groups below one."""
     yield command, path
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, (*path, name))
@@ -73,7 +73,7 @@ def test_help_fits_80_columns_and_ends_with_an_example_that_parses(command, path
         lines = command.get_help(context).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[2].strip().endswith(".") or lines[3].strip().endswith(".")
-    # A group's list cuts no sentence short, and no option or argument has the name of a Python type for its value.
+    # A group's list shortens no sentence, and no option or argument shows a Python type as its value.
     assert [line for line in lines if re.search(r"[a-z:,]\.\.\.$|<\w+", line)] == []
     examples = [shlex.split(line)[1:] for line in lines if line.startswith("    jaxllm ")]
     assert examples or hasattr(command, "commands")
@@ -133,7 +133,7 @@ def test_importing_is_quick_and_starts_nothing():
 
 
 def test_a_run_in_a_log_file_prints_plain_lines(tmp_path, text_file):
-    """Output that is no terminal: no escape codes, the lines the quickstart promises, the held-out loss after the baselines."""
+    """Output to a file: no escape codes, the lines that the quickstart promises, the held-out loss after the baselines."""
     sizes = ["model.num_layers=1", "model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=2"]
     data = ["data.source=files", f"data.paths=[{text_file}]"]
     small = ["train.steps=2", "train.sequence_length=16", "optimizer.warmup_tokens=0", "log.every_steps=1"]

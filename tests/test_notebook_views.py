@@ -192,7 +192,7 @@ def test_the_front_door_gives_what_the_modules_hold():
     for name in set(jaxllm.__all__) - {"plan"}:
         assert name in dir(jaxllm)
         assert getattr(jaxllm, name) is getattr(config if hasattr(config, name) else api, name)
-    # Its name is a package's, too.
+    # The function has the name of a package, too.
     assert callable(jaxllm.plan)
     with pytest.raises(AttributeError, match="has no attribute 'fitt'"):
         jaxllm.fitt  # noqa: B018

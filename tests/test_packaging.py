@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that it runs where no checkout is."""
+"""The wheel: its contents, and that it runs without a checkout."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ def test_a_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypatch):
         assert load_config(name) == theirs
     with pytest.raises(ConfigError, match=r"There is no config file elsewhere/quickstart\.yaml"):
         load_config("elsewhere/quickstart.yaml")
-    # A file of one's own comes first.
+    # A file in the working directory comes first.
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text("train: {steps: 1}")
     with pytest.raises(ConfigError, match="The section model is missing"):
@@ -41,7 +41,7 @@ def test_the_version_stands_in_one_place_and_in_the_changelog():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from the checkout without a network."""
+    """The wheel, built from the checkout without a network."""
     pytest.importorskip("hatchling", reason="the wheel is built with hatchling: pip install 'jaxllm[test]'")
     folder = tmp_path_factory.mktemp("dist")
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check", "-q"]

@@ -1,4 +1,4 @@
-"""Pipeline schedules: what the tables cost, that running them gives each microbatch its due, that check() sees every fault."""
+"""Pipeline schedules: the cost of the tables, correct results when they run, and that check() finds every fault."""
 
 import dataclasses
 import itertools
@@ -51,12 +51,12 @@ def test_ticks_and_slots_are_as_in_theory(pipeline):
         assert (schedule.slots, schedule.finished_slots) == (M + waiting, M)
         assert (schedule.live.max(axis=0) == M).all()
     else:
-        # Warm-up and drain of PV ticks; the rest has both directions in every tick.
+        # Warm-up and drain of PV ticks; every other tick has both directions.
         both = schedule.forward.valid.any(axis=1) & schedule.backward.valid.any(axis=1)
         assert schedule.ticks == 2 * P * V + both.sum()
         assert both.sum() == M * V + P - P * V - 1
         assert (schedule.slots, schedule.finished_slots) == (min(M * V + waiting, P * V + P), 1)
-        # Live on stage i while chunk 0 is: 2 less for each stage further on.
+        # Live on stage i while chunk 0 is: 2 fewer for each later stage.
         enough = M * V >= P * V + P
         assert not enough or schedule.live.max(axis=0).tolist() == [P * V + P - 2 * i for i in range(P)]
     assert (schedule.live >= 0).all()
@@ -68,7 +68,7 @@ def test_ticks_and_slots_are_as_in_theory(pipeline):
 
 @given(pipelines(), st.booleans())
 def test_running_the_table_gives_every_microbatch_its_loss_and_gradients(pipeline, training):
-    """The executor in miniature: values are names of what they are, and garbage is whatever lay there."""
+    """A miniature executor: values are descriptions of themselves, and garbage is the slot's previous value."""
     _, P, M, V = pipeline
     schedule = make_schedule(*pipeline) if training else forward_only(P, M, V)
     forward, backward = schedule.forward, schedule.backward
@@ -203,7 +203,7 @@ def test_what_a_waiting_stage_writes_may_hit_no_live_slot(pipeline):
 
 
 def live_slots(schedule, tick, stage):
-    """Slots whose residuals are read in this tick or later, and were written before it; found by brute force."""
+    """Slots with residuals that were written before this tick and are read in it or later, by brute force."""
     live = set()
     for t in range(tick, schedule.ticks):
         if schedule.backward.valid[t, stage]:
@@ -248,7 +248,7 @@ def directions(schedule):
 @pytest.mark.parametrize("pipeline", SMALL)
 @pytest.mark.parametrize(("way", "place"), [("forward", lambda s: s.stages), ("backward", lambda s: s.ticks - 1)])
 def test_a_value_that_waits_is_seen(pipeline, way, place):
-    """A tick of nothing, while stages fill or empty, keeps the order of everything and loses what is on its way."""
+    """An empty tick, while stages fill or drain, keeps the order of everything and loses the messages in flight."""
     schedule = make_schedule(*pipeline)
     wider = each_table(schedule, lambda table: np.insert(table, place(schedule), 0, axis=0))
     with pytest.raises(ScheduleError, match=rf"{way} takes what stage \d made in tick \d+, not one tick before"):
@@ -330,7 +330,7 @@ def test_no_pipeline_is_never_idle(idle):
 
 
 def test_report_of_a_config(tiny_config):
-    """parallel.data divides the batch: as set, as run.cpu_devices leaves it, or 1, which is said."""
+    """parallel.data divides the batch: as set, as run.cpu_devices leaves it, or as 1, with a note."""
     batch = ["parallel.pipe=2", "parallel.schedule=gpipe", "train.global_batch_sequences=12", "train.microbatch_sequences=1"]
     three = pipeline_report(tiny_config(*batch, "parallel.data=3", "run.cpu_devices=null", "model.compute_dtype=bfloat16"))
     six = pipeline_report(tiny_config(*batch, "parallel.data=auto", "run.cpu_devices=12"))
@@ -349,9 +349,9 @@ def test_report_of_a_config(tiny_config):
         "  most in use  4 4  (stage 0 first)",
         "  memory       46.2 KiB of residuals on each device",
     ]
-    # Documents masked by cuDNN: its output and its float32 log-sum-exp are kept too.
+    # With documents masked by cuDNN, its output and its float32 log-sum-exp are kept too.
     assert three.slot_bytes == 16 * (2 * (4 * 32 + 2 * 16 + 2 * 64) + 4 * 4)
-    # No cuDNN in float32.
+    # float32 excludes cuDNN.
     assert one.slot_bytes == 16 * 4 * (3 * 32 + 2 * 16 + 2 * 64)
     away = pipeline_report(tiny_config(*batch, "parallel.data=3", "parallel.remat=offload", "model.attention=xla"))
     assert (away.slot_bytes, away.offloaded_slot_bytes) == (0, 16 * 4 * (3 * 32 + 2 * 16 + 2 * 64))

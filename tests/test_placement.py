@@ -1,4 +1,4 @@
-"""Which device gets which place in the mesh: tensor and context inside a host, however a launcher numbered the processes."""
+"""Placement of devices in the mesh: tensor and context stay inside a host, for any numbering of the processes."""
 
 import logging
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Device:
 
 
 def launch(hosts: str, each: int = 1, kind: str = "cpu") -> tuple[list[Device], dict[int, str]]:
-    """(devices, host of each process) of one process for each letter, which names its host."""
-    # Ids say nothing of the process, as JAX's do on CPU.
+    """(devices, host of each process), with one process per letter; the letter names its host."""
+    # Device ids do not reveal the process, as with JAX on CPU.
     devices = [Device(process, 2048 * process + number, kind) for process in range(len(hosts)) for number in range(each)]
     return devices, dict(enumerate(hosts))
 
@@ -42,13 +42,13 @@ def hosts_in(grid: np.ndarray, host_of: dict[int, str]) -> list[str]:
     ("hosts", "each", "shape", "groups"),
     [
         ("ab", 4, (2, 1, 1, 4), ["aaaa", "bbbb"]),
-        # Round robin, as `mpirun --map-by node` and SLURM's cyclic distribution number them.
+        # Round robin, the numbering of `mpirun --map-by node` and SLURM's cyclic distribution.
         ("abababab", 1, (1, 2, 2, 2), ["aaaa", "bbbb"]),
         ("abcabc", 2, (3, 1, 1, 4), ["aaaa", "bbbb", "cccc"]),
-        # What cannot be inside is left for last: 6 + 6 devices hold two groups of 4, 6 + 4 + 2 too.
+        # Groups that cannot be inside a host come last: 6 + 6 devices hold two groups of 4, and so do 6 + 4 + 2.
         ("aaaaaabbbbbb", 1, (3, 1, 2, 2), ["aaaa", "bbbb", "aabb"]),
         ("abbaabbacaac", 1, (1, 3, 2, 2), ["aaaa", "bbbb", "aacc"]),
-        # context reaches over two hosts, tensor does not.
+        # context spans two hosts, tensor does not.
         ("abab", 2, (1, 1, 2, 4), ["aaaabbbb"]),
     ],
 )
@@ -62,7 +62,7 @@ def test_groups_of_the_fast_axes_are_inside_hosts(hosts, each, shape, groups):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (6, 3), (8, 2)]))
 def test_no_order_has_more_groups_inside_hosts(counts, sizes):
-    """Each host holds its devices // size groups, and no more can be."""
+    """Each host holds its devices // size groups, which is the maximum."""
     hosts = [[(name, number) for number in range(count)] for name, count in enumerate(counts)]
     ordered = order_by_groups(hosts, *sizes)
     in_turn = [device for host in hosts for device in host]
@@ -70,7 +70,7 @@ def test_no_order_has_more_groups_inside_hosts(counts, sizes):
     large, small = sizes
     inside = [len({name for name, _ in ordered[i : i + large]}) == 1 for i in range(0, len(ordered) - large + 1, large)]
     assert sum(inside) >= sum(count // large for count in counts)
-    # Those of the smaller size too, in what was left.
+    # Groups of the smaller size too, in the remaining devices.
     inside = [len({name for name, _ in ordered[i : i + small]}) == 1 for i in range(0, len(ordered) - small + 1, small)]
     assert sum(inside) >= sum(count // small for count in counts)
     if all(count % large == 0 for count in counts):
@@ -87,7 +87,7 @@ def test_a_plain_launch_is_laid_out_by_process_and_id():
 def test_a_warning_names_axis_hosts_figures_and_cure():
     devices, host_of = launch("ab", 8, "NVIDIA H100 80GB HBM3")
     grid = device_grid(devices, host_of, (1, 1, 1, 16))
-    # A ring through two hosts leaves each by its 8 adapters of 50 GB/s, and NVLink carries 450.
+    # A ring through two hosts leaves each through its 8 adapters of 50 GB/s; NVLink carries 450 GB/s.
     assert crossings(grid, host_of) == [
         "tensor=16 crosses hosts in 1 of 1 groups, which span up to 2 hosts (a, b); a ring there carries 400 GB/s instead "
         "of the 450 GB/s inside a host of h100-80gb: every layer waits for the network. Make parallel.tensor a divisor of the "
@@ -101,10 +101,10 @@ def test_a_warning_names_axis_hosts_figures_and_cure():
 
 
 def test_one_process_for_each_gpu_is_no_host_of_its_own():
-    """16 processes on two hosts: nothing to warn of, though each group is many processes."""
+    """16 processes on two hosts: no warning, although each group spans many processes."""
     devices, host_of = launch("ab" * 8, 1)
     assert crossings(device_grid(devices, host_of, (1, 2, 1, 8)), host_of) == []
-    # Where nobody told which share a host, each counts as one.
+    # Without information about hosts, each process counts as one.
     alone = {process: process for process in host_of}
     (line,) = crossings(device_grid(devices, alone, (1, 2, 1, 8)), alone)
     assert line.startswith("tensor=8 crosses hosts in 2 of 2 groups, which span up to 8 hosts (0, 1, 2, ... 7): every layer")
@@ -126,10 +126,10 @@ def test_hosts_are_those_that_processes_told(monkeypatch):
     monkeypatch.setattr(distributed, "members", lambda: members)
     monkeypatch.setattr(jax, "devices", lambda: devices)
     assert hosts_of(devices) == host_of
-    # A topology to compile for has numbers of its own.
+    # A topology for compilation has its own numbers.
     others = [Device(process, 100 + process) for process in range(2)]
     assert hosts_of(others) == {0: 0, 1: 1}
-    # JAX was started by someone else, and nobody told.
+    # Something else started JAX, so hosts are unknown.
     monkeypatch.setattr(distributed, "members", lambda: members[:1])
     assert hosts_of(devices) == {0: 0, 1: 1, 2: 2, 3: 3}
 

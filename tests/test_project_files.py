@@ -14,9 +14,9 @@ import jaxllm
 CHECKOUT = Path(__file__).parents[1]
 WORKFLOWS = sorted((CHECKOUT / ".github" / "workflows").glob("*.yml"))
 CI_EXTRAS = ("test", "parquet", "smollm2", "types", "reference", "notebook", "aot")
-"""What launch/test.sh --all installs."""
+"""Packages that launch/test.sh --all installs."""
 FREE = {"nvidia-cudnn-cu13"}
-"""PyTorch's CUDA builds demand a version of their own."""
+"""PyTorch's CUDA builds require their own versions."""
 
 
 def plain(name: str) -> str:

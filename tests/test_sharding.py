@@ -1,4 +1,4 @@
-"""Rules are matched strictly: each refusal names parameter, shape and axis."""
+"""Rules match strictly: each refusal names parameter, shape and axis."""
 
 import jax
 import pytest
@@ -42,7 +42,7 @@ def test_nine_heads_on_two_ranks_are_refused(tiny_config):
 
 
 def test_zero_cuts_a_dim_that_nothing_else_splits(tiny_config):
-    """Or refuses; a norm's scale that does not divide is replicated."""
+    """Shards or refuses; a norm's scale that does not divide is replicated."""
     parallel = tiny_config("parallel.data=4", "parallel.tensor=2").parallel
     rules = weight_rules(tiny_config().model, parallel)
 

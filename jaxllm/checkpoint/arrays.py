@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint, read straight into the layout of another mesh; stacks of layers cut anew for another pipeline."""
+"""Reads the arrays of a checkpoint directly into the shardings of another mesh, and restacks layers for another pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.runtime import distributed
 from jaxllm.sharding import stack_dims
 
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Permission denied", "Too many open files")
-"""In the error of a read: the reason lies here, not in the checkpoint."""
+"""Errors of a read whose cause is the machine, not the checkpoint."""
 
 
 def is_not_damage(error: BaseException) -> bool:
@@ -29,22 +29,22 @@ def is_not_damage(error: BaseException) -> bool:
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
-    """Reads the arrays that `like` names from an Orbax folder; others in there are not read. Where a stack of layers was cut
-    for another pipeline it comes as it was: `restacked` makes it what `like` says.
+    """Reads the arrays that `like` names from an Orbax folder, and no others. If a stack of layers was cut for another
+    pipeline, it keeps its old cut; `restacked` converts it to that of `like`.
 
     Args:
-      like: nested dicts of ShapeDtypeStructs with shardings. Each array is read straight into its layout, whatever mesh wrote
-        it, and cast to its dtype.
-      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims. Along `vocab` and `layers`, zeros
-        are added or rows cut off at the end.
+      like: nested dicts of ShapeDtypeStructs with shardings. Each array is read directly into its sharding, whatever mesh
+        wrote it, and cast to its dtype.
+      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims. Along `vocab` and `layers`,
+        zeros are added or rows removed at the end.
 
     Raises:
-      ConfigError: an array is not there, or has another shape; the message names it.
+      ConfigError: an array is missing or has another shape. The message names it.
       Exception: the files are damaged, or see NOT_DAMAGE.
     """
     silence_orphans()
     handler = ocp.PyTreeCheckpointHandler()
-    found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # pathlib's will do
+    found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # a pathlib path works
     saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
     dims = {_names(path): parameter.dims for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
 
@@ -54,7 +54,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
         of_parameter = dims.get(parameter, ("",) * x.ndim)
-        # What each island has of its own (diloco.py) has a dim before the parameter's.
+        # The state of each replica (diloco.py) has a leading replica dim.
         islands = x.ndim - len(of_parameter)
         shape, wanted = saved[names][islands:], x.shape[islands:]
         stacked = stack_dims(of_parameter)
@@ -70,7 +70,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             return x
         if islands:
             raise ConfigError(
-                f"{folder} holds islands of DiLoCo whose layers are cut for another pipeline: go on with the same "
+                f"{folder} holds DiLoCo replicas whose layers are cut for another pipeline: resume with the same "
                 f"parallel.pipe and parallel.virtual_stages."
             )
         return _of_another_stack(x, stacked, shape[:of_stack])
@@ -82,33 +82,33 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     on_disk = jax.tree_util.tree_map_with_path(read_as, like)
     restore_args = jax.tree_util.tree_map_with_path(arguments, on_disk)
     partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
-    # The handler alone: Checkpointer.restore ends in a barrier, where a process that failed would leave the others.
+    # Uses the handler only: Checkpointer.restore ends in a barrier, where a failed process would leave the others waiting.
     args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
-    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # pathlib's will do
+    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # a pathlib path works
 
 
 def lies_on_host(arrays: Any) -> bool:
-    """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
+    """Whether some of the arrays are in host memory (parallel.offload_state)."""
     return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(arrays))
 
 
 def restacked(arrays: Any, like: Any) -> Any:
-    """Stacks of layers as `like` has them (parallel/layer_stacking.py): cut into other chunks, identity layers of zeros added
-    at the end or taken away. One array after the other; those given are deleted.
+    """Converts stacks of layers to the form of `like` (parallel/layer_stacking.py): other chunks, with zero identity layers
+    added or removed at the end. It converts one array at a time, and deletes the given ones.
     """
     return jax.tree.map(_restack, arrays, like)
 
 
 def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """`like`, an array with `stacked` dims that count layers, as one with the dims `leading` instead: split over the same axes,
-    and with zero layers at its end where that takes them to divide.
+    """`like`, an array with `stacked` layer dims, as one with the dims `leading` instead. It is sharded over the same axes,
+    with zero layers at its end if they are needed to divide.
     """
     sharding, sizes = like.sharding, list(leading)
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
         axis = next((entry for entry in spec[:stacked] if entry is not None), None)
         ways = 1 if axis is None else sharding.mesh.shape[axis]
-        # One dim may have layers added; of three, the one that divides, or none.
+        # A single layer dim may be padded. Of three, use the one that divides, or none.
         home = next((i for i, size in enumerate(sizes) if size % ways == 0), 0 if len(sizes) == 1 else None)
         if home is not None:
             sizes[home] = -(-sizes[home] // ways) * ways
@@ -120,7 +120,7 @@ def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[i
 def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape == like.shape:
         return x
-    # One leading dim or three; two of one are the same by now.
+    # From one leading dim to three or back; from one to one they are equal by now.
     of_stack, stacked = {-2: (1, 3), 0: (3, 3), 2: (3, 1)}[x.ndim - like.ndim]
 
     def cut(x: jax.Array) -> jax.Array:
@@ -135,5 +135,5 @@ def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """A tree path as names, the same for a namedtuple and for the dict that Orbax made of it."""
+    """A tree path as names, equal for a namedtuple and for the dict that Orbax made of it."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

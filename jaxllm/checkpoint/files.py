@@ -1,4 +1,4 @@
-"""The files of checkpoints: what one says of itself, whether it is whole, and which is the newest that is."""
+"""The files of checkpoints: their metadata, checks that one is intact, and the search for the newest intact one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from jaxllm.runtime import distributed
 FORMAT = 1
 STATE, META, FILES = "state", "meta", "files.json"
 CHECKSUMMED_WHOLE = 64 * 2**20
-"""Bytes. Of larger files the checksum covers the first and the last MiB: reading all of a large model again would take minutes,
-and what is torn is torn at an end, or is of another size."""
+"""In bytes. The checksum of a larger file covers its first and last MiB: reading all of a large model again would take minutes,
+and a torn file is torn at an end or has another size."""
 SHARED_LIMIT_S = 20
-"""How long a process looks for a file that process 0 wrote: NFS shows it after up to some seconds."""
+"""Time limit for a file that process 0 wrote to appear. NFS may show it after some seconds."""
 
 
 Meta = dict[str, Any]
 
 
 def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0) -> Meta:
-    """What a checkpoint of `step` says of itself.
+    """Metadata of a checkpoint of `step`.
 
     Args:
-      fingerprint: of the text the run reads.
-      skipped_steps: of the steps until then, those that changed nothing.
+      fingerprint: fingerprint of the run's text.
+      skipped_steps: number of steps up to `step` that were skipped.
     """
     return {
         "format": FORMAT,
@@ -59,11 +59,11 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tuple[int | None, dict[int, str]]:
-    """(the newest step in a folder of checkpoints that is whole, why the steps above it are not). Steps that are `refused` for
-    a reason already are not looked at; (None, {}) if the folder holds no checkpoints.
+    """Finds (the newest intact step in a folder of checkpoints, the damage of each newer step). Steps in `refused` are skipped
+    with their reason. Returns (None, {}) if the folder holds no checkpoints.
 
     Raises:
-      ConfigError: none is whole, or one cannot be read here.
+      ConfigError: none is intact, or one cannot be read here.
     """
     reasons = dict(refused or {})
     for step in reversed(saved_steps(folder)):
@@ -76,18 +76,18 @@ def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tupl
         return None, {}
     listed = ", ".join(f"{step} ({reason})" for step, reason in reasons.items())
     raise ConfigError(
-        f"No checkpoint in {folder} is whole: {listed}; put a copy of one there, or choose another run.dir to start anew."
+        f"No checkpoint in {folder} is intact: {listed}; put a copy of one there, or choose another run.dir to start again."
     )
 
 
 def describe_files(folder: Path) -> dict[str, list[int]]:
-    """{path: [bytes, CRC32]} of the files in the items of a checkpoint. Orbax adds to the files beside them later."""
+    """{path: [bytes, CRC32]} of the files in the items of a checkpoint. Orbax adds other files beside the items later."""
     files = (path for item in (STATE, META) for path in sorted((folder / item).rglob("*")) if path.is_file())
     return {path.relative_to(folder).as_posix(): [path.stat().st_size, checksum(path)] for path in files}
 
 
 def checksum(path: Path) -> int:
-    """CRC32 of a file; of a large one, of its first and last MiB."""
+    """CRC32 of a file. Of a large one it covers the first and last MiB."""
     value, size = 0, path.stat().st_size
     with path.open("rb") as file:
         if size > CHECKSUMMED_WHOLE:
@@ -99,7 +99,7 @@ def checksum(path: Path) -> int:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as its files tell without reading the arrays; None if nothing is.
+    """Damage of a checkpoint that its files show without reading the arrays; None if there is none.
 
     Raises:
       ConfigError: a newer jaxllm wrote it, or this user may not read it.
@@ -109,7 +109,7 @@ def damage(folder: Path) -> str | None:
         if not (folder / STATE).is_dir():
             return f"{STATE} is missing"
         if not (folder / FILES).is_file():
-            # Reading will tell.
+            # Reading the arrays will show.
             return None
         for name, (size, crc) in json.loads((folder / FILES).read_text()).items():
             path = folder / name
@@ -145,11 +145,11 @@ def read_meta(folder: Path) -> Meta:
 
 
 def cannot_be_read(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{folder} cannot be read here ({why(error)}): nothing says that it is damaged, so remove the cause.")
+    return ConfigError(f"{folder} cannot be read here ({why(error)}): this may not be damage, so remove the cause.")
 
 
 def set_aside(folder: Path) -> Path:
-    """Moves a damaged checkpoint to a name of its own in checkpoints-damaged, beside its folder."""
+    """Moves a damaged checkpoint to a unique name in checkpoints-damaged, beside its folder."""
     home = folder.parent.parent / "checkpoints-damaged"
     home.mkdir(exist_ok=True)
     target = next(path for n in itertools.count(1) if not (path := home / f"{folder.name}-{n}").exists())
@@ -161,7 +161,7 @@ KNOWN_CAUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 def why(error: BaseException) -> str:
-    """An error of Orbax, TensorStore or the file system in a few words."""
+    """Shortens an error of Orbax, TensorStore or the file system to a few words."""
     links = distributed.causes(error, suppressed=True)
     for link in links:
         if isinstance(link, OSError) and link.strerror:
@@ -173,10 +173,10 @@ def why(error: BaseException) -> str:
 
 
 def require_shared(run_dir: Path) -> None:
-    """Every process must call it.
+    """Checks that all hosts share the run directory. Every process must call it.
 
     Raises:
-      ConfigError: on all processes, if one does not see what process 0 writes into the run directory.
+      ConfigError: on all processes, if one does not see a file that process 0 wrote into the run directory.
     """
     if jax.process_count() == 1:
         return
@@ -189,7 +189,7 @@ def require_shared(run_dir: Path) -> None:
         if time.monotonic() > deadline:
             missing = str(jax.process_index())
             break
-        # Listing a folder makes NFS look again.
+        # Listing the folder makes NFS refresh it.
         os.listdir(run_dir)
         time.sleep(0.2)
     missing = distributed.first_nonempty(missing)

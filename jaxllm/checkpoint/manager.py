@@ -1,13 +1,13 @@
-"""Saving and resuming a run, so that nothing is lost: not to a kill, a full disk, a torn file, nor to another mesh.
+"""Saves and resumes a run. It survives a kill, a full disk and a torn file, and a checkpoint fits any other mesh.
 
-    run.dir/checkpoints/400/        one checkpoint; as long as it is written it has another name
-      state/                        the whole TrainState (with train.diloco_steps a DilocoState): Orbax, OCDBT
+    run.dir/checkpoints/400/        one checkpoint; it has another name while it is written
+      state/                        the complete TrainState (with train.diloco_steps a DilocoState): Orbax, OCDBT
       meta/metadata                 JSON: step, samples consumed, fingerprint of the text, config, versions
       files.json                    sizes and checksums of the files above
-    run.dir/checkpoints-damaged/    what was found torn: moved, never deleted
+    run.dir/checkpoints-damaged/    damaged checkpoints: moved, never deleted
 
-The rows that `vocab_rows` adds for a mesh are zero, and so are the layers that fill up a pipeline: reading cuts them off or
-adds them, and cuts the stack of layers anew for other virtual stages. A checkpoint fits every mesh.
+Rows that pad the vocabulary for a mesh are zero, and so are layers that pad a pipeline. Reading removes or adds them, and cuts
+the stack of layers for other virtual stages.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes
 
 State = Any
-"""A TrainState or a DilocoState: a dataclass of arrays, trees of them, and such dataclasses. What is None is not saved."""
+"""A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. None is not saved."""
 
 
 class SaveError(ConfigError):
-    """A checkpoint could not be written. One sentence: step, folder, reason, and what is safe."""
+    """A checkpoint could not be written. The message is one sentence: step, folder, reason, and the newest safe checkpoint."""
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, by step. With several processes all make it, and call it in the same order.
+    """The checkpoints of one run directory, by step. All processes create it and call its methods in the same order.
 
     Args:
-      require: called before anything here changes; RunDirLock.require where the run holds the directory.
+      require: called before anything here changes; RunDirLock.require if the run holds the directory.
 
     Attributes:
-      latest: the newest whole checkpoint, as a step; None if there is none.
-      damaged: sentences on the checkpoints newer than that which are not whole.
+      latest: step of the newest intact checkpoint; None if there is none.
+      damaged: sentences about the damaged checkpoints that are newer.
 
     Raises:
-      ConfigError: there are checkpoints and none is whole.
+      ConfigError: there are checkpoints and none is intact.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, require: Callable[[], None] = unfenced):
@@ -76,19 +76,19 @@ class Checkpoints:
         return [f"checkpoint {step} is damaged ({reason})" for step, reason in self._refused.items()]
 
     def meta(self) -> Meta:
-        """What the newest whole checkpoint says of itself."""
+        """Metadata of the newest intact checkpoint."""
         return read_meta(self.folder / str(self.latest))
 
     def restore(self, like: State | Callable[[Meta], State], table: Any) -> State:
-        """The newest state that can be read, laid out as `like` (ShapeDtypeStructs with shardings); `latest` is then its step.
-        Damaged ones that are newer are moved out of the way, since training will save their steps again.
+        """Reads the newest readable state with the shardings of `like` (ShapeDtypeStructs). `latest` is its step afterwards.
+        Newer damaged checkpoints are moved away, because training will save their steps again.
 
         Args:
-          like: or a function that says it, of what the checkpoint to be read says of itself.
+          like: the structure, or a function that makes it from the metadata of the checkpoint to be read.
           table: the model's parameters as a nested dict of Parameter.
 
         Raises:
-          ConfigError: none can be read, or the state is another model's.
+          ConfigError: no checkpoint can be read, or the state belongs to another model.
         """
         silence_orphans()
         while True:
@@ -100,7 +100,7 @@ class Checkpoints:
             except ConfigError:
                 raise
             except Exception as error:
-                # Orbax raises all kinds, bare Exceptions among them.
+                # Orbax raises many types, including plain Exception.
                 if is_not_damage(error):
                     raise cannot_be_read(self.folder / str(self.latest), error) from error
                 reason = why(error)
@@ -114,12 +114,12 @@ class Checkpoints:
             for step in self._refused:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
-        # Devices meet here, so it comes after the processes have agreed that all have read.
+        # Devices synchronise here, so it comes after all processes have agreed that reading succeeded.
         return _as_state(restacked(state, _as_dict(wanted)), wanted)
 
     def save(self, step: int, state: State, meta: Meta) -> None:
-        """Saves `state` as of `step`: returns once it is copied, or written if checkpoint.asynchronous=false. Waits for the
-        save before it. A step that is saved already is left as it is.
+        """Saves `state` as of `step`. Returns once it is copied, or written if checkpoint.asynchronous=false. Waits for the
+        previous save. Does nothing if the step is saved already.
 
         Raises:
           SaveError: this save, or the one before it, failed.
@@ -133,14 +133,14 @@ class Checkpoints:
             self._saving = step
             items = {STATE: ocp.args.PyTreeSave(_as_dict(state)), META: ocp.args.JsonSave(meta)}
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-            # Of arrays in the host's memory Orbax makes no copy: the next step would write into what is being saved.
+            # Orbax does not copy arrays in host memory, so the next step would overwrite what is being saved.
             if not self._config.asynchronous or lies_on_host(state):
                 self._settle()
         except Exception as error:
             raise self._failure(error) from error
 
     def raise_errors(self) -> None:
-        """To be called at each step. Raises SaveError if the save under way has failed."""
+        """Raises SaveError if the running save has failed. Called at each step."""
         if self._manager is None or self._saving is None:
             return
         try:
@@ -152,7 +152,7 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def wait(self) -> None:
-        """Until all is written. Raises SaveError if it could not be."""
+        """Waits until everything is written. Raises SaveError if it could not be."""
         try:
             if self._manager is not None:
                 self._settle()
@@ -160,7 +160,7 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """After `wait`. Without it, as after an error, what is being written is left to itself."""
+        """Closes after `wait`. Without `wait`, for example after an error, a running save is abandoned."""
         if self._manager is not None and self._saving is None:
             self._manager.close()
             self._manager = None
@@ -181,7 +181,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
-            # Run when every file is written and before the folder gets its name.
+            # Called when all files are written, before the folder gets its final name.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
         )
         return ocp.CheckpointManager(self.folder, options=options, handler_registry=registry)
@@ -189,11 +189,11 @@ class Checkpoints:
     def _list_files(self) -> None:
         for folder in self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"):
             (folder / FILES).write_text(json.dumps(describe_files(folder)))
-        # What comes next is the folder's name, and the end of older ones.
+        # The next actions rename the folder and delete older ones.
         self._require()
 
     def _choose(self) -> None:
-        """Process 0 looks for the newest whole checkpoint that was not refused yet, and tells the others."""
+        """Process 0 finds the newest intact checkpoint that was not refused yet, and broadcasts it."""
         found: dict[str, Any] = {"latest": None, "refused": {}, "error": ""}
         if distributed.is_main_process():
             try:
@@ -213,10 +213,10 @@ class Checkpoints:
         safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
         found = SaveError(
             f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
-            f"the same command goes on from there."
+            f"rerun the same command to resume."
         )
         if distributed.is_of_jax(distributed.causes(error, suppressed=True)[-1]):
-            # Not of the disk: a device, or a peer that is gone.
+            # The cause is not the disk but a device, or a peer that is gone.
             found.exit_code = exit_codes.LOST
         return found
 
@@ -229,7 +229,7 @@ def _as_dict(state: State) -> Any:
 
 
 def _as_state(arrays: Any, like: State) -> State:
-    """What _as_dict made of a state like `like`, as one again."""
+    """Restores a state of the form of `like` from the result of _as_dict."""
     if not dataclasses.is_dataclass(like):
         return arrays
     values = ((field.name, getattr(like, field.name)) for field in dataclasses.fields(like))

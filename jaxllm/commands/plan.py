@@ -82,9 +82,9 @@ def plan(
         raise ConfigError(f"--objective={objective} is not one of the choices: use {', '.join(OBJECTIVES)}.")
     if compile < 0:
         raise ConfigError(f"--compile={compile} is not valid: it should be 0, for none, or more.")
-    if (islands := config.parallel.replica) > 1:
+    if (replicas := config.parallel.replica) > 1:
         raise ConfigError(
-            f"A plan is for one replica, not parallel.replica={islands}: set parallel.replica=1 and --gpus to one replica's."
+            f"A plan is for one replica, not parallel.replica={replicas}: set parallel.replica=1 and --gpus to one replica's."
         )
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)

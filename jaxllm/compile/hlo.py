@@ -1,5 +1,5 @@
-"""Reads XLA's optimised HLO text: which collectives run, how often, over which mesh axes, what moves between device and host,
-what lies between the start and the done of either, how many kernels there are. Plain text work, no JAX.
+"""Reads XLA's optimised HLO text: which collectives run, how often and over which mesh axes; copies between device and host;
+the instructions between the start and the done of either; the number of kernels. Plain text processing, no JAX.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from jaxllm.compile.hlo_text import (
     parsed,
     reads,
     shape_of,
-    turns,
+    trip_count,
 )
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 ON_HOST = "S(5)"
-"""How XLA marks arrays in the host's memory."""
+"""XLA's mark for arrays in host memory."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _RUNNING = ("while", "call", "conditional", "async-start")
 """Operations that run other computations instruction by instruction."""
 NO_KERNELS = (*_PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
-"""Operations that launch nothing. Nor does the done of an asynchronous one."""
+"""Operations that launch nothing. The done of an asynchronous one launches nothing either."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """An instruction where it runs."""
+class _Occurrence:
+    """An instruction in its computation, with how often it runs."""
 
     among: list[Instruction]
     position: int
     executed: int
     loops: tuple[int, ...]
     computation: str = ""
-    """The name of what it stands in."""
+    """Name of the enclosing computation."""
 
     @property
     def instruction(self) -> Instruction:
         return self.among[self.position]
 
     def until(self, op: str) -> tuple[list[Instruction], Instruction]:
-        """(what lies between, the done), for a start."""
+        """(instructions between, the done), for a start."""
         name, later = self.instruction.name, range(self.position + 1, len(self.among))
         done = next(i for i in later if reads(self.among[i], name, op))
         return self.among[self.position + 1 : done], self.among[done]
@@ -74,21 +74,21 @@ class Collective:
     buffers: tuple[tuple[str, tuple[int, ...]], ...]
     """dtype and shape of each result, per device."""
     executed: int
-    """Times in one run of the program, loops multiplied out."""
+    """Executions in one run of the program, loops multiplied out."""
     loops: tuple[int, ...]
-    """Trip counts of the loops round it, outermost first."""
+    """Trip counts of the enclosing loops, outermost first."""
     axes: tuple[str, ...]
-    """Mesh axes it runs over."""
+    """Mesh axes that it runs over."""
     asynchronous: bool
     spans_matmul: bool
-    """Whether a matmul or fused attention, or a loop or call that holds one, lies between start and done."""
+    """Whether there is a matmul or fused attention, or a loop or call with one, between start and done."""
     spans_loop: bool
-    """Whether a whole loop that holds one does."""
+    """Whether there is a complete loop with one between them."""
     flops_behind: int = 0
-    """Of the matmuls and attention that lie there, loops multiplied out; each time that it runs."""
+    """FLOPs of the matmuls and attention between them, loops multiplied out, per execution."""
     name: str = ""
     computation: str = ""
-    """Of the instruction, and of what it stands in."""
+    """Names of the instruction and of the enclosing computation."""
 
     @property
     def elements(self) -> int:
@@ -97,38 +97,38 @@ class Collective:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the device is told to do."""
+    """One operation that the device launches."""
 
     op: str
-    """As HLO calls it: fusion, custom-call, copy, all-gather-start, ..."""
+    """HLO's name: fusion, custom-call, copy, all-gather-start, ..."""
     executed: int
-    """Times in one run of the program."""
+    """Executions in one run of the program."""
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """One move between the device's memory and the host's, where XLA writes `S(5)`."""
+    """One copy between device memory and host memory, which XLA marks with `S(5)`."""
 
     to_host: bool
     buffer: tuple[str, tuple[int, ...]]
-    """dtype and shape of what moves."""
+    """dtype and shape of the copied array."""
     executed: int
     loops: tuple[int, ...]
     asynchronous: bool
     spans_matmul: bool
-    """These four as of a Collective."""
+    """The last four fields are as in Collective."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """An array that an instruction makes."""
+    """An array that an instruction produces."""
 
     dtype: str
     shape: tuple[int, ...]
     op_name: str
-    """Where in the traced program it comes from; the instruction's own name where XLA does not say."""
+    """Its origin in the traced program; the instruction's own name if XLA gives none."""
     argument: str
-    """The program's argument that it is a copy, cast, part or gathering of; '' if there is none."""
+    """The program's argument of which it is a copy, cast, slice or gather; '' if there is none."""
     executed: int
     in_loop: bool
 
@@ -164,22 +164,24 @@ class Module:
 
     def collectives(self) -> list[Collective]:
         kinds = {op: kind for kind in COLLECTIVES for op in (kind, f"{kind}-start")}
-        places = self._walk(self.entry, 1, ())
-        return [self._collective(kinds[place.instruction.op], place) for place in places if place.instruction.op in kinds]
+        found = [at for at in self._walk(self.entry, 1, ()) if at.instruction.op in kinds]
+        return [self._collective(kinds[at.instruction.op], at) for at in found]
 
-    def loops_of_unknown_turns(self) -> int:
-        """Those with collectives inside of which XLA does not say how often they turn: all in them counts once. Ours are told;
-        what XLA's collective pipeliner makes of the loop over microbatches is not (JAX 0.10.2)."""
-        loops = (place.instruction for place in self._walk(self.entry, 1, ()) if place.instruction.op == "while")
+    def loops_without_trip_count(self) -> int:
+        """Number of loops with collectives for which XLA gives no trip count; everything in them counts once. Our own loops
+        have one. The loop that XLA's collective pipeliner makes of the loop over microbatches has none (JAX 0.10.2)."""
+        loops = (occurrence.instruction for occurrence in self._walk(self.entry, 1, ()) if occurrence.instruction.op == "while")
         return sum(not TRIPS.search(loop.text) and self._has_collective(loop) for loop in loops)
 
     def _has_collective(self, loop: Instruction) -> bool:
-        inside = (place.instruction.op.removesuffix("-start") for name in loop.called for place in self._walk(name, 1, ()))
+        inside = (
+            occurrence.instruction.op.removesuffix("-start") for name in loop.called for occurrence in self._walk(name, 1, ())
+        )
         return any(op in COLLECTIVES for op in inside)
 
     def running(self) -> list[str]:
-        """Names of the computations whose instructions run one by one, the program's own and those of loops and calls; each
-        after all that it runs."""
+        """Names of the computations whose instructions run one by one: the entry and those of loops and calls, each after all
+        that it calls."""
         order: dict[str, None] = {}
 
         def visit(computation: str) -> None:
@@ -192,48 +194,48 @@ class Module:
         return list(order)
 
     def launches(self) -> list[Launch]:
-        """Every kernel, copy, library call and collective, where it runs; an asynchronous one once."""
+        """Every kernel, copy, library call and collective; an asynchronous one counts once."""
         return [
-            Launch(place.instruction.op, place.executed)
-            for place in self._walk(self.entry, 1, ())
-            if place.instruction.op not in NO_KERNELS and not place.instruction.op.endswith(("-done", "-update"))
+            Launch(occurrence.instruction.op, occurrence.executed)
+            for occurrence in self._walk(self.entry, 1, ())
+            if occurrence.instruction.op not in NO_KERNELS and not occurrence.instruction.op.endswith(("-done", "-update"))
         ]
 
     def host_copies(self) -> list[HostCopy]:
-        """Slices of arrays in the host's memory that are read from the device or written from it."""
-        return [copy for place in self._walk(self.entry, 1, ()) if (copy := self._host_copy(place))]
+        """Slices of arrays in host memory that are copied to or from the device."""
+        return [copy for occurrence in self._walk(self.entry, 1, ()) if (copy := self._host_copy(occurrence))]
 
     def results(self) -> list[Result]:
-        """Every array that an instruction makes, where it is made, one each: not those that only pass by (arguments, loops'
-        and calls' results, tuples), not the insides of fusions, nor what lies in the host's memory. Arrays that are updated in
-        place appear once for each update.
+        """Every array that an instruction produces. Arrays that are only passed on (arguments, results of loops and calls,
+        tuples), values inside fusions, and arrays in host memory are left out. An array updated in place appears once per
+        update.
         """
         found = []
-        for place in self._walk(self.entry, 1, ()):
-            instruction = place.instruction
+        for occurrence in self._walk(self.entry, 1, ()):
+            instruction = occurrence.instruction
             if instruction.op in _PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
                 continue
-            argument, op_name = self._argument(place), _OP_NAME.search(instruction.text)
+            argument, op_name = self._argument(occurrence), _OP_NAME.search(instruction.text)
             name = op_name[1] if op_name else instruction.name
             for dtype, dims in BUFFER.findall(instruction.result):
-                found.append(Result(dtype, shape_of(dims), name, argument, place.executed, bool(place.loops)))
+                found.append(Result(dtype, shape_of(dims), name, argument, occurrence.executed, bool(occurrence.loops)))
         return found
 
-    def _argument(self, place: _Place) -> str:
-        """What an instruction reads through others that have one array to read, if that is an argument of the program."""
+    def _argument(self, occurrence: _Occurrence) -> str:
+        """The program argument that an instruction reads, through others with a single array input; '' if there is none."""
         for _ in range(8):
-            if place.instruction.op == "parameter":
-                name = _OP_NAME.search(place.instruction.text)
+            if occurrence.instruction.op == "parameter":
+                name = _OP_NAME.search(occurrence.instruction.text)
                 return name[1].replace("\\'", "'") if name else ""
-            inputs = [instruction for instruction in place.inputs() if instruction.op not in ("constant", "iota")]
+            inputs = [instruction for instruction in occurrence.inputs() if instruction.op not in ("constant", "iota")]
             if len(inputs) != 1:
                 return ""
-            place = _Place(place.among, place.among.index(inputs[0]), place.executed, place.loops)
+            occurrence = _Occurrence(occurrence.among, occurrence.among.index(inputs[0]), occurrence.executed, occurrence.loops)
         return ""
 
     def flops(self, computation: str) -> int:
-        """Of the matmuls and fused attention of a computation, in one run of it: 2 for each product. A loop whose turns XLA
-        does not know counts as one turn, a conditional as all its branches, and what does not say its shapes as nothing."""
+        """FLOPs of the matmuls and fused attention in one run of a computation: 2 per product. A loop without a trip count
+        counts as one iteration, a conditional as all its branches, and an instruction without shapes as nothing."""
         if computation not in self._flops:
             among = self.computations.get(computation, [])
             types = {instruction.name: instruction.result for instruction in among}
@@ -241,10 +243,10 @@ class Module:
         return self._flops[computation]
 
     def flops_of(self, instruction: Instruction, types: Mapping[str, str]) -> int:
-        """Of one instruction and what it calls.
+        """FLOPs of one instruction and of the computations it calls.
 
         Args:
-          types: the types of the results among which it stands, by name.
+          types: result types of the instructions in its computation, by name.
         """
         target = found[1] if (found := _TARGET.search(instruction.text)) else ""
         if instruction.op == "dot" or re.search(r"gemm|cublas", target):
@@ -252,50 +254,51 @@ class Module:
         if "fmha" in target:
             return attention_flops(instruction, target, types)
         inside = sum(self.flops(name) for name in instruction.called)
-        return inside * turns(instruction)
+        return inside * trip_count(instruction)
 
-    def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[_Place]:
+    def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[_Occurrence]:
         instructions = self.computations[computation]
         for position, instruction in enumerate(instructions):
-            yield _Place(instructions, position, executed, loops, computation)
+            yield _Occurrence(instructions, position, executed, loops, computation)
             if instruction.op == "while":
-                trips = turns(instruction)
+                trips = trip_count(instruction)
                 for name in instruction.called:
                     yield from self._walk(name, executed * trips, (*loops, trips))
             elif instruction.op in _RUNNING:
                 for name in instruction.called:
                     yield from self._walk(name, executed, loops)
 
-    def _collective(self, kind: str, place: _Place) -> Collective:
-        start = place.instruction
+    def _collective(self, kind: str, occurrence: _Occurrence) -> Collective:
+        start = occurrence.instruction
         asynchronous = start.op.endswith("-start")
-        between, end = place.until(f"{kind}-done") if asynchronous else ([], start)
+        between, end = occurrence.until(f"{kind}-done") if asynchronous else ([], start)
         buffers = tuple((dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(end.result))
         spans = [instruction for instruction in between if self._has_matmul(instruction)]
-        types = {instruction.name: instruction.result for instruction in place.among if spans}
+        types = {instruction.name: instruction.result for instruction in occurrence.among if spans}
         return Collective(
             kind,
             buffers,
-            place.executed,
-            place.loops,
+            occurrence.executed,
+            occurrence.loops,
             self._axes_of(start.text),
             asynchronous,
             spans_matmul=bool(spans),
             spans_loop=any(instruction.op == "while" for instruction in spans),
             flops_behind=sum(self.flops_of(instruction, types) for instruction in spans),
             name=start.name,
-            computation=place.computation,
+            computation=occurrence.computation,
         )
 
-    def _host_copy(self, place: _Place) -> HostCopy | None:
-        """XLA fuses the slice with the copy, and starts it as `fusion-start` if it can."""
-        start = place.instruction
+    def _host_copy(self, occurrence: _Occurrence) -> HostCopy | None:
+        """The copy of a slice between device and host, if the instruction is one. XLA fuses the slice with the copy, and starts
+        it as `fusion-start` if it can."""
+        start = occurrence.instruction
         asynchronous = start.op == "fusion-start"
         if not asynchronous and start.op not in ("fusion", "copy", "dynamic-slice", "dynamic-update-slice"):
             return None
-        between, end = place.until("fusion-done") if asynchronous else ([], start)
+        between, end = occurrence.until("fusion-done") if asynchronous else ([], start)
         to_host = ON_HOST in end.result
-        inputs = place.inputs()
+        inputs = occurrence.inputs()
         if not to_host and not any(ON_HOST in instruction.result for instruction in inputs):
             return None
         # What is written: the one large input that is not the array it goes into.
@@ -303,7 +306,7 @@ class Module:
         buffers = [(dtype, shape_of(dims)) for result in moved for dtype, dims in BUFFER.findall(result)]
         largest = max(buffers, key=lambda buffer: math.prod(buffer[1]))
         spans = any(self._has_matmul(instruction) for instruction in between)
-        return HostCopy(to_host, largest, place.executed, place.loops, asynchronous, spans)
+        return HostCopy(to_host, largest, occurrence.executed, occurrence.loops, asynchronous, spans)
 
     def _has_matmul(self, instruction: Instruction) -> bool:
         target = _TARGET.search(instruction.text)

@@ -1,4 +1,4 @@
-"""One line of XLA's HLO text: an instruction, its shapes, its FLOPs and its groups of devices. hlo.py reads whole modules."""
+"""Parses one line of XLA's HLO text: an instruction, its shapes, its FLOPs and its device groups. hlo.py reads modules."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Instruction:
 
 
 def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array, by HLO's name of its dtype; what has less than a byte takes a whole one."""
+    """Bytes of an array, by HLO's name of its dtype; an element of less than a byte takes a full byte."""
     width = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
     return math.prod(shape) * max(1, width // 8)
 
 
-def turns(instruction: Instruction) -> int:
-    """Of a loop; 1 for anything else, and where XLA does not know."""
+def trip_count(instruction: Instruction) -> int:
+    """Trip count of a loop; 1 for any other instruction, and if XLA does not know it."""
     found = TRIPS.search(instruction.text) if instruction.op == "while" else None
     return int(found[1]) if found else 1
 
 
 def matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
-    """2 x elements of the result x elements that each sums over. Of a library's call, which hands back its workspace too, the
-    first result is the product."""
+    """2 x elements of the result x elements that each sums over. The first result of a library call is the product; the others
+    are workspace."""
     left = BUFFER.search(types.get(_first_operand(instruction), ""))
     result, found = BUFFER.search(instruction.result), _CONTRACTED.search(instruction.text)
     if not (left and result and found):
@@ -58,8 +58,8 @@ def matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
 
 
 def attention_flops(instruction: Instruction, target: str, types: Mapping[str, str]) -> int:
-    """cuDNN's: 4 products of scores and head size forward and 10 backward, which makes the scores again; half of them under a
-    causal mask."""
+    """FLOPs of cuDNN's attention: 4 x scores x head size forward and 10 x backward, which recomputes the scores; half of that
+    under a causal mask."""
     scores, query = _SCORES.search(instruction.text), BUFFER.search(types.get(_first_operand(instruction), ""))
     if not (scores and query):
         return 0
@@ -98,7 +98,7 @@ def shape_of(dims: str) -> tuple[int, ...]:
 
 
 def device_groups(text: str, devices: int) -> list[list[int]]:
-    """Device ids of each group; XLA writes them in three ways, and permutes as pairs."""
+    """Device ids of each group. XLA writes groups in three formats, and permutes as pairs."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return [list(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])]
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text):
@@ -110,12 +110,12 @@ def device_groups(text: str, devices: int) -> list[list[int]]:
         return [order[i : i + size] for i in range(0, len(order), size)]
     if mesh := _MESH_GROUPS.search(text):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        # Which device is where, if not in order: an iota of other dims, transposed.
+        # The device order, if it is not sequential: an iota of other dims, transposed.
         order = _transposed(shape_of(mesh[2]), shape_of(mesh[3])) if mesh[3] else list(range(math.prod(axes.values())))
         inside = set(re.findall(r"'([^']+)'", mesh[4]))
         groups: dict[tuple[int, ...], list[int]] = {}
-        for place, device in enumerate(order):
-            at = dict(zip(axes, coordinates_of(place, tuple(axes.values())), strict=True))
+        for position, device in enumerate(order):
+            at = dict(zip(axes, coordinates_of(position, tuple(axes.values())), strict=True))
             groups.setdefault(tuple(c for name, c in at.items() if name not in inside), []).append(device)
         return list(groups.values())
     raise ValueError(f"no replica groups in {text[:200]}")

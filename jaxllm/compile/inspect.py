@@ -1,10 +1,10 @@
-"""What a config means on a mesh: every parameter, its two layouts, its bytes on one device, and where the mesh wastes work.
+"""A config on a mesh: every parameter, its two layouts, its bytes on one device, and where the mesh wastes work.
 
     report = inspect_config(config, gpus=16)
     Console().print(render(report))                 # inspect_text.py
 
-Everything follows from the config and the parameter table. No device of the mesh is started, so any mesh can be looked at
-anywhere. Counted are weights, gradients and moments; activations are not.
+Everything follows from the config and the parameter table. No device of the mesh is started, so this works for any mesh on any
+machine. Weights, gradients and moments are counted; activations are not.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from jaxllm.runtime import distributed
 from jaxllm.sharding import vocab_rows
 
 REFERENCE_GPU = "h100-80gb"
-"""Whose link and speed the times are of."""
+"""The GPU whose link and speed the times use."""
 REACHED = 0.5
-"""Of its peak, what a well-shaped layer's forward pass computes at; a rule of thumb."""
+"""Share of the peak that a well-shaped layer's forward pass reaches; a rule of thumb."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What remat leaves for the backward pass of one block, on one device."""
+    """Tensors that remat keeps for the backward pass of one block, on one device."""
 
     policy: str
     kept: dict[str, float]
-    """Bytes for each token and layer, on the device."""
+    """Bytes per token and layer on the device."""
     offloaded: dict[str, float]
-    """The same, in the host's memory."""
+    """Bytes per token and layer in host memory."""
     recomputed: tuple[str, ...]
     unnamed: float
-    """Bytes of what has no name: policy `none` alone, and then all of it."""
+    """Bytes of tensors without a name: only for policy `none`, and then all of them."""
     link_s: float
-    """Time that the offloaded bytes of one token and layer take to the host; as much back."""
+    """Time to send the offloaded bytes of one token and layer to the host; fetching them takes as long."""
     compute_s: float
     """Time of the layer's forward pass for one token; the backward takes twice that."""
 
@@ -67,16 +67,16 @@ class StateOffload:
 
     what: str
     host: int
-    """Lying in the host's memory."""
+    """Bytes stored in host memory."""
     to_device: int
     to_host: int
     link_s: float
-    """Both ways one after the other; nothing hides it."""
+    """Time of both directions, one after the other; nothing hides it."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The whole of `jaxllm inspect`."""
+    """The complete result of `jaxllm inspect`."""
 
     mesh: dict[str, int]
     """Axis -> size, slow network to fast."""
@@ -85,7 +85,7 @@ class Report:
     hosts: int
     hosts_because: str
     zero: int
-    """The level asked for."""
+    """The configured level."""
     compute_dtype: str
     parameter_count: int
     """Without the rows that pad the vocabulary."""
@@ -107,14 +107,14 @@ class Report:
 
 
 def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int | None = None) -> Report:
-    """Works out a config on so many GPUs.
+    """Reports on a config on a number of GPUs.
 
     Args:
-      gpus: default: run.cpu_devices, else what the mesh in the config names, else (parallel.data=auto) the devices here.
+      gpus: default: run.cpu_devices, else the size of the config's mesh, else (parallel.data=auto) the present devices.
       gpus_per_host: default: the largest divisor of gpus not above 8.
 
     Raises:
-      ConfigError: the mesh is not that many devices, a parameter does not fit it, or hosts do not divide.
+      ConfigError: the mesh has another size, a parameter cannot be sharded, or hosts do not divide.
     """
     gpus = count_devices(config, gpus)
     config = config.resolve(gpus)
@@ -146,7 +146,7 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
 
 
 def count_devices(config: Config, gpus: int | None) -> int:
-    """How many devices to inspect for. Only parallel.data=auto, with no number given, asks JAX which are here."""
+    """Number of devices to inspect for. Only parallel.data=auto without a given number asks JAX for the present ones."""
     named = named_devices(config, gpus)
     if named is None:
         distributed.start(config.run)
@@ -158,7 +158,7 @@ def count_devices(config: Config, gpus: int | None) -> int:
 
 
 def notes(config: Config, lines: tuple[ParameterRow, ...], padding: int) -> Iterator[str]:
-    """What the numbers do not say by themselves."""
+    """Yields remarks that the numbers do not show."""
     model, parallel, sizes = config.model, config.parallel, axis_sizes(config.parallel)
     if padding:
         yield f"{padding} rows of zeros pad the vocabulary from {model.vocab_size} to {model.vocab_size + padding}."
@@ -170,13 +170,13 @@ def notes(config: Config, lines: tuple[ParameterRow, ...], padding: int) -> Iter
         outer = readable(sum(line.bytes_per_device.moments for line in lines))
         yield f"DiLoCo holds {outer} more on each device: the weights of the last outer step and its momentum."
     if all(line.bytes_per_device.compute_copy == 0 for line in lines):
-        yield f"No compute copy: the master weights are {model.compute_dtype} already and lie where they are used."
+        yield f"No compute copy: the master weights are {model.compute_dtype} already and are used in place."
     if model.num_kv_heads % sizes[TENSOR]:
         held = sum(line.bytes_per_device.total for line in lines if "kv_heads" in line.dims)
         cost = held - held // sizes[TENSOR]
         yield (
             f"Key-value heads are replicated: {model.num_kv_heads} of them do not split over tensor={sizes[TENSOR]}, so each "
-            f"tensor rank holds all {model.num_kv_heads} and uses one. Beside an even split that costs {cost:,} bytes "
+            f"tensor rank holds all {model.num_kv_heads} and uses one. Compared with an even split this costs {cost:,} bytes "
             f"({readable(cost)}) more on each device."
         )
 
@@ -185,7 +185,8 @@ def notes(config: Config, lines: tuple[ParameterRow, ...], padding: int) -> Iter
 
 
 def activations(config: Config) -> Activations:
-    """Of a block under parallel.remat, with attention as it is on a GPU: in blocks over context ranks or between documents."""
+    """Activations of a block under parallel.remat, with attention as on a GPU: in blocks over context ranks or between
+    documents."""
     policy, model, parallel = policy_of(config.parallel.remat), config.model, config.parallel
     c, t, S = parallel.context, parallel.tensor, config.train.sequence_length
     blockwise = is_blockwise(config)
@@ -195,7 +196,7 @@ def activations(config: Config) -> Activations:
     else:
         held = bytes_per_token_and_layer(policy, model, context=c, tensor=t, blockwise=blockwise)
     there = [name for name in policy.recompute if blockwise or name not in ATTENTION_RESULTS]
-    # Embedding and head are no layer's.
+    # Embedding and head do not belong to a layer.
     head = 6 * model.vocab_size * model.hidden_size
     flops = (train_flops_per_token(model, S) - head) / 3 / model.num_layers / (c * t)
     return Activations(
@@ -210,8 +211,8 @@ def activations(config: Config) -> Activations:
 
 
 def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
-    """Per token and layer, all that autodiff keeps of a block with plain XLA attention on one device. From the traced program:
-    there is no closed form.
+    """Bytes per token and layer of all residuals that autodiff keeps of a block with plain XLA attention on one device. They
+    come from the traced program, because there is no closed form.
     """
 
     def kept():
@@ -228,7 +229,7 @@ def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
 
 
 def state_offload(config: Config, held: Bytes) -> StateOffload:
-    """Moments cross the link once each way; master weights also at the step's beginning, to be cast."""
+    """Moments cross the link once each way. Master weights do too, and once more at the step's start, to be cast."""
     what = config.parallel.offload_state
     moments = held.moments if what != "none" else 0
     master = held.master if what == "optimizer_and_master" else 0

@@ -18,13 +18,13 @@ class Bytes:
     """Bytes on one device."""
 
     master: int
-    """The fp32 weights."""
+    """fp32 weights."""
     moments: int
-    """AdamW's two, fp32."""
+    """AdamW's two moments, fp32."""
     compute_copy: int
-    """In the compute dtype; 0 where the master weights serve as they are."""
+    """Copy in the compute dtype; 0 if the master weights are used directly."""
     gradients: int
-    """The fp32 accumulator."""
+    """fp32 accumulator."""
 
     @property
     def total(self) -> int:
@@ -43,21 +43,21 @@ class ParameterRow:
     dtype: str
     dims: tuple[str, ...]
     compute: tuple[tuple[str, ...], ...]
-    """For each dim the mesh axes that split it in the train step."""
+    """For each dim, the mesh axes that shard it in the train step."""
     master: tuple[tuple[str, ...], ...]
     """The same for the fp32 weight and its moments."""
     bytes_per_device: Bytes
 
 
 def describe(parameter: Parameter, config: Config) -> ParameterRow:
-    """Layouts and bytes on one device of one parameter."""
+    """Layouts of one parameter, and its bytes on one device."""
     parallel, sizes = config.parallel, axis_sizes(config.parallel)
     spot = layout(parameter, weight_rules(config.model, parallel), parallel)
     compute = elements_per_device(parameter.shape, spot.compute, sizes)
     master = elements_per_device(parameter.shape, spot.master, sizes)
     gradients, copy = (master if is_zero_sharded(parameter.path, parallel, level) else compute for level in (2, 3))
     dtype = np.dtype(config.model.compute_dtype)
-    # Casting to the dtype and layout it already has makes no array.
+    # A cast to the dtype and layout that it has already makes no array.
     is_master = dtype == parameter.dtype and copy == master
     return ParameterRow(
         path=parameter.path,

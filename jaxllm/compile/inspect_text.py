@@ -1,4 +1,4 @@
-"""What `jaxllm inspect` prints: the mesh drawn, the tables of layouts and bytes, what remat leaves, and the warnings.
+"""Terminal output of `jaxllm inspect`: the mesh drawn, tables of layouts and bytes, memory under remat, and the warnings.
 
 Console().print(render(report))
 """
@@ -26,7 +26,7 @@ from jaxllm.mesh import CONTEXT, TENSOR
 from jaxllm.parallel.zigzag import table_text
 
 WIDTH = 80
-"""Characters a line may take."""
+"""Maximum characters of a line."""
 
 
 def render(report: Report) -> Group:
@@ -39,7 +39,7 @@ def render(report: Report) -> Group:
         *mesh_drawing(report),
         *zigzag_drawing(report),
         Text(f"\n{report.parameter_count:,} parameters{padded if report.vocabulary_padding_rows else ''}"),
-        Text("Axes that split each dim: `compute` in the train step, `master` at rest"),
+        Text("Axes that shard each dim: `compute` in the train step, `master` at rest"),
         layout_table(report),
         Text(f"\nOn each device with ZeRO {report.zero}, compute in {report.compute_dtype}; activations not counted"),
         bytes_table(report),
@@ -65,8 +65,8 @@ def precision_lines(report: Report) -> Padding:
 
 
 def in_columns(rendered: Group) -> str:
-    """What rich makes of it on WIDTH columns, without colours."""
-    # In a notebook rich would show an empty output of its own besides.
+    """The output of rich at WIDTH columns, without colours."""
+    # In a notebook, rich would also display an empty output of its own.
     file = io.StringIO()
     console = Console(width=WIDTH, file=file, color_system=None, force_jupyter=False, highlight=False, markup=False)
     with console.capture() as captured:
@@ -75,7 +75,7 @@ def in_columns(rendered: Group) -> str:
 
 
 def mesh_drawing(report: Report) -> Iterator[Padding]:
-    """Device ids in rows along the fastest axis; each host a box if there are several."""
+    """Device ids in rows along the fastest axis; each host is a box if there are several."""
     for host in elided(list(range(report.hosts)), 4):
         if host is None:
             yield Padding("...", (0, 0, 0, 4))
@@ -86,19 +86,19 @@ def mesh_drawing(report: Report) -> Iterator[Padding]:
 
 
 def zigzag_drawing(report: Report) -> Iterator[Text]:
-    """Which chunks of a sequence each context rank holds, and the blocks of a ring; long tables are for --picture."""
+    """The chunks of a sequence on each context rank, and the blocks of a ring; --picture draws long tables."""
     if 1 < (c := report.mesh[CONTEXT]) <= 4:
         yield Text(
-            f"\nA sequence is cut into {2 * c} chunks; context rank r holds r and {2 * c - 1}-r. Blocks of attention at each "
+            f"\nA sequence is split into {2 * c} chunks; context rank r holds r and {2 * c - 1}-r. Blocks of attention at each "
             f"ring step, as query chunk < key chunk:"
         )
         yield Text("  " + table_text(c).replace("\n", "\n  ") + "\n")
 
 
 def host_rows(report: Report, host: int) -> list[str]:
-    """'data 0, tensor 0..7: 0 1 2 3 4 5 6 7' for each row of devices of a host, at most as wide as a box may be.
+    """'data 0, tensor 0..7: 0 1 2 3 4 5 6 7' for each row of devices of a host, at most as wide as a box.
 
-    mesh.make_mesh lays ids out in this order: by host, the fastest axis first.
+    mesh.make_mesh assigns ids in this order: by host, the fastest axis first.
     """
     used = {axis: size for axis, size in report.mesh.items() if size > 1} or {TENSOR: 1}
     *slow, fast = used
@@ -111,7 +111,7 @@ def host_rows(report: Report, host: int) -> list[str]:
         label = [f"{axis} {place}" for axis, place in zip(slow, places, strict=True)]
         label = ", ".join([*label, f"{fast} {row[0] % length}..{row[-1] % length}"]) + ": "
         devices = " ".join(map(str, row))
-        # Eight for the box and its margin.
+        # Eight columns are for the box and its margin.
         if len(label + devices) > WIDTH - 8:
             devices = f"{row[0]} {row[1]} ... {row[-1]}"
         rows.append(label + devices)
@@ -119,7 +119,7 @@ def host_rows(report: Report, host: int) -> list[str]:
 
 
 def elided(items: list[Any], most: int) -> list[Any]:
-    """At most so many of the items, with None for those left out of the middle."""
+    """At most `most` of the items, with None in place of those left out in the middle."""
     return items if len(items) <= most else [*items[: most - 2], None, items[-1]]
 
 
@@ -155,7 +155,7 @@ def bytes_table(report: Report) -> Table:
 
 
 def activation_lines(report: Report) -> Iterator[Text]:
-    """What remat keeps, and what the host's link has to carry."""
+    """The tensors that remat keeps, and the load on the host's link."""
     found, state = report.activations, report.state_offload
     yield Text(f"\nRemat {found.policy}: bytes for each token of a sequence and each layer, on one device")
     for label, sizes in (("kept", found.kept), ("offloaded", found.offloaded)):
@@ -165,7 +165,7 @@ def activation_lines(report: Report) -> Iterator[Text]:
     if found.recomputed:
         yield Text(f"  recomputed: {', '.join(found.recomputed)}")
     if found.unnamed:
-        yield Text(f"  kept {found.unnamed:,.0f}, whatever autodiff wants, with plain XLA attention")
+        yield Text(f"  kept {found.unnamed:,.0f}, all that autodiff needs, with plain XLA attention")
     link = f"{GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s / 1e9:.0f} GB/s each way of {REFERENCE_GPU}'s link"
     if found.offloaded:
         yield Text(
@@ -174,7 +174,7 @@ def activation_lines(report: Report) -> Iterator[Text]:
         )
     if state.what != "none":
         yield Text(
-            f"\noffload_state {state.what}: {readable(state.host)} of the total lie in the host's memory. Each step brings "
+            f"\noffload_state {state.what}: {readable(state.host)} of the total are in the host's memory. Each step brings "
             f"{readable(state.to_device)} in and {readable(state.to_host)} out: {state.link_s:.2g} s at {link}"
         )
 

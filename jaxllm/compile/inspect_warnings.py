@@ -1,4 +1,4 @@
-"""Where a mesh wastes work: matmuls of awkward or small shapes, and layers that wait for the network."""
+"""Waste on a mesh: matmuls of unsuitable or small shapes, and layers that wait for the network."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxllm.mesh import CONTEXT, TENSOR, axis_sizes
 from jaxllm.sharding import STACK_DIMS
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
-"""Of the output tile that cuBLAS's fastest bfloat16 kernels compute on Hopper."""
+"""Output tile of cuBLAS's fastest bfloat16 kernels on Hopper."""
 MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
-"""Each computes one output tile at a time, so a matmul of fewer tiles leaves some idle."""
+"""Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves some idle."""
 IDLE_PERCENT = 5
-"""A shard that wastes no more than this is not worth a warning."""
+"""A shard that wastes no more than this gets no warning."""
 
 
 @dataclass(frozen=True)
 class ConfigWarning:
-    """Something that runs, and wastes."""
+    """A setting that works, but wastes time."""
 
     kind: str
     """tiles | small | network"""
@@ -34,15 +34,15 @@ def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterato
     together = sizes[CONTEXT] * sizes[TENSOR]
     if per_host % together and per_host < gpus:
         message = (
-            f"context x tensor = {together} devices do not lie within hosts of {per_host}: every layer waits for the network"
+            f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
         )
         yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
 
 
 def matmul_warnings(config: Config, lines: tuple[ParameterRow, ...]) -> Iterator[ConfigWarning]:
-    """Matmuls whose share is an awkward size for the GPU: one warning each for tiles and for size, where due.
+    """Warnings for matmuls whose shard has an unsuitable size for the GPU: at most one each for tiles and for size.
 
-    The split side of a weight is judged even where the forward pass contracts it: in the backward pass it is the output's.
+    The sharded dim of a weight is checked even if the forward pass contracts it: in the backward pass it is an output dim.
     """
     sizes = axis_sizes(config.parallel)
     for line in lines:
@@ -75,12 +75,13 @@ def matmul_warnings(config: Config, lines: tuple[ParameterRow, ...]) -> Iterator
 
 
 def matmul_rows(config: Config) -> int:
-    """Tokens that one device multiplies at once: a microbatch's, over context. Tensor ranks gather the sequence first."""
+    """Tokens that one device multiplies at once: a microbatch's, divided over context. Tensor ranks gather the sequence
+    first."""
     return config.microbatch_sequences * config.train.sequence_length // config.parallel.context
 
 
 def head_rows(config: Config) -> int:
-    """The same for the head, which takes the sequence in chunks (model/loss.py)."""
+    """The same for the head, which processes the sequence in chunks (model/loss.py)."""
     S = config.train.sequence_length // config.parallel.context
     chunks = min(S, -(-matmul_rows(config) // config.train.loss_chunk_tokens))
     return config.microbatch_sequences * -(-S // chunks)

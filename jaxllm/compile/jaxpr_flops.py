@@ -64,11 +64,11 @@ def dot_flops(equation: Any) -> int:
 def _walk(jaxpr: Any, executed: int, loops: tuple[int | None, ...], ranks: int, manual: Axes) -> Iterator[Visit]:
     for equation in jaxpr.eqns:
         yield Visit(equation, executed, loops, ranks)
-        turns, split = _turns(equation), _newly_manual(equation, manual)
-        inside = loops if turns == 1 else (*loops, turns)
+        trips, split = _trip_count(equation), _newly_manual(equation, manual)
+        inside = loops if trips == 1 else (*loops, trips)
         for program in _programs(equation):
             more = math.prod(split.values())
-            yield from _walk(program, executed * (turns or 1), inside, ranks * more, manual | split.keys())
+            yield from _walk(program, executed * (trips or 1), inside, ranks * more, manual | split.keys())
 
 
 def _flops(jaxpr: Any, manual: Axes) -> int:
@@ -79,14 +79,14 @@ def _flops(jaxpr: Any, manual: Axes) -> int:
         split = _newly_manual(equation, manual)
         inner = [_flops(program, manual | split.keys()) for program in _programs(equation)]
         once = max(inner) if equation.primitive.name == "cond" else sum(inner)
-        turns = _turns(equation)
-        if turns is None and once:
+        trips = _trip_count(equation)
+        if trips is None and once:
             raise ValueError("A matmul runs in a `while` loop, whose iteration count is unknown: use a scan.")
-        total += once * (turns or 1) * math.prod(split.values())
+        total += once * (trips or 1) * math.prod(split.values())
     return total
 
 
-def _turns(equation: Any) -> int | None:
+def _trip_count(equation: Any) -> int | None:
     """How often an equation runs its programs; None if unknown, 1 if it is not a loop."""
     if equation.primitive.name == "while":
         return None

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxllm.compile.hlo import Collective, Module
-from jaxllm.compile.hlo_text import Instruction, byte_size, turns
+from jaxllm.compile.hlo_text import Instruction, byte_size, trip_count
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Links, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
@@ -86,13 +86,13 @@ def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
     groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
     for transfer in transfers:
         groups.setdefault((transfer.kind, transfer.axes), []).append(transfer)
-    lines = [_sum(*key, members) for key, members in groups.items()]
-    return tuple(sorted(lines, key=lambda line: -line.sent_bytes))
+    rows = [_sum(*key, members) for key, members in groups.items()]
+    return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
 
 
-def total(lines: Sequence[Overlap]) -> Overlap:
+def total(rows: Sequence[Overlap]) -> Overlap:
     """Sums all rows into one."""
-    sums = {name: sum(getattr(line, name) for line in lines) for name in _SUMMED}
+    sums = {name: sum(getattr(row, name) for row in rows) for name in _SUMMED}
     return Overlap("all", (), **sums)
 
 
@@ -177,8 +177,8 @@ class _Simulation:
                 waited_s = max(0.0, clock.arrives_s.pop(started) - clock.now_s)
                 self.exposed_s[computation, started] = waited_s
                 clock.now_s += waited_s
-            elif played := [self.times_s[name] for name in instruction.called if name in self.times_s]:
-                clock.now_s += turns(instruction) * sum(played)
+            elif runs_s := [self.times_s[name] for name in instruction.called if name in self.times_s]:
+                clock.now_s += trip_count(instruction) * sum(runs_s)
             else:
                 clock.now_s += self.module.flops_of(instruction, types) / self.flops_per_s
         return clock.now_s

@@ -1,4 +1,4 @@
-"""What the program of a compiled step holds: its collectives, its largest results, and the FLOPs of cuDNN's attention."""
+"""Contents of a compiled step's program: its collectives, its largest results, and the FLOPs of cuDNN's attention."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from jaxllm.compile.jaxpr_flops import walk
 from jaxllm.compile.overlap import sent_bytes
 
 LARGEST = 8
-"""Temporaries to name."""
+"""Number of results listed."""
 
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """All collectives of one step that are alike, on one device."""
+    """All collectives of one step with the same properties, on one device."""
 
     kind: str
     axes: tuple[str, ...]
-    """Mesh axes they run over; none for a group of one."""
+    """Mesh axes that they run over; none for a group of one."""
     dtype: str
     asynchronous: bool
     in_loops: bool
     behind_matmuls: bool
-    """Whether a matmul or fused attention lies between start and done."""
+    """Whether there is a matmul or fused attention between start and done."""
     instructions: int
     count: int
-    """Executed in one step."""
+    """Executions in one step."""
     bytes: int
-    """Of their results, in one step."""
+    """Bytes of their results, in one step."""
     sent_bytes: int
-    """What a device sends for them round a ring of n: (n-1)/n of a gathered or exchanged result, twice that of an all-reduced
-    one, n-1 times a scattered one, once a permuted one."""
+    """Bytes that a device sends for them on a ring of n: (n-1)/n of a gathered or exchanged result, twice that of an
+    all-reduced one, n-1 times a reduce-scattered one, once a permuted one."""
 
 
 @dataclass(frozen=True)
 class LargeResult:
-    """The largest results of instructions, those of one shape and origin together."""
+    """The largest results of instructions, grouped by shape and origin."""
 
     bytes: int
     dtype: str
     shape: tuple[int, ...]
     origin: str
-    """The argument it comes from, or else the operation, as traced."""
+    """The argument it comes from, else the operation as traced."""
     instructions: int
     in_loops: bool
 
 
 def grouped(collectives: Iterable[Collective], sizes: dict[str, int]) -> tuple[CollectiveRow, ...]:
-    """By kind, axes, dtype, and how they run; the one that sends most first."""
+    """Groups collectives by kind, axes, dtype, and how they run; those that send most first."""
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
         dtype = " ".join(sorted({dtype for dtype, _ in c.buffers}))
         groups.setdefault((c.kind, c.axes, dtype, c.asynchronous, bool(c.loops), c.spans_matmul), []).append(c)
-    lines = []
+    rows = []
     for key, members in groups.items():
         size = sum(c.executed * sum(byte_size(*buffer) for buffer in c.buffers) for c in members)
         n = math.prod(sizes[axis] for axis in key[1])
         sent = round(sent_bytes(key[0], size, n))
-        lines.append(CollectiveRow(*key, len(members), sum(c.executed for c in members), size, sent))  # type: ignore[call-arg]
-    return tuple(sorted(lines, key=lambda line: -line.sent_bytes))
+        rows.append(CollectiveRow(*key, len(members), sum(c.executed for c in members), size, sent))  # type: ignore[call-arg]
+    return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
 
 
 def largest_results(module: Module) -> tuple[LargeResult, ...]:
-    """XLA's public interface does not give its buffer assignment for GPUs, so these are what instructions make: some live at
-    different times in the same memory.
+    """The largest results of instructions. XLA's public interface has no buffer assignment for GPUs; some of these results
+    share memory at different times.
     """
     groups: dict[tuple, list[bool]] = {}
     sizes: dict[tuple, int] = {}
@@ -85,21 +85,21 @@ def largest_results(module: Module) -> tuple[LargeResult, ...]:
 
 
 def origin(argument: str, op_name: str) -> str:
-    """'layers.mlp.up' of state.params['layers']['mlp']['up'], or the last words of an operation's path that say something."""
+    """'layers.mlp.up' for state.params['layers']['mlp']['up'], else the last informative words of an operation's path."""
     if argument:
         path = argument.removeprefix("state.").removeprefix("params")
         return ".".join(re.findall(r"\w+", path)) or argument
     dull = r"jit\(\w+\)|shard_map|while|body|closed_call|checkpoint|cond|branch_\d+_fun|custom_vjp_call|remat2?"
     words = [word for word in op_name.split("/") if word and not re.fullmatch(dull, word)]
     backward = "backward: " if any("transpose(" in word for word in words) else ""
-    said = [word for word in words if not re.fullmatch(r"(transpose|jvp|rematted_computation)\b.*", word)]
-    return backward + "/".join(said[-2:] or words[-1:]) if words else op_name.rsplit("/", 1)[-1]
+    informative = [word for word in words if not re.fullmatch(r"(transpose|jvp|rematted_computation)\b.*", word)]
+    return backward + "/".join(informative[-2:] or words[-1:]) if words else op_name.rsplit("/", 1)[-1]
 
 
 def kernel_flops(jaxpr: Any) -> int:
     """FLOPs of cuDNN's attention in one step of all devices, by its shapes (q [B, S, N, H], k [B, T, K, H]): 4 B S T N H
-    forward and 10 backward, which makes the scores again; half of it under a causal mask. Documents cut it into rectangles,
-    which count whole.
+    forward and 10 backward, which recomputes the scores; half of that under a causal mask. Documents divide it into rectangles,
+    which count in full.
     """
     total = 0
     for visit in walk(jaxpr):

@@ -1,10 +1,10 @@
-"""What XLA makes of a config's real train step, on GPUs that need not be here.
+"""Compiles a config's real train step with XLA and reports on the result. The GPUs need not be present.
 
     report = compile_report(config, gpu=GPUS["h100-80gb"], gpus=64)
     report.total_bytes, report.fits, report.collectives
 
 The step is the one that training runs, with the same options. It is compiled for GPUs with far more memory than they have, so
-that XLA says what the program wants; what it does with the real memory is a second compilation (real_memory=True).
+that XLA reports how much the program needs. Its behaviour with the real memory takes a second compilation (real_memory=True).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from jaxllm.train.memory_check import capacity_of, total_bytes
 log = logging.getLogger(__name__)
 
 REMAT_SHARE = 0.76
-"""Of the memory that XLA believes a GPU has; a step that takes more is rematerialised (measured, JAX 0.10.2)."""
+"""Share of the GPU's memory, as XLA knows it, above which XLA rematerialises a step (measured, JAX 0.10.2)."""
 
 
 @dataclass(frozen=True)
 class RealMemory:
-    """What XLA makes of the step when it knows the GPU's memory."""
+    """The compiled step if XLA knows the GPU's real memory."""
 
     rematerialises: bool
     rematerialised_instructions: int
@@ -60,7 +60,7 @@ class RealMemory:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The whole of `jaxllm compile`; bytes are of one device."""
+    """The complete result of `jaxllm compile`; bytes are of one device."""
 
     gpu: str
     gpus: int
@@ -71,41 +71,41 @@ class CompileReport:
     argument_bytes: int
     """State and batch."""
     temp_bytes: int
-    """The most that lives at once beside them."""
+    """The peak of temporary buffers."""
     output_bytes: int
     alias_bytes: int
-    """Of the output, what takes the place of an argument."""
+    """Part of the output that reuses an argument's memory."""
     total_bytes: int
     """argument + temp + output - alias."""
     host_bytes: int
-    """In the host's pinned memory, for one device."""
+    """Bytes per device in pinned host memory."""
     memory_bytes: int | None
-    """The device's; None where it is not known (a CPU)."""
+    """Memory of the device; None if it is not known (a CPU)."""
     capacity_bytes: int | None
-    """What a step may take of it."""
+    """The part of it that a step may use."""
     fits: bool | None
     share_of_capacity: float | None
     compile_s: float
-    """Tracing, lowering and XLA."""
+    """Time for tracing, lowering and XLA."""
     trace_s: float
     hlo_instructions: int
     hlo_bytes: int
-    """Of the optimised program's text."""
+    """Length of the optimised program's text."""
     executed_flops: int
-    """Matmuls and cuDNN attention as traced, of all devices: with what is computed twice, before XLA drops anything."""
+    """FLOPs of matmuls and cuDNN attention as traced, on all devices: including recomputation, before XLA drops anything."""
     attention_kernel_flops: int
-    """cuDNN's part of that, by its shapes."""
+    """cuDNN's part of them, by its shapes."""
     model_flops: int
-    """Of one step: 6 for each matmul parameter and token, and causal attention."""
+    """FLOPs of one step: 6 per matmul parameter and token, and causal attention."""
     near_rematerialisation: bool | None
-    """By the share of memory taken, a rule of thumb; real_memory is certain."""
+    """By the share of memory, which is a rule of thumb; real_memory is certain."""
     real_memory: RealMemory | None
     collectives: tuple[CollectiveRow, ...]
     largest_results: tuple[LargeResult, ...]
     warnings: tuple[str, ...]
     jax_version: str
     overlap: tuple[Overlap, ...] = ()
-    """What of the collectives shows, by kind and axes; none for devices that jaxllm has no figures of."""
+    """Exposed time of collectives, by kind and axes; empty for devices whose figures are not known."""
     cached: bool = False
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class CompileReport:
 
 
 def report_from_json(values: dict[str, Any]) -> CompileReport:
-    """The inverse of to_json. Raises TypeError or KeyError for what is not one."""
+    """The inverse of to_json. Raises TypeError or KeyError for other values."""
     tupled = lambda cls, items: tuple(  # noqa: E731
         cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}) for item in items
     )
@@ -144,17 +144,17 @@ def compile_report(
     real_memory: bool = False,
     cache: Path | None = None,
 ) -> CompileReport:
-    """Compiles the train step of a config and reads what came out. Nothing is computed, no array is made.
+    """Compiles the train step of a config and analyses the result. It runs nothing and makes no array.
 
     Args:
-      gpu: the kind to compile for, none of which need be here. None: the devices that are, whatever they are.
-      gpus: default: as many as the config's mesh.
+      gpu: the kind to compile for; the GPUs need not be present. None: the present devices, of any kind.
+      gpus: default: the size of the config's mesh.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
       real_memory: compile once more, for the memory that the GPU has.
-      cache: a folder of earlier reports, to take this one from or add it to. Not for devices that are here.
+      cache: folder of earlier reports, read and extended. Not used for present devices.
 
     Raises:
-      ConfigError: the mesh is not that many devices, hosts do not divide, a parameter does not fit, packages are missing.
+      ConfigError: the mesh has another size, hosts do not divide, a parameter cannot be sharded, or packages are missing.
     """
     if gpu is None:
         return _for_attached_devices(config, gpus, gpus_per_host, real_memory)
@@ -162,7 +162,7 @@ def compile_report(
     gpus = require_devices(config, gpus)
     config = config.resolve(gpus).at_largest_batch
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
-    # Tells of missing packages even where a report is at hand.
+    # This reports missing packages even if the report is cached.
     devices = aot.gpu_devices(gpus // per_host, per_host, gpu)
     file = None if cache is None else cache / f"{cache_key(config, gpu, gpus, per_host, real_memory)}.json"
     if file is not None and (found := _read(file, because)) is not None:
@@ -179,7 +179,7 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     distributed.start(config.run)
     devices = jax.devices()
     if real_memory:
-        raise ConfigError("--real-memory is for GPUs named by --gpu: devices that are here have their own memory.")
+        raise ConfigError("--real-memory is for GPUs named by --gpu: present devices have their own memory.")
     if gpus not in (None, len(devices)):
         here = "is 1 device" if len(devices) == 1 else f"are {len(devices)} devices"
         raise ConfigError(f"There {here} here, not {gpus}: name a kind with --gpu to compile for others.")
@@ -199,7 +199,8 @@ def _compile(
     per_host: int,
     because: str,
 ) -> CompileReport:
-    """Args: kind: name, memory and capacity of a device; gpu: its figures; real: the same devices, with their own memory."""
+    """Compiles for `devices`. Args: kind: name, memory and capacity of a device; gpu: its figures; real: devices with real
+    memory."""
     name, memory_bytes, capacity = kind
     options = xla_flags.compile_options(config, devices[0].platform)
     started = time.perf_counter()
@@ -246,7 +247,7 @@ def _compile(
         largest_results=largest_results(module),
         warnings=(
             *warnings(config, collectives, text, capacity, fits),
-            *unknown_loop_warnings(module.loops_of_unknown_turns()),
+            *unknown_loop_warnings(module.loops_without_trip_count()),
         ),
         jax_version=jax.__version__,
         overlap=by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else (),
@@ -257,7 +258,7 @@ def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int
     started = time.perf_counter()
     compiled = aot.compile_step(config, devices)
     compile_s = time.perf_counter() - started
-    # XLA's name for an instruction that it computes again.
+    # XLA's name for a rematerialised instruction.
     repeated = len(re.findall(r"^\s*(?:ROOT )?%\S+\.remat\S* = ", compiled.as_text() or "", re.MULTILINE))
     memory: Any = compiled.memory_analysis()
     total = total_bytes(memory)
@@ -266,7 +267,7 @@ def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int
 
 
 def host_bytes(memory: Any) -> int:
-    """The same as total_bytes(), of the host's memory."""
+    """total_bytes(), but of host memory."""
     held = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
     return held + memory.host_temp_size_in_bytes
 
@@ -275,15 +276,15 @@ def host_bytes(memory: Any) -> int:
 
 
 def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: bool) -> str:
-    """Of all that the report depends on: the config but for its logs, checkpoints and place, the GPUs, the versions of JAX and
-    of the libraries that compile, XLA_FLAGS, jaxllm's own source.
+    """Hash of everything that the report depends on: the config without logs, checkpoints and run directory, the GPUs, the
+    versions of JAX and of the libraries that compile, XLA_FLAGS, jaxllm's own source.
     """
     what = config.model_dump(mode="json", exclude={"log": True, "checkpoint": True, "run": {"dir"}})
     kind = {**vars(gpu), "dense_flops": dict(gpu.dense_flops), "chip": asdict(gpu.chip)}
     share = [XLA_MEMORY_FRACTION, RESERVE_BYTES]
     versions = [jax.__version__, jaxlib.__version__, *aot.versions(), xla_flags.given_flags(), code_hash()]
-    told = json.dumps([what, kind, share, gpus, per_host, real_memory, versions], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    inputs = json.dumps([what, kind, share, gpus, per_host, real_memory, versions], sort_keys=True)
+    return hashlib.sha256(inputs.encode()).hexdigest()
 
 
 def _read(file: Path, because: str) -> CompileReport | None:
@@ -293,12 +294,12 @@ def _read(file: Path, because: str) -> CompileReport | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.warning("%s is no report to use (%s): compiling anew.", file, error)
+        log.warning("%s is not a usable report (%s): compiling again.", file, error)
         return None
 
 
 def _write(file: Path, report: CompileReport) -> None:
-    """Whole or not at all. A folder that cannot be written costs the next start a compilation, and nothing else."""
+    """Writes the report atomically. If the folder cannot be written, the next start compiles again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
@@ -310,4 +311,4 @@ def _write(file: Path, report: CompileReport) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        log.warning("The report is not kept for next time: %s cannot be written (%s).", file.parent, error.strerror or error)
+        log.warning("The report is not cached: %s cannot be written (%s).", file.parent, error.strerror or error)

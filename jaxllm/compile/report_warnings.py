@@ -1,4 +1,4 @@
-"""What a compiled step wastes: copies that need not be, collectives that nothing hides, work on the host's CPU."""
+"""Waste in a compiled step: unnecessary copies, exposed collectives, work on the host's CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxllm.parallel.parameters import parameter_table
 from jaxllm.sharding import STACK_DIMS
 
 GIANT_SHARE = 0.01
-"""Of the capacity: a parameter whose copies take more is worth a warning."""
+"""Share of the capacity: a parameter whose copies take more gets a warning."""
 SMALL_GATHER_BYTES, MANY_GATHERS = 2**20, 16
-"""So many gathers of less than that each, one after another, cost more in latency than in bytes."""
+"""Number and size of consecutive gathers whose latency costs more than their bytes."""
 SMALL_BYTES = 2**16
-"""A synchronous collective of less (a norm, a count) is not worth a warning."""
+"""A smaller synchronous collective (a norm, a count) gets no warning."""
 
 
 def warnings(
@@ -44,18 +44,18 @@ def warnings(
                 f"synchronous inside loops: nothing is computed meanwhile."
             )
     if '_xla_compute_type="host"' in text or 'execution_thread="host"' in text:
-        yield "XLA computes a part of the step on the host's CPU, which is very slow: look at parallel.remat and offload_state."
+        yield "XLA computes a part of the step on the host's CPU, which is very slow: check parallel.remat and offload_state."
 
 
 def unknown_loop_warnings(loops: int) -> Iterator[str]:
     if loops:
-        which = "a loop with collectives turns" if loops == 1 else f"{loops} loops with collectives turn"
-        yield f"XLA does not say how often {which}: what is sent there is counted once, and is more."
+        which = "a loop with collectives" if loops == 1 else f"{loops} loops with collectives"
+        yield f"XLA gives no trip count for {which}: transfers in it count once, and are more in reality."
 
 
 def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Iterator[str]:
-    """Parameters of which every rank along an axis holds the same large part, though a dim of it would divide. At rest always;
-    the copy to compute with is whole by choice below ZeRO 3, so it is named only where the step does not fit.
+    """Parameters of which every rank along an axis holds the same large part, although a dim would divide. Stored weights are
+    always reported. The compute copy is replicated by design below ZeRO 3, so it is reported only if the step does not fit.
     """
     sizes = axis_sizes(config.parallel)
     lines = [describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1])]
@@ -71,7 +71,7 @@ def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Itera
                 copies.setdefault(axis, []).append(line)
     for axis, found in masters.items():
         size = sum(line.bytes_per_device.master + line.bytes_per_device.moments for line in found)
-        cure = ": parallel.zero=1 or more shares them out." if axis in ZERO_AXES and config.parallel.zero == 0 else "."
+        cure = ": parallel.zero=1 or more shards them." if axis in ZERO_AXES and config.parallel.zero == 0 else "."
         yield f"Weights and moments of {_names(found)}, {readable(size)}, are the same on all {sizes[axis]} {axis} ranks{cure}"
     if fits is False and config.parallel.zero < 3:
         for axis, found in copies.items():
@@ -83,7 +83,7 @@ def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Itera
 
 
 def _could_split(line: ParameterRow, layout: tuple[tuple[str, ...], ...], axis: str, sizes: dict[str, int]) -> bool:
-    """Whether the layout leaves an axis unused that divides what a device has of some dim. Only layers go over `pipe`."""
+    """Whether the layout leaves an axis unused that divides a device's part of some dim. Only layers go over `pipe`."""
     if sizes[axis] == 1 or any(axis in axes for axes in layout):
         return False
     left = [size // math.prod(sizes[a] for a in axes) for size, axes in zip(line.shape, layout, strict=True)]

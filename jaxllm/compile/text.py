@@ -19,9 +19,8 @@ from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import readable
 
-"""Collectives in the table; the JSON has all."""
 ROWS = 14
-"""Of collectives in the table; the JSON has all."""
+"""Collectives in the table; the JSON has all."""
 
 
 def render(report: CompileReport) -> Group:
@@ -124,11 +123,11 @@ def collectives_table(report: CompileReport) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for heading in ("kind", "over", "dtype", "times", "sent", "how", ""):
         table.add_column(heading, overflow="fold", justify="right" if heading in ("times", "sent") else "left")
-    for line in report.collectives[:ROWS]:
-        how = "hidden" if line.behind_matmuls else "bare" if line.asynchronous else "sync"
-        axes = " x ".join(line.axes) or "-"
-        where = "loops" if line.in_loops else ""
-        table.add_row(line.kind, axes, line.dtype, f"{line.count:,}", readable(line.sent_bytes), how, where)
+    for row in report.collectives[:ROWS]:
+        how = "hidden" if row.behind_matmuls else "bare" if row.asynchronous else "sync"
+        axes = " x ".join(row.axes) or "-"
+        where = "loops" if row.in_loops else ""
+        table.add_row(row.kind, axes, row.dtype, f"{row.count:,}", readable(row.sent_bytes), how, where)
     return table
 
 
@@ -136,10 +135,10 @@ def overlap_table(report: CompileReport) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for heading in ("kind", "over", "sent", "bare", "shows", "TFLOP behind"):
         table.add_column(heading, overflow="fold", justify="left" if heading in ("kind", "over") else "right")
-    for line in (*report.overlap[:ROWS], total(report.overlap)):
-        shares = (f"{line.bare_share:.0%}", f"{line.exposed_share:.0%}")
-        flops = teraflops(round(line.flops_behind))
-        table.add_row(line.kind, " x ".join(line.axes), readable(line.sent_bytes), *shares, flops)
+    for row in (*report.overlap[:ROWS], total(report.overlap)):
+        shares = (f"{row.bare_share:.0%}", f"{row.exposed_share:.0%}")
+        flops = teraflops(round(row.flops_behind))
+        table.add_row(row.kind, " x ".join(row.axes), readable(row.sent_bytes), *shares, flops)
     return table
 
 

@@ -182,8 +182,8 @@ def late_sequences(layer: LayerShape, moment: str) -> int:
     """Number of gradients through queries, keys and values that wait for each other. This happens if transfers start late and a
     sequence is wider than a rank's part of the feed-forward."""
     narrow = layer.units["mlp"] < layer.units["whole"]
-    anew = not keeps_products(layer) and not layer.policy.everything
-    return 3 if moment == "feed_forward_end" and anew and narrow and not (layer.runs_ahead or layer.pipelined) else 0
+    recomputed = not keeps_products(layer) and not layer.policy.everything
+    return 3 if moment == "feed_forward_end" and recomputed and narrow and not (layer.runs_ahead or layer.pipelined) else 0
 
 
 def attention(layer: LayerShape, moment: str) -> float:

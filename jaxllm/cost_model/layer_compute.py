@@ -33,8 +33,8 @@ class LayerCompute:
         self.policy = policy_of(parallel.remat)
         self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
         self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
-        island = self.P * self.d * self.c * self.t
-        self.devices = parallel.replica * island
+        replica_devices = self.P * self.d * self.c * self.t
+        self.devices = parallel.replica * replica_devices
         self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
         self.peak_flops = gpu.peak_flops(model.compute_dtype)
         is_hopper = gpu.chip.compute_capability >= (9, 0)
@@ -54,7 +54,7 @@ class LayerCompute:
 
         self.tensor_group, self.context_group = axis(self.t, 1), axis(self.c, self.t)
         self.data_group = axis(self.d * self.c, self.t)
-        self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, island)
+        self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, replica_devices)
 
         self.rows = config.microbatch_sequences * self.S // self.c
         """Tokens of a microbatch that a rank multiplies; tensor ranks gather the sequence first."""

@@ -43,7 +43,7 @@ class StepModel(LayerCompute):
         if self.P > 1:
             self.add_pipe_reductions(once)
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
-        self.add_islands(once)
+        self.add_replicas(once)
         self.add_state_offload(once)
         for found in (self.head(), self.update(), once.exposed_s):
             add_times(terms, found)
@@ -267,7 +267,7 @@ class StepModel(LayerCompute):
         moved_bytes = self.shared_parameters() * (4 * 4 + 3 * 4 + 4 + 4 + self.itemsize)
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * KERNEL_S}
 
-    def add_islands(self, transfers: Transfers) -> None:
+    def add_replicas(self, transfers: Transfers) -> None:
         """Transfers between replicas in float32, each rank its share: gradients once a step, or with DiLoCo weights once a
         round."""
         if self.replica_group.size > 1:

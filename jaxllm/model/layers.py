@@ -72,6 +72,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.scale = parameter(rngs, (width,), ("embed",), None)
 
+    @jax.named_scope("norm")
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         x32_BSD = x_BSD.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + self.eps)
@@ -131,6 +132,7 @@ class Attention(nnx.Module):
         self.value = parameter(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), std)
         self.out = parameter(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_std)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
         dtype = x_BSD.dtype
         q_BSNH = rotate(ops.matmul("BSD,DNH->BSNH", x_BSD, self.query[...].astype(dtype)), rotary)
@@ -152,6 +154,7 @@ class SwiGLU(nnx.Module):
         self.up = parameter(rngs, (D, F), ("embed", "mlp"), model.initializer_std)
         self.down = parameter(rngs, (F, D), ("mlp", "embed"), residual_std(model))
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         dtype, wide = x_BSD.dtype, ("batch", "sequence", "mlp")
         # Without these constraints XLA splits the backward by sequence too, and gathers the weights over tensor for it.

@@ -86,8 +86,9 @@ class Llama(nnx.Module):
         if positions_BS is None:
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None], tokens_BS.shape)
         block_context = (rotary_table(self.config, positions_BS), segments_BS)
-        h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
-        h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
+        with jax.named_scope("embedding"):
+            h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
+            h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         graph, layers = nnx.split(self.layers)
         h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, block_context)
         return self.final_norm(h_BSD)
@@ -99,7 +100,8 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, ops: Ops = Ops()):
         """Logits, float32 [B, S, vocab_size]. Training never makes them whole: see loss.py."""
         h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, ops=ops)
-        logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
+        with jax.named_scope("head"):
+            logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
         return logits_BSV[..., : self.config.vocab_size]
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""The root mean square of each layer's output in one microbatch: a forward pass of its own, unknown to the train step.
+"""The root mean square of each layer's output in one microbatch, by a forward pass apart from the train step.
 
-Runs in the region that is manual over (pipe, data, context), on each rank's layers. The stages of a pipeline take turns without
-a schedule: all compute in each turn, and the one whose layers they are is heard. So it takes pipe times as long as a
-microbatch's forward pass without a pipeline.
+It runs in the region that is manual over (pipe, data, context), on each rank's layers. The stages of a pipeline take turns
+without a schedule: all stages compute in each turn, and only the result of the turn's stage is used. So it takes pipe times as
+long as a microbatch's forward pass without a pipeline.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Ar
 
         h_BSD = ops.constrain(ops.look_up(weights["embedding"], rows["tokens"]), SHARDED_SEQUENCE)
         _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * stacking.virtual_stages))
-        # In the order of layers; identity layers are the last.
+        # The turns go through the layers in order; identity layers come last.
         squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], ctx.batch_axes)
         positions = jax.lax.psum(jnp.float32(rows["tokens"].size), ctx.batch_axes)
         return jnp.sqrt(squares / (positions * model.hidden_size))

@@ -139,6 +139,7 @@ class ParallelContext:
         """`tree` constrained to `specs`, which `transform` extends to replicas."""
         return jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs)))
 
+    @jax.named_scope("compute_copy")
     def compute_copy(self, params: Params, transform: SpecTransform = shared_by_replicas) -> Params:
         """The weights that a region reads, in the compute dtype."""
         # Cast, then gather: the gather then carries the compute dtype. The cast is pinned to the master layout, or XLA gathers

@@ -1,4 +1,4 @@
-"""Rows of token arrays onto the mesh, as the functions of parallelize.py want them."""
+"""Puts rows of token arrays on the mesh, in the layout that the functions of parallelize.py take."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxllm.mesh import CONTEXT, batch_sharding
 from jaxllm.parallel.zigzag import order
 
 Read = Callable[[Any], Mapping[str, np.ndarray]]
-"""Numbers of rows -> arrays [len(numbers), S]."""
+"""row numbers -> arrays [len(numbers), S]"""
 
 
 def put_global_batch(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: int) -> dict[str, jax.Array]:
-    """Rows by number, [microbatch, sequence], as arrays [microbatch, sequence, position] on the mesh. `read` is asked for those
-    alone that this process's devices hold.
+    """Arrays [microbatch, sequence, position] on the mesh, from row numbers [microbatch, sequence]. Each process reads only the
+    rows of its own devices.
     """
     (M, R), S = rows.shape, sequence_length
     sharding = batch_sharding(mesh)
     indices: Any = sharding.addressable_devices_indices_map((M, R, S)).values()
     mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
-    # Context ranks hold an early and a late chunk of each sequence; nobody after this notices.
+    # Context ranks hold an early and a late chunk of each sequence (zigzag.py). Later code does not see the order.
     dealt = order(S, mesh.shape[CONTEXT]) if mesh.shape[CONTEXT] > 1 else np.arange(S)
     local = {name: array.reshape(M, len(mine), S)[:, :, dealt] for name, array in read(rows[:, mine].reshape(-1)).items()}
 

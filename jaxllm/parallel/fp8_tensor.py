@@ -1,9 +1,9 @@
-"""FP8 matmuls (model/fp8.py) on a mesh: each tensor rank rounds and multiplies what it has.
+"""FP8 matmuls (model/fp8.py) on a mesh: each tensor rank rounds and multiplies its own parts.
 
-Left to the compiler, a matmul over split heads would be summed over ranks before its scales are taken off, and a multiplication
-between an all-reduce and the slice behind it keeps XLA from making a reduce-scatter of both; every array's largest magnitude
-would be a collective besides. So a rank takes its scales off first, and parts of a sum leave the region with a leading rank
-dim: what XLA sees outside is a sum of parts, as without FP8.
+Left to XLA, a matmul over split heads would be summed over ranks before its scales are taken off. The multiplication between
+the all-reduce and the slice behind it then keeps XLA from making one reduce-scatter of both. The largest magnitude of every
+array would be a collective too. So each rank takes its scales off first, and partial sums leave the region with a leading rank
+dim: outside, XLA sees a sum of parts, as without FP8.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from jaxllm.sharding import tensor_shard_map
 
 
 def fp8_per_tensor_rank(split: str) -> Matmul:
-    """fp8_matmul for arrays of which some dims are split over tensor.
+    """fp8_matmul for arrays with dims that are split over tensor.
 
     Args:
-      split: the letters of those dims, in every spec that has them.
+      split: the letters of these dims, in every spec that has them.
     """
 
-    def lies(letters: str) -> P:
+    def spec_of(letters: str) -> P:
         return P(*[TENSOR if letter in split else None for letter in letters])
 
     def run(function: Callable[..., Sequence[jax.Array]], inputs: Sequence[str], results: Sequence[str], *arrays: Any):
-        """`function` on each rank's part. A result without a split letter that the product has is a part of a sum."""
+        """Runs `function` on each rank's part. A result that lacks a split letter of the inputs is a partial sum."""
         multiplied = {letter for letters in inputs for letter in letters if letter in split}
         is_part = [not multiplied <= set(letters) for letters in results]
 
         def local(*arrays):
             return tuple(x[None] if part else x for x, part in zip(function(*arrays), is_part, strict=True))
 
-        out_specs = tuple(P(TENSOR, *lies(x)) if part else lies(x) for x, part in zip(results, is_part, strict=True))
-        found = tensor_shard_map(local, in_specs=tuple(map(lies, inputs)), out_specs=out_specs)(*arrays)
-        # In the parts' own dtype: jnp.sum would have float32 travel.
+        out_specs = tuple(P(TENSOR, *spec_of(x)) if part else spec_of(x) for x, part in zip(results, is_part, strict=True))
+        found = tensor_shard_map(local, in_specs=tuple(map(spec_of, inputs)), out_specs=out_specs)(*arrays)
+        # Summed in the parts' own dtype: with jnp.sum float32 would be sent.
         return tuple(jax.lax.reduce_sum(x, (0,)) if part else x for x, part in zip(found, is_part, strict=True))
 
     def forward(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -49,7 +49,7 @@ def fp8_per_tensor_rank(split: str) -> Matmul:
 
     def backward(spec: str, kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
         of_x, of_w, result = fp8.letters(spec)
-        # In one region: dy is gathered once for both, and rounded once.
+        # One region for both, so that dy is gathered and rounded once.
         dx, dw = run(lambda *arrays: fp8.gradients(spec, *arrays), (of_x, of_w, result), (of_x, of_w), *kept, dy)
         return dx, dw
 

@@ -1,19 +1,34 @@
-"""The loop over a chunk of layers, forward and backward, with what the backward needs kept in a ring the caller owns.
+"""The loop over a chunk of layers, forward and backward. What the backward pass needs is kept in a ring that the caller owns.
 
-    loop = LayerLoop(block, length, access)
+    loop = LayerLoop(block, length, policy, access)
     ring = loop.new_ring(slots, layers, h, block_context)
-    h, ring, _ = loop.forward(layers, chunk, h, block_context, ring, slot)
-    dh, sums, _ = loop.backward(layers, chunk, dh, block_context, ring, slot, sums)
+    h, ring, _ = loop.forward(layers, Pass(chunk, h, block_context, slot), ring)
+    dh, sums, _ = loop.backward(layers, Pass(chunk, dh, block_context, slot), ring, sums)
 
-Autodiff of a scan would stack a chunk's residuals and leave it to the caller to copy them in and out of a buffer, and would
-make a chunk's gradients before they are added. Here each layer writes its residuals into the ring and adds its gradients into
-`sums` in place. Weights are never among the residuals: they are at hand, and are hung into the VJP again (vjp_residuals.py).
+Autodiff of a scan would stack a chunk's residuals, and the caller would have to copy them into and out of a buffer. It would
+also make all gradients of a chunk before they are added. Here each layer writes its residuals into the ring and adds its
+gradients to `sums` in place. Weights are not stored as residuals: they are put back into the VJP when the backward pass runs
+(vjp_residuals.py).
 
-What a policy offloads lies in a part of the ring that is in the host's pinned memory. It is moved explicitly: written as a
-layer makes it, read one layer before it is used. The library's offload policies would have the ring read by the host.
+One slot of the ring holds one chunk and microbatch, a layer per row:
 
-Shapes: `layers` holds the rank's layers, [chunks x length, ...]; `chunk` and `slot` are traced integers; the leaves of the ring
-are [slots x length, ...]; `sums` are float32 and lie as `access` reduces gradients.
+    slot       |       0       |       1       |       2       |
+    row        | 0   1   2   3 | 4   5   6   7 | 8   9  10  11 |     length 4: row = 4 slot + number of the layer
+    forward    |               | -> -> -> -> writes 4, 5, 6, 7, with slot 1
+    backward   |               | <- <- <- <- reads 7, 6, 5, 4, some ticks later; then the slot is free
+
+With ZeRO 3, the transfers of a turn hide behind its compute. Nothing in a column waits for anything else in it:
+
+    turn        forward  0     1     2     3          backward  0     1     2     3    end
+    gather            L1    L2    L3   (next)                  L2    L1    L0    L0
+    compute           L0    L1    L2    L3                     L3    L2    L1    L0
+    scatter                                                  zeros   L3    L2    L1     L0
+
+Residuals that a policy offloads are in a part of the ring in the host's pinned memory. They are moved explicitly: written as a
+layer makes them, read one layer before they are used. With the library's offload policies the host would read the ring.
+
+Shapes: `layers` has the rank's layers, [chunks x length, ...]; `chunk` and `slot` are traced integers; the leaves of the ring
+are [slots x length, ...]; `sums` are float32, in the shapes of gradients that `access` has scattered.
 """
 
 from __future__ import annotations
@@ -41,9 +56,9 @@ class Ring:
     """Residuals of the layers of several chunks."""
 
     kept: Tree
-    """As extract() gives them, with a leading dim."""
+    """The result of extract(), with a leading dim of rows."""
     on_host: tuple[bool, ...]
-    """Of each leaf."""
+    """For each leaf, whether it is in the host's memory."""
 
     def write(self, number, kept: Tree) -> Ring:
         kept = self._moved(kept, jax.memory.Space.Host)
@@ -55,7 +70,7 @@ class Ring:
         return self._moved(kept, jax.memory.Space.Device)
 
     def _moved(self, tree: Tree, space: Any) -> Tree:
-        """`tree` with the leaves that are not to stay on the device moved to `space`."""
+        """`tree` with the leaves that wait on the host moved to `space`."""
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(
             [jax.device_put(x, space) if away else x for x, away in zip(leaves, self.on_host, strict=True)]
@@ -63,14 +78,14 @@ class Ring:
 
 
 class Pass(NamedTuple):
-    """A microbatch's way through a chunk of layers, one way."""
+    """A microbatch's pass through a chunk of layers, forward or backward."""
 
     chunk: Any
     x_BSD: jax.Array
-    """What goes in: hidden states; backward, the gradient of those that came out."""
+    """Forward: hidden states. Backward: the gradient of those that the forward pass returned."""
     block_context: BlockContext
     slot: Any
-    """Of the ring."""
+    """Slot of the ring."""
 
 
 class BackwardCarry(NamedTuple):
@@ -112,7 +127,7 @@ class LayerLoop:
         self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
 
     def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
-        """Room for the residuals of `slots` chunks; shapes alone of the arguments matter. What is on the device is zero."""
+        """Room for the residuals of `slots` chunks. Only shapes of the arguments matter. The part on the device is zero."""
         weights = self._weights_shape(layers)
         kept = jax.eval_shape(lambda w, h, s: extract(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, block_context)
         on_host = (False,) * len(jax.tree.leaves(kept))
@@ -163,7 +178,7 @@ class LayerLoop:
         return (h_BSD, after), self._after_backward(back.chunk, behind, valid)
 
     def _scan(self, turn, carry, *, reverse: bool = False):
-        """turn(number of a layer in its chunk, carry) -> carry, of all of them."""
+        """Runs turn(number of a layer in its chunk, carry) -> carry over the layers of a chunk."""
         scanned = lambda carry, number: (turn(number, carry), None)  # noqa: E731
         return jax.lax.scan(scanned, carry, jnp.arange(self.length), reverse=reverse, unroll=self._unroll)[0]
 
@@ -216,7 +231,7 @@ class LayerLoop:
         return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
-        """What a turn backward reads: its layer's residuals, or where some wait on the host those of the layer after it."""
+        """Residuals that a backward turn reads: its own layer's, or if some wait on the host those of the turn after it."""
         return ring.read(slot * self.length + (jnp.maximum(number - 1, 0) if any(ring.on_host) else number))
 
     def _after_backward(self, chunk, carry: BackwardCarry, valid):
@@ -226,7 +241,7 @@ class LayerLoop:
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
 
     def _gathered(self, layers: Tree, number) -> Tree:
-        """A layer's whole weights where they have to be gathered, None where each turn reads its own."""
+        """A layer's gathered weights; None where weights are not gathered and each turn reads its own."""
         return self._read(layers, number) if self._access.gather else None
 
     def _read(self, layers: Tree, number) -> Tree:
@@ -263,12 +278,12 @@ class LayerLoop:
 
 
 def unrolling(model: ModelConfig) -> int | bool:
-    """How many layers a turn of the layer loop holds, as `lax.scan` wants it; True: all."""
+    """Layers per turn of the layer loop, as `lax.scan` takes it. True: all."""
     return 1 if model.scan_layers else True
 
 
 def _add(sums: Tree, number, gradients: Tree, valid) -> Tree:
-    """`sums` with a layer's gradients added in place, or with zeros if they are not `valid`."""
+    """`sums` with a layer's gradients added in place. If not `valid`, zeros are added."""
 
     def add(sum, gradient):
         here = jax.lax.dynamic_index_in_dim(sum, number, keepdims=False)

@@ -1,12 +1,12 @@
-"""How the layer stack lies in memory when it is cut into pipeline stages.
+"""How the layer stack is stored when it is cut into pipeline stages.
 
-The model stacks its L layers in one leading dim, `layers`. Over P stages of one chunk each that dim is simply split. With V
-virtual stages, stage i holds the chunks i, P + i, 2P + i, ...: the stack is then stored as [virtual stage, stage, layer of the
-chunk], so that a split of the second dim puts every layer where it runs.
+The model stacks its L layers in one leading dim, `layers`. Over P stages of one chunk each, that dim is sharded. With V virtual
+stages, stage i holds the chunks i, P + i, 2P + i, ... The stack is then stored as [virtual stage, stage, layer of the chunk],
+so that sharding the second dim puts every layer on its stage.
 
-Layers that do not divide are filled up with identity layers: all their weights are zero, so a block adds nothing to its input.
-Zero is a fixed point too. Every gradient of such a layer is exactly zero, since each weight's gradient has another of its
-weights, or the output of one, as a factor; and weight decay leaves zero alone.
+If the layers do not divide, identity layers fill the last chunks. All their weights are zero, so a block adds nothing to its
+input. They stay zero: every gradient of such a layer is exactly zero, because each weight's gradient has another of the layer's
+weights, or the output of one, as a factor. Weight decay leaves zero unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from jaxllm.sharding import Parameter
 
 @dataclass(frozen=True)
 class Stacking:
+    """How many layers, stages and chunks there are."""
+
     layers: int
-    """L, the model's."""
+    """L, the layers of the model."""
     stages: int
     virtual_stages: int
     chunk: int
-    """Layers of one chunk."""
+    """Layers per chunk."""
 
     @property
     def identity_layers(self) -> int:
@@ -47,16 +49,16 @@ class Stacking:
         return ("layers",) if self.virtual_stages == 1 else ("virtual_stages", "stages", "stage_layers")
 
     def stored(self, x: jax.Array) -> jax.Array:
-        """[L, ...] as it is stored."""
+        """The stored form of an array [L, ...]."""
         padded = jnp.pad(x, [(0, self.identity_layers)] + [(0, 0)] * (x.ndim - 1)) if self.identity_layers else x
         return padded.reshape(*self.shape, *x.shape[1:])
 
     def plain(self, x: jax.Array) -> jax.Array:
-        """A stored array as [L, ...]."""
+        """The array [L, ...] of its stored form."""
         return x.reshape(-1, *x.shape[len(self.shape) :])[: self.layers]
 
     def describe(self, parameter: Parameter) -> Parameter:
-        """The line of a stacked parameter, as it is stored."""
+        """A parameter of the layers with the shape and dims that are stored."""
         return Parameter(
             parameter.path, (*self.shape, *parameter.shape[1:]), parameter.dtype, (*self.dims, *parameter.dims[1:])
         )
@@ -73,5 +75,5 @@ def flatten_layers(weights: dict[str, Any], stack_dims: int) -> dict[str, Any]:
 
 
 def over_layers(function: Any, params: Any) -> Any:
-    """`function` of every leaf under "layers"; the others as they are."""
+    """`params` with `function` applied to every leaf under "layers"."""
     return {name: jax.tree.map(function, tree) if name == "layers" else tree for name, tree in params.items()}

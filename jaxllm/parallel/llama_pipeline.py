@@ -121,10 +121,12 @@ class LlamaStage:
         )
         self._bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
 
+    @jax.named_scope("embedding")
     def look_up(self, microbatch: Microbatch) -> jax.Array:
         found_BSD = self._ops.look_up(self._weights["embedding"], microbatch.rows["tokens"])
         return self._ops.constrain(found_BSD, SHARDED_SEQUENCE)
 
+    @jax.named_scope("embedding_backward")
     def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: StageSums) -> StageSums:
         add = partial(add_over_ranks, ids_BS=microbatch.rows["tokens"], dh_BSD=dh_BSD, tensor=self._tensor)
         before_VD = sums.gradients["embedding"]
@@ -134,15 +136,18 @@ class LlamaStage:
         squares = self._tap.on_embedding(sums.squares, microbatch.number, own_VD, dh_BSD)
         return StageSums(sums.gradients | {"embedding": before_VD + own_VD}, squares)
 
+    @jax.named_scope("stage_forward")
     def forward(self, unit: Unit, h_BSD: jax.Array, ring: Ring | None, following: jax.Array | None):
         then = None if following is None else following * self._loop.length + self._loop.length - 1
         return self._loop.forward(self._weights["layers"], self._pass(unit, h_BSD), ring, then)
 
+    @jax.named_scope("stage_backward")
     def backward(self, unit: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, handed_over: Tree, valid: jax.Array):
         layers, back = self._weights["layers"], self._pass(unit, dh_BSD)
         found = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid)
         return self._accumulate(found, unit.microbatch, sums)
 
+    @jax.named_scope("stage_forward_and_backward")
     def both(self, ahead: Unit, h_BSD: jax.Array, back: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, valid: jax.Array):
         layers, passes = self._weights["layers"], (self._pass(ahead, h_BSD), self._pass(back, dh_BSD))
         forward, backward = self._loop.both(layers, *passes, ring, sums.gradients["layers"], valid)

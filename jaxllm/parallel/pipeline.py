@@ -1,16 +1,28 @@
-"""Runs any pipeline schedule: a table (pipeline_schedule.py) turned into scans over ticks, in one SPMD program.
+"""Runs any pipeline schedule: a table (pipeline_schedule.py) becomes scans over ticks, in one SPMD program.
 
-All stages run the same tick, each on the microbatch and chunk that its column of the table names; what a stage has nothing to
-do for is computed on whatever lies there and not used. The forward's residuals wait in a ring of slots that the table assigns,
-so memory is what the schedule needs and not what autodiff through a scan would keep: all microbatches.
+All stages run the same tick, each on the microbatch and chunk in its column of the table. A stage without work computes on
+whatever is in its buffers, and the result is not used. 1F1B is three scans (the drain is cut in two: with and without the
+head). With 3 stages and 4 microbatches:
 
-No stage is special. Embedding and head are split over stages by vocabulary: all look up the microbatch that enters, all work
-on the loss of the one that leaves. Gradients are computed here, by hand; the vocabulary's come from `Stage`.
+    tick         0    1    2  |   3      4      5   |  6    7    8
+    stage 0     F0   F1   F2  |  F3      .     B0   | B1   B2   B3
+    stage 1      .   F0   F1  |  F2    F3 B0   B1   | B2   B3    .
+    stage 2      .    .   F0  | F1 B0  F2 B1  F3 B2 | B3    .    .
+    head         .    .    .  |   0      1      2   |  3    .    .      a tick after the last stage's forward pass
+                   warm-up    |       steady        |    drain
+                   F alone    |    F and B a tick   |   B alone
 
-A tick's messages overlap with its compute: the output is sent as soon as it is made and travels during the backward; the
-gradient is sent at the top of the next tick and travels during its forward; the loss of an output is taken one tick later, so
-forward and backward of a tick do not wait for each other. Where they are computed at once, layer by layer, both are sent at the
-top of the next tick, behind the head.
+The residuals of a forward pass wait in a ring of slots that the table assigns. So memory is what the schedule needs; autodiff
+through a scan would keep the residuals of all microbatches.
+
+No stage is special. Embedding and head are sharded over stages by vocabulary: all stages look up the microbatch that enters,
+and all work on the loss of the one that leaves. Gradients are computed here, by hand; those of the vocabulary come from
+`Stage`.
+
+A tick's messages overlap with its compute. The output is sent as soon as it is made and travels during the backward pass. The
+gradient is sent at the top of the next tick and travels during its forward pass. The loss of an output is taken one tick later,
+so that forward and backward of a tick do not wait for each other. Where both are computed at once, layer by layer, both
+messages are sent at the top of the next tick, behind the head.
 """
 
 from __future__ import annotations
@@ -181,12 +193,14 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
 # bfloat16 sum.
 
 
+@jax.named_scope("send")
 def send(h_BSD: jax.Array, direction: int, stages: int) -> jax.Array:
     """Hidden states of the stage before (direction 1) or after (-1), in a ring of `stages`."""
     pairs = [(stage, (stage + direction) % stages) for stage in range(stages)]
     return _per_tensor_rank(lambda x: jax.lax.ppermute(x, PIPE, pairs), h_BSD)
 
 
+@jax.named_scope("sum_over_stages")
 def sum_over_stages(h_BSD: jax.Array) -> jax.Array:
     """The sum over stages of hidden states, on every stage."""
     return _per_tensor_rank(lambda x: jax.lax.psum(x, PIPE), h_BSD)

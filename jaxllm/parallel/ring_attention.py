@@ -1,17 +1,26 @@
-"""Attention over a sequence that is split over the context axis in zigzag (zigzag.py says which rank has which chunks).
+"""Attention over a sequence that is sharded over the context axis in zigzag (zigzag.py: which rank has which chunks).
 
     attend = ring_attention(kernel, axis_name, c)         keys travel from rank to rank, a hop behind each block
-    attend = all_gather_attention(kernel, axis_name, c)   keys are gathered once, and dealt back as a sum
+    attend = all_gather_attention(kernel, axis_name, c)   keys are gathered once; their gradients are reduce-scattered
 
     attend(q_BSNH, k_BSKH, v_BSKH, segments_BS | None) -> o_BSNH
 
-Local arrays [low chunk; high chunk], in a region where every axis is manual. Position in the sequence appears nowhere: which
-block is causal, whole or absent follows from the chunks' numbers. Both have gradients of their own, from the log-sum-exp over
-all keys: nothing is kept but q, k, v, the output and that. Liu et al., 2023 (ring attention); Llama 3, 2024 (gathering).
+Local arrays are [low chunk; high chunk], in a region where every axis is manual. Positions in the sequence are not used: the
+numbers of the chunks tell which block is causal, full or absent. Both functions compute their own gradients from the
+log-sum-exp over all keys, so only q, k, v, the output and the log-sum-exp are kept. Liu et al., 2023 (ring attention); Llama 3,
+2024 (gathering).
 
-A ring step is two whole chunk products on every rank, as one kernel call of twice the batch: the rank's high queries with the
-visitor's low keys always, and *either* low with low (a visitor from a lower rank) or high with high (from a higher one), chosen
-by `where`: a conditional on a GPU waits for the host. `either` in a name below is this choice.
+The *visitor* is the keys and values of another rank that are at this rank in a ring step. A ring step is two full chunk
+products on every rank, in one kernel call of twice the batch. The rank's high queries always meet the visitor's low keys. The
+other
+product is *either* low with low (the visitor is from a lower rank) or high with high (from a higher rank):
+
+    4 ranks, rank 1    step 1: visitor 0 (lower)     step 2: visitor 3 (higher)    step 3: visitor 2 (higher)
+    first product      high x its low                high x its low                high x its low
+    either             low x its low                 high x its high               high x its high
+    keys sent          on to rank 2                  on to rank 2                  -
+
+`where` selects it, because a conditional on a GPU waits for the host. `either` in a name below is this choice.
 """
 
 from __future__ import annotations
@@ -28,19 +37,20 @@ from jaxllm.model.attention import Attend
 from jaxllm.model.blockwise_attention import LSE, OUTPUT, Kernel, Mask, Partial, merge
 
 Keys = tuple[jax.Array, jax.Array | None]
-"""What travels: keys and values as one array [2, B, S, K, H], and the keys' segments if there are documents."""
+"""The arrays that travel: keys and values as one array [2, B, S, K, H], and the keys' segments if there are documents."""
 Halves = tuple[Partial, Partial]
-"""Of the low and the high queries."""
+"""Results for the low and for the high queries."""
 
 
 def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
-    """c - 1 hops of the keys forward. Backward as many again, and c - 1 of their float32 gradients, each behind a block."""
+    """The forward pass has c - 1 hops of the keys. The backward pass has as many, and c - 1 hops of their float32 gradients,
+    each behind a block."""
     send = partial(jax.lax.ppermute, axis_name=axis_name, perm=[(rank, (rank + 1) % c) for rank in range(c)])
     hop = partial(jax.tree.map, send)
     barrier = jax.lax.optimization_barrier
 
     def is_lower(step) -> jax.Array:
-        """Whether the visitor at this step, rank (r - step) mod c, is of a lower rank than ours."""
+        """Whether the visitor at this step, from rank (r - step) mod c, is from a lower rank than ours."""
         return jax.lax.axis_index(axis_name) >= step
 
     def forward(q_BSNH, k_BSKH, v_BSKH, segments_BS) -> Partial:
@@ -70,7 +80,7 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
             return kernel.backward(q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, Mask(True, segments_BS, segments_BS))
 
         def meet(visitor: Keys, step):
-            """The step's gradients of our queries [B, S, N, H] and of the visitor [2, B, S, K, H], float32."""
+            """The step's float32 gradients of our queries [B, S, N, H] and of the visitor [2, B, S, K, H]."""
             lower = is_lower(step)
             q, k, v, mask = _two_products(q_BSNH, visitor, segments_BS, lower)
             of_queries = (_high_and_either(x, lower) for x in (o_BSNH, lse_BSN, do_BSNH))
@@ -79,17 +89,17 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
 
         def turn(carry, step):
             dq_BSNH, dkv_2BSKH, visitor = carry
-            # A loop of one turn is inlined: XLA would compute both steps before it sends the first's gradients.
+            # XLA inlines a loop of one turn, and would compute both steps before it sends the gradients of the first.
             dkv_2BSKH, visitor = barrier((dkv_2BSKH, visitor))
-            # The visitor's gradients so far come after it from the rank it was at, while this step's are computed.
+            # The visitor's gradients so far arrive from the rank before, while this step's are computed.
             dkv_2BSKH, following = send(dkv_2BSKH), hop(visitor)
             dq_step, dkv_step = meet(visitor, step)
             return (dq_BSNH + dq_step, dkv_2BSKH + dkv_step, following), None
 
-        # The local block in two parts, one behind the first hop of the keys and one behind the last of their gradients.
+        # The local block is computed in two parts: behind the first hop of the keys, and behind the last of their gradients.
         visitor = hop((jnp.stack([k_BSKH, v_BSKH]), segments_BS))
         inputs = (q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH)
-        # Without a barrier XLA lets the second hop span this part as well as that step's block, and leaves the first bare.
+        # Without a barrier XLA lets the second hop span this part and that step's block, and nothing hides the first hop.
         visitor, (dq_BSNH, *own) = barrier((visitor, _each_half_backward(kernel, *inputs, segments_BS)))
         following = hop(visitor) if c > 2 else None
         dq_step, dkv_2BSKH = meet(visitor, 1)
@@ -111,9 +121,9 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
 
 
 def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
-    """Keys gathered once forward and once backward; their gradients, float32 of the whole sequence, reduce-scattered.
+    """Keys are gathered once forward and once backward. Their gradients, float32 for the full sequence, are reduce-scattered.
 
-    Rank r's low chunk sees the r chunks before it, its high chunk the 2c-1-r before that: 2c - 1 products on every rank.
+    Rank r's low chunk sees the r chunks before it, its high chunk the 2c-1-r before it: 2c - 1 products on every rank.
     """
 
     def gather(k_BSKH, v_BSKH, segments_BS) -> Keys:
@@ -123,7 +133,7 @@ def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
         return jax.tree.map(lambda x: jnp.concatenate([x[:, 0], x[::-1, 1]]), (keys, segments))
 
     def product(chunks: Keys, turn):
-        """(whether our low queries are meant, the chunk of keys they meet, it) at this turn."""
+        """(whether this turn is for our low queries, number of the chunk of keys, that chunk)"""
         rank = jax.lax.axis_index(axis_name)
         is_low = turn < rank
         chunk = jnp.where(is_low, turn, turn - rank)
@@ -168,7 +178,7 @@ def _with_own_gradients(forward: Callable[..., Partial], backward: Callable[...,
 
     def run(q_BSNH, k_BSKH, v_BSKH, segments_BS):
         o_BSNH, lse_BSN = forward(q_BSNH, k_BSKH, v_BSKH, segments_BS)
-        # Named here, where jax.checkpoint's policies look: if both are kept, nothing above is computed or sent again.
+        # The names are here, where jax.checkpoint's policies look: if both are kept, nothing above is recomputed or sent again.
         return checkpoint_name(o_BSNH.astype(q_BSNH.dtype), OUTPUT), checkpoint_name(lse_BSN, LSE)
 
     @jax.custom_vjp
@@ -192,7 +202,7 @@ def _with_own_gradients(forward: Callable[..., Partial], backward: Callable[...,
 
 
 def _each_half_forward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, segments_BS) -> Partial:
-    """Each chunk with itself: one causal call of twice the batch."""
+    """Attention of each chunk with itself: one causal call of twice the batch."""
     q, k, v, segments = (_as_batch(x) for x in (q_BSNH, k_BSKH, v_BSKH, segments_BS))
     found = kernel.forward(q, k, v, Mask(True, segments, segments))
     return Partial(*(x.reshape(*q_BSNH.shape[:2], *x.shape[2:]) for x in found))
@@ -205,7 +215,7 @@ def _each_half_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN,
 
 
 def _high_on_low_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS):
-    """Our high queries with our own low keys."""
+    """Gradients of our high queries with our own low keys."""
     q, o, lse, do, q_segments = (_split(x)[1] for x in (q_BSNH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
     k, v, k_segments = (_split(x)[0] for x in (k_BSKH, v_BSKH, segments_BS))
     dq, dk, dv = kernel.backward(q, k, v, o, lse, do, Mask(False, q_segments, k_segments))

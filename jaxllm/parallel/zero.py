@@ -75,6 +75,7 @@ def sink(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:
 
 
 def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
+    @jax.named_scope("zero_gather")
     def local(weights):
         def one(w, layout):
             return w if layout.zero_dim is None else jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True)
@@ -87,6 +88,7 @@ def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
 def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
     """Sums over the ranks in float32. Each rank keeps its shard, or the full sum of what ZeRO does not shard."""
 
+    @jax.named_scope("zero_scatter")
     def local(gradients):
         def one(g, layout):
             if layout.zero_dim is None:

@@ -165,13 +165,13 @@ def over_data_ranks(
         peak_bytes = estimate_memory(with_ranks(config, ranks, found.microbatches), gpu).peak_bytes
         return found if gpu is None else replace(found, fits=peak_bytes <= gpu.capacity_bytes)
 
-    islands, own, rows = config.parallel.replica, ranks_of(config), []
+    replicas, own, rows = config.parallel.replica, ranks_of(config), []
     for data in doublings(int(config.parallel.data)):
         try:
-            rows.append(best(islands * data))
+            rows.append(best(replicas * data))
         except ConfigError:
             # ZeRO cannot shard a parameter over more ranks.
-            if islands * data <= own:
+            if replicas * data <= own:
                 raise
             break
     stops, because = verdict(rows)

@@ -113,10 +113,10 @@ def sweep_gpus(
 def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
     """Plans of one config for ascending numbers of GPUs, side by side."""
     least = next((plan.candidates[0] for plan in plans if plan.candidates), None)
-    told = [plan for plan in plans if plan.candidates or not plan.interrupted]
-    rows = [_row(plan, least, tokens) for plan in told]
+    shown = [plan for plan in plans if plan.candidates or not plan.interrupted]
+    rows = [_row(plan, least, tokens) for plan in shown]
     # An interrupted search's best candidate says nothing about the best one.
-    whole = [row for row, plan in zip(rows, told, strict=True) if not plan.interrupted]
+    whole = [row for row, plan in zip(rows, shown, strict=True) if not plan.interrupted]
     return Sweep(tuple(rows), *_stops_paying(whole), interrupted=any(plan.interrupted for plan in plans))
 
 

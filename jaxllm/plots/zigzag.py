@@ -9,7 +9,7 @@ from jaxllm.plots.schedule import new_figure, save
 
 
 def picture(c: int, path: str | Path) -> None:
-    """The square of query chunks x key chunks, each block in its rank's colour with the ring step that computes it.
+    """Draws the square of query chunks x key chunks: each block in its rank's colour, with the ring step that computes it.
 
     Raises:
       ConfigError: matplotlib is not installed, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""The batches of a run in order, read ahead of their steps."""
+"""Prefetches the batches of a run in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxllm.runtime import progress
 
 
 class BatchQueue:
-    """Reads batches in a background thread, two ahead of the step that takes them.
+    """Reads batches in a background thread, two ahead of the current step.
 
     Args:
-      read: the number of steps done -> the batch of the next step.
+      read: function from the number of steps done to the batch of the next step.
     """
 
     def __init__(self, read: Callable[[int], Any]):
@@ -23,17 +23,17 @@ class BatchQueue:
         self._peeked: Any = None
 
     def peek(self, step: int) -> Any:
-        """The batch that `take` returns next."""
+        """Returns the batch that `take` returns next."""
         self._peeked = self.take(step)
         return self._peeked
 
     def take(self, step: int) -> Any:
-        """The batch of the step that follows `step` steps."""
+        """Returns the batch of the step that follows `step` steps."""
         if self._peeked is not None:
             batch, self._peeked = self._peeked, None
             return batch
         if self._batches is None or self._next_step != step:
-            # After ctrl-C a batch may have left the queue for a step that was never taken.
+            # After Ctrl-C a batch may have left the queue for a step that never ran.
             self.close()
             self._batches = ahead(self._read, start=step)
         self._next_step = None
@@ -43,7 +43,7 @@ class BatchQueue:
         return batch
 
     def close(self) -> None:
-        """Stops the thread that reads ahead."""
+        """Stops the prefetching thread."""
         self._peeked = None
         if self._batches is not None:
             self._batches.close()

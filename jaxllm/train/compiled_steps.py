@@ -16,12 +16,12 @@ from jaxllm.train.build import State, Training
 
 
 class CompiledSteps:
-    """One program for each number of microbatches, and one more for steps that measure the noise scale, if not all do.
+    """One program per number of microbatches, and one more for steps that measure the noise scale, if not all do.
 
     Attributes:
-      current: the program of the present batch; None until one was compiled.
-      compile_s: seconds that compiling it took; None until then.
-      traces: how often a step was traced.
+      current: the program for the present batch; None before the first compilation.
+      compile_s: seconds to compile it; None until then.
+      traces: number of times a step was traced.
     """
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh):
@@ -31,7 +31,7 @@ class CompiledSteps:
         self.traces = 0
 
     def use(self, training: Training) -> None:
-        """Takes other steps; their programs are compiled when they are needed."""
+        """Switches to another train step. Its programs are compiled when they are needed."""
 
         def jitted(step: Callable) -> Any:
             def counted(state, batch):
@@ -45,14 +45,14 @@ class CompiledSteps:
         self._programs: dict[tuple[int, bool], Any] = {}
 
     def select(self, batch: Any, step: int) -> bool:
-        """Makes the program of the step that follows `step` steps the current one. False: it is not compiled yet."""
+        """Selects the program of the step that follows `step` steps. Returns False if it is not compiled yet."""
         if (key := self._key(batch, step)) not in self._programs:
             return False
         self.current = self._programs[key]
         return True
 
     def compile(self, state: State, batch: Any, step: int) -> None:
-        """Compiles the program of the step that follows `step` steps, and makes it the current one."""
+        """Compiles the program of the step that follows `step` steps, and selects it."""
         started = time.perf_counter()
         options = xla_flags.compile_options(self._config, self._mesh.devices.flat[0].platform)
         key = self._key(batch, step)
@@ -71,7 +71,7 @@ class CompiledSteps:
 
 
 def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
-    """Hash of a program before XLA compiles it, the same in all processes that lower the same one for the same devices."""
-    # Where a custom partitioner is (cuDNN's attention has one), JAX writes the address of a Python object.
+    """Hash of a program before compilation. It is the same in all processes that lower it for the same devices."""
+    # With a custom partitioner (as in cuDNN's attention) JAX writes the address of a Python object.
     text = re.sub(r'backend_config = "\d+"', "", stablehlo)
     return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The end of a run: held-out loss, the baselines beside it, and a sample. Also what an evaluation on the way writes."""
+"""The end of a run: held-out loss, baselines for comparison, and a sample. Also records evaluations during training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxllm.train.signals import SignalHandler
 from jaxllm.train.trainer import Evaluation, Trainer
 
 FINAL_EVAL_TOKENS = 2**24
-"""Most tokens of each source that the final evaluation reads: a hundredth of a large corpus would take days."""
+"""Tokens per source in the final evaluation, because a hundredth of a large corpus would take days."""
 
 
 def record_evaluation(
     trainer: Trainer, sinks: list[Sink], signals: SignalHandler, max_batches: int | None = None
 ) -> Evaluation | None:
-    """Evaluates; writes eval_loss, and for a mixture each source's, to the sinks. None: a signal came in between."""
+    """Evaluates, and writes eval_loss, for a mixture also per source, to the sinks. Returns None if a signal interrupts it."""
     found = trainer.evaluate(max_batches, stop=lambda: signals.agreed_signal() is not None)
     if found is None:
         return None
@@ -35,13 +35,13 @@ def record_evaluation(
 
 
 def conclude(trainer: Trainer, signals: SignalHandler, console: Console, sinks: list[Sink]) -> str | None:
-    """Held-out loss over all held-out text, n-gram baselines on the same split, and a sample. Returns the signal that stopped
+    """Prints the loss over all held-out text, n-gram baselines on the same split, and a sample. Returns the signal that stopped
     the evaluation, or None.
     """
     data, unit, config = trainer.data, trainer.data.unit, trainer.config
     if data.held_out_tokens > 1:
         batch_tokens = config.microbatch_rows * config.parallel.pipe * config.train.sequence_length
-        # A run that is started once more, with nothing to train, has its line already.
+        # A repeated start with nothing to train has its evaluation line already.
         known = has_evaluation(Path(config.run.dir) / "metrics.jsonl", trainer.step)
         found = record_evaluation(trainer, [] if known else sinks, signals, -(-FINAL_EVAL_TOKENS // batch_tokens))
         if found is None:

@@ -1,4 +1,4 @@
-"""`jaxllm train`: the loop round the trainer. Resumes, logs, evaluates, saves, and says at the end what came out."""
+"""`jaxllm train`: the training loop. It resumes, logs, evaluates and saves, and prints results at the end."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from jaxllm.train.trainer import Trainer
 
 
 def fit(config: Config) -> Trainer:
-    """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it before:
-    then Trainer.stopped_by names it. Where somebody restarts the run and the signal comes before the first step, the process
-    ends instead, with exit_codes.RESTART.
+    """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it earlier;
+    Trainer.stopped_by then names the signal. If a supervisor restarts the run and the signal comes before the first step, the
+    process exits with exit_codes.RESTART instead.
     """
     timer = RunTimer()
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
     signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
-    # The others hear of an error before anything is closed here: that may wait for them.
+    # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
         stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
         folder = make_run_dir(config)
@@ -71,7 +71,7 @@ def fit(config: Config) -> Trainer:
             write_config(folder, config)
             keep_companions(folder, trainer)
         if not launch.restarts:
-            # Until here a signal does what it does to any program.
+            # Before this point a signal has its default effect.
             stack.enter_context(signals)
         with progress.phase("step"):
             stopped_by = train(trainer, checkpoints, signals, console, sinks, timer)
@@ -88,7 +88,7 @@ def fit(config: Config) -> Trainer:
 
 
 def leave_early(name: str) -> None:
-    """For SignalHandler: the signal `name` came when nothing was trained yet, and somebody restarts this run."""
+    """Callback of SignalHandler: the signal `name` came before any training, and a supervisor restarts this run."""
     distributed.leave_at_once(
         f"stopped by {name} before the first step of this start: there is nothing to save", exit_codes.RESTART
     )
@@ -97,7 +97,7 @@ def leave_early(name: str) -> None:
 def train(
     trainer: Trainer, checkpoints: Checkpoints, signals: SignalHandler, console: Console, sinks: list[Sink], timer: RunTimer
 ) -> str | None:
-    """The loop itself. Metrics arrive one step late; evaluation, saving and profiling wait for the step under way. Returns the
+    """The training loop. Metrics arrive one step late; evaluation, saving and profiling wait for the running step. Returns the
     signal that stopped it, or None at the last step.
     """
     config, first = trainer.config, trainer.step
@@ -165,7 +165,7 @@ def train(
 
 @contextmanager
 def profile(config: Config, step: int, first_step: int):
-    """Traces steps log.profile_steps = [first, last] into run.dir/profile; from `first_step` where a run resumes in between."""
+    """Traces steps log.profile_steps = [first, last] into run.dir/profile; starts at `first_step` if a run resumes inside."""
     span = config.log.profile_steps
     if span and step == max(span[0], first_step) and step <= span[1]:
         jax.profiler.start_trace(str(Path(config.run.dir) / "profile"))
@@ -183,6 +183,6 @@ def is_multiple(step: int, every: int | None) -> bool:
 
 
 def peak_flops_of(trainer: Trainer) -> float | None:
-    """Dense peak of this chip in the compute dtype, FLOP/s, or None where the chip is unknown."""
+    """Dense peak of this chip in the compute dtype, in FLOP/s; None for an unknown chip."""
     gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
     return gpu.peak_flops(trainer.config.model.compute_dtype) if gpu else None

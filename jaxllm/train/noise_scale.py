@@ -1,20 +1,19 @@
-"""The gradient noise scale (McCandlish et al., 2018, arXiv 1812.06162): what a larger batch would give, measured in training.
+"""The gradient noise scale (McCandlish et al., 2018, arXiv 1812.06162) predicts the gain of a larger batch, during training.
 
-Let g be the true gradient and S the covariance of one token's share in it. The gradient G of B tokens has E|G|^2 = |g|^2 +
-tr(S) / B, so batches of two sizes tell both. Every step has them: its K parts (parallel/grad_square_norms.py) and the whole.
-Before clipping, and with the parts' squares averaged by their numbers of targets,
+Let g be the true gradient and S the covariance of one token's contribution to it. The gradient G of B tokens has E|G|^2 = |g|^2
++ tr(S) / B, so batches of two sizes give both. Each step has two sizes: its K parts (parallel/grad_square_norms.py) and all of
+it. With norms before clipping, and the parts' squares averaged by their numbers of targets,
 
     tr(S) / B = (mean |G_i|^2 - |G|^2) / (K - 1)          |g|^2 = |G|^2 - tr(S) / B
 
-The first is the variance of the parts. Neither has a bias, if the covariance of a part is in inverse proportion to its targets.
+The first is the variance of the parts. Both are unbiased if the covariance of a part is inversely proportional to its targets.
 
-tr(S) / |g|^2, in tokens, is the noise scale. Both are noisy, and |g|^2 may come out negative, so each is averaged over steps
-before one is divided by the other. The interval is Fieller's for a ratio of two means; where |g|^2 is not told from 0, it has
-no upper end.
+tr(S) / |g|^2, in tokens, is the noise scale. Both are noisy, and |g|^2 may be negative, so each is averaged over steps before
+the division. The interval is Fieller's for a ratio of two means. If |g|^2 cannot be distinguished from 0, it has no upper end.
 
-Reading. If steps and tokens to a loss are S_min (1 + b/B) and E_min (1 + B/b), with the noise scale for b, then of the tokens
-of a step the share w = B / (B + b) is wasted, and twice the batch takes (1 - w) / 2 fewer steps and w more tokens. That is a
-model: critical batches that were measured can be far larger (Merrill et al., 2025, arXiv 2505.23971). Nothing here changes a
+Interpretation. If steps and tokens to a loss are S_min (1 + b/B) and E_min (1 + B/b), with b the noise scale, then a fraction
+w = B / (B + b) of a step's tokens is wasted, and a doubled batch needs (1 - w) / 2 fewer steps and w more tokens. This is a
+model: measured critical batches can be far larger (Merrill et al., 2025, arXiv 2505.23971). Nothing in this module changes a
 run.
 """
 
@@ -31,7 +30,7 @@ from jaxllm.plan.noise_scale_text import NoiseEstimate
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0
-"""Estimates that count in an average, once there are twice as many."""
+"""Number of estimates that count in an average, once there are twice as many."""
 FEWEST = 2.0
 """Degrees of freedom from which there is an interval: six estimates."""
 SCALE, LOW, HIGH = "noise_scale_tokens", "noise_scale_low", "noise_scale_high"
@@ -41,20 +40,21 @@ SCALE, LOW, HIGH = "noise_scale_tokens", "noise_scale_low", "noise_scale_high"
 class NoiseScale:
     """Averages the estimates of steps.
 
-    The newest weighs 4 / (n + 3) of the average of n, and at least 2 / (window + 1). The first is polynomial-decay averaging
-    (Shamir and Zhang, 2013): at the start gradients shrink tenfold in a few steps, and an average over all would not forget it.
+    The newest estimate has weight 4 / (n + 3) in the average of n, and at least 2 / (window + 1). The first is polynomial-decay
+    averaging (Shamir and Zhang, 2013): at the start gradients shrink tenfold in a few steps, and a plain average would keep
+    them.
 
     Args:
-      window: so many estimates count as much as a plain mean of them; infinity: all alike.
+      window: effective number of estimates in the average; infinity: no lower limit of the weight.
     """
 
     def __init__(self, window: float = WINDOW):
         self._window, self._count = window, 0
-        # Of (|g|^2, tr(S)): weighted mean and covariance; and the sum of the squares of the weights, which sum to 1.
+        # For (|g|^2, tr(S)): weighted mean and covariance; and the sum of squared weights, which sum to 1.
         self._mean_2, self._covariance_22, self._squares = np.zeros(2), np.zeros((2, 2)), 0.0
 
     def add(self, g2: float, s: float) -> None:
-        """One step's estimates; what is not finite is left out."""
+        """Adds one step's estimates. Values that are not finite are ignored."""
         new_2 = np.array([g2, s], float)
         if not np.isfinite(new_2).all():
             return
@@ -67,7 +67,7 @@ class NoiseScale:
         self._squares = (1 - weight) ** 2 * self._squares + weight**2
 
     def see(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Adds a step's metrics, if it measured and was not skipped; returns what its line says of the run so far."""
+        """Adds a step's metrics if it was measured and not skipped. Returns the averages for the step's line."""
         if G2 not in values:
             return {}
         if not values.get("skipped"):
@@ -75,12 +75,12 @@ class NoiseScale:
         return {} if self.found is None else dict(zip((SCALE, LOW, HIGH), self.found, strict=True))
 
     def recall(self, metrics: Path, last_step: int) -> None:
-        """Takes up a run's estimates up to a step from its metrics.jsonl."""
+        """Restores a run's estimates up to a step from its metrics.jsonl."""
         if not metrics.exists():
             return
         with metrics.open(encoding="utf-8") as lines:
             for text in lines:
-                # A crash may have cut off the last.
+                # A crash may have truncated the last line.
                 if G2 in text and text.endswith("\n"):
                     line = json.loads(text)
                     known = line.get(G2) is not None and line.get(S) is not None and not line.get("skipped")
@@ -89,7 +89,7 @@ class NoiseScale:
 
     @property
     def found(self) -> NoiseEstimate | None:
-        """None of no estimates."""
+        """The present estimate; None before the first."""
         if not self._count:
             return None
         g2, s = map(float, self._mean_2)
@@ -99,7 +99,7 @@ class NoiseScale:
         """All b for which s - b g2 is within t standard deviations of 0 (Fieller, 1954)."""
         if self._squares >= 1 or (freedom := 1 / self._squares - 1) < FEWEST:
             return 0.0, math.inf
-        # Of one estimate without bias, times the share of it that is left in the mean.
+        # Unbiased covariance of one estimate, times its remaining share in the mean.
         of_mean_22 = self._covariance_22 * self._squares / (1 - self._squares)
         t2 = student_t(freedom) ** 2
         p, q, r = g2 * g2 - t2 * of_mean_22[0, 0], g2 * s - t2 * of_mean_22[0, 1], s * s - t2 * of_mean_22[1, 1]
@@ -110,7 +110,7 @@ class NoiseScale:
 
 
 def student_t(freedom: float) -> float:
-    """The 97.5% point of Student's t, from 2 degrees of freedom on within 4% (Cornish and Fisher's expansion)."""
+    """The 97.5% quantile of Student's t, within 4% from 2 degrees of freedom on (Cornish-Fisher expansion)."""
     z = 1.959964
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

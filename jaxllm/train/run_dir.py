@@ -1,4 +1,4 @@
-"""A run's directory: its files beside metrics and checkpoints, and whether a config may resume its run."""
+"""The run directory: its config and tokenizer files, and whether a config may resume its run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def keep_companions(folder: Path, trainer: Trainer) -> None:
-    """Writes run.dir/tokenizer, for exports and for resuming elsewhere: the run's own tokenizer, none for bytes, and the files
-    that came beside its initial weights, whose folder may be gone one day.
+    """Writes run.dir/tokenizer, for exports and for resuming elsewhere: the run's own tokenizer (no files for bytes) and the
+    files that accompanied its initial weights, whose folder may be deleted later.
     """
     home, aside, before = folder / TOKENIZER, folder / ".tokenizer", folder / ".tokenizer-before"
     beside = None if trainer.weights is None else trainer.weights.outline().companions
     if trainer.step:
-        # A start that was killed between the two renames below left it there.
+        # Left by a start that was killed between the two renames below.
         beside = home if home.exists() else before
     shutil.rmtree(aside, ignore_errors=True)
     # If the data is only token IDs, the tokenizer is that of the weights.
@@ -51,7 +51,7 @@ def keep_companions(folder: Path, trainer: Trainer) -> None:
     if trainer.data.tokenizer is not None:
         trainer.data.tokenizer.save(aside)
         if (template := trainer.data.chat_template) is not None and aside.exists():
-            # The template that the model was trained on, whatever its source.
+            # Save the template of training, wherever it came from.
             (aside / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
     if home.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -66,7 +66,7 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
 
     Args:
       meta: the checkpoint's description of itself.
-      fingerprint: of the text as it is now.
+      fingerprint: fingerprint of the present text.
 
     Raises:
       ConfigError: names the first such key, with both values, or says that the text differs.

@@ -1,7 +1,7 @@
-"""The training state: step, master parameters, optimizer moments. All float32, born in the layout they live in.
+"""The training state: step, master parameters, optimizer moments. All are float32 and created with their final sharding.
 
-Moments, and master parameters too, may lie in the pinned memory of the host (parallel.offload_state). Nothing else says so but
-their shardings.
+Moments, and optionally master parameters, may be in pinned host memory (parallel.offload_state). Only their shardings show
+this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TrainState:
     step: jax.Array
-    """Steps done, int32."""
+    """Number of steps done, int32."""
     params: Any
     """Master parameters, float32, a nested dict."""
     opt_state: Any
@@ -39,10 +39,10 @@ class TrainState:
 def state_shardings(
     parallelized: Parallelized, optimizer: optax.GradientTransformation, mesh: Mesh, offload: str = "none"
 ) -> TrainState:
-    """The layout of a TrainState: moments lie as their parameter does, counters everywhere.
+    """Shardings of a TrainState: moments are sharded like their parameter, counters are replicated.
 
     Args:
-      offload: as parallel.offload_state.
+      offload: the value of parallel.offload_state.
     """
     host = _in_host_memory if offload != "none" else lambda sharding: sharding
     params = parallelized.master_shardings
@@ -54,18 +54,18 @@ def state_shardings(
         params,
         transform_non_params=lambda _: replicated(mesh),
     )
-    # Where the step lies, in the place of the step.
+    # A tree of shardings, with the sharding of the step in its place.
     step: Any = replicated(mesh)
     return TrainState(step, jax.tree.map(host, params) if offload == "optimizer_and_master" else params, moments)
 
 
 def what_to_offload(config: Config, mesh: Mesh) -> str:
-    """parallel.offload_state; none, with a line in the log, where the devices know no pinned host memory. GPUs do, and so do
-    CPUs in the versions of JAX this was written with: there it is a label on the same memory.
+    """The value of parallel.offload_state; none, with a log message, if the devices have no pinned host memory. GPUs have it,
+    and so do CPUs in current JAX versions: there it is a label on the same memory.
     """
     offload, device = config.parallel.offload_state, mesh.devices.flat[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
-    # Described devices (aot.py) and those of other hosts list no memory.
+    # Described devices (aot.py) and those of other hosts do not list memories.
     if offload == "none" or not kinds or HOST in kinds:
         return offload
     log.warning("This %s has no %s memory: parallel.offload_state=%s changes nothing here.", device.platform, HOST, offload)
@@ -76,12 +76,12 @@ def _in_host_memory(sharding: NamedSharding) -> NamedSharding:
     there = sharding.with_memory_kind(HOST)
     if there.memory_kind == HOST:
         return there
-    # JAX drops the kind where devices are only described, unless the mesh has none.
+    # JAX drops the memory kind of merely described devices, unless the mesh has none.
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
 def on_device(arrays: Any) -> Any:
-    """The same arrays in the memory of the devices, wherever they lie."""
+    """Moves arrays from any memory to device memory."""
 
     def move(x: jax.Array) -> jax.Array:
         return jax.device_put(x, x.sharding.with_memory_kind("device")) if x.sharding.memory_kind == HOST else x

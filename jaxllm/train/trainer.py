@@ -1,11 +1,11 @@
-"""A Trainer: mesh, model, state and data of one run, and the step that moves them on.
+"""The Trainer: mesh, model, state and data of one run, and the step that advances them.
 
     trainer = Trainer(load_config("configs/quickstart.yaml"))
     for metrics in trainer.steps(20):
         print(metrics["loss"])
 
-Metrics come one step behind the device: step n+1 is under way before the numbers of step n are read, so reading never makes
-the device wait. Ctrl-C, or a notebook's stop button, leaves the state that of a whole step: `trainer.steps` goes on from there.
+Metrics come one step behind the device: step n+1 runs when the numbers of step n are read, so reading never makes the device
+wait. After Ctrl-C, or a notebook's stop button, the state is that of a complete step, and `trainer.steps` continues from it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(NamedTuple):
-    """What was measured on held-out text."""
+    """Losses on held-out text."""
 
     loss: float
     """Nats per token."""
     tokens: int
-    """How many were scored."""
+    """Number of scored tokens."""
     by_source: dict[str, float]
     """The loss of each source of a mixture."""
 
@@ -64,7 +64,7 @@ ATTENTION_TOLERANCE = 0.03
 
 
 def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
-    """cuDNN in blocks goes through a private binding of JAX: on a GPU it is held against plain XLA before anything is trained.
+    """Compares blockwise cuDNN, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
 
     Raises:
       ConfigError: they differ.
@@ -83,31 +83,31 @@ def require_right_attention(config: Config, attention: str, mesh: jax.sharding.M
 
 
 class Trainer:
-    """One run on the devices at hand (or on run.cpu_devices). Writes nothing; `fit` in loop.py does.
+    """One run on the local devices (or on run.cpu_devices). It writes no files; `fit` in loop.py does.
 
     Args:
-      resumes: `restore` comes next, so train.init_from is not read.
+      resumes: `restore` will be called, so train.init_from is not read.
 
     Raises:
       ConfigError: the config does not fit the devices, their memory or the data.
 
     Attributes:
-      config: with parallel.data filled in.
-      data: the sources, and what of them is held out.
+      config: the config with parallel.data filled in.
+      data: the sources and their held-out documents.
       stream: the training samples.
-      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; of several islands with replica before them.
-      state: TrainState, or in rounds DilocoState; replaced by each step (the old one's memory is reused).
-      rounds: when islands are brought together, once they train on their own (diloco.py); None before, and without.
-      step: steps done, as a Python int.
-      memory_fit: the estimate beside the devices' memory; None where that is not known, as on CPU.
-      weights: where train.init_from found them; None without it.
+      mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; with several replicas `replica` comes first.
+      state: TrainState, or DilocoState during rounds. Each step replaces it and reuses the old one's memory.
+      rounds: schedule of DiLoCo's outer steps (diloco.py) once rounds have begun; None before, and without DiLoCo.
+      step: number of steps done, as a Python int.
+      memory_fit: the estimate and the devices' memory; None if that is not known, as on CPU.
+      weights: the weights that train.init_from names; None without it.
       noise: the gradient noise scale so far, with log.noise_scale_every.
-      stopped_by: the name of the signal that stopped `fit`; None if none did.
-      watch: what is known of skipped steps and spikes.
+      stopped_by: the name of the signal that stopped `fit`, or None.
+      watch: the state of skipped steps and spikes.
     """
 
     def __init__(self, config: Config, *, resumes: bool = False):
-        # A wrong path is found before a device is touched.
+        # A wrong path is reported before any device is used.
         self.weights = None if resumes else initial_weights(config)
         with progress.phase("meet"):
             distributed.start(config.run)
@@ -119,7 +119,7 @@ class Trainer:
         self.stream = self.data.stream()
         self.mesh = mesh_on_hosts(config.parallel)
         self.programs = CompiledSteps(config, self.mesh)
-        # Rounds begin later, if only with the first step.
+        # Rounds begin later, at the first step at the earliest.
         training = self._use(in_rounds=False)
         require_right_attention(config, self.parallelized.attention, self.mesh)
         with jax.set_mesh(self.mesh):
@@ -138,8 +138,8 @@ class Trainer:
         return f"<Trainer at step {self.step} of {self.config.train.steps}, on {self.mesh.size} devices>"
 
     def _use(self, in_rounds: bool) -> Training:
-        """Makes the programs of steps in rounds (diloco.py), or of those without, the run's; each is compiled when it is
-        needed. The state is the caller's affair.
+        """Switches to the programs of steps in rounds (diloco.py), or of ordinary steps. Each is compiled when it is needed.
+        The caller converts the state.
         """
         config = self.config if in_rounds else diloco.without(self.config)
         self._training = training = build_training(config, self.mesh)
@@ -153,12 +153,12 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------ training
 
     def steps(self, count: int, *, show: bool = False) -> Iterator[Record]:
-        """Trains `count` steps; yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
-        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and what else the config asks for. Stopping early is safe,
-        by `break` or by ctrl-C: the state is that of the last step started. Ctrl-C may cost the metrics of one step.
+        """Trains `count` steps. Yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
+        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and the keys that the config asks for. Stopping early by
+        `break` or Ctrl-C is safe: the state is that of the last step started. Ctrl-C may lose the metrics of one step.
 
         Args:
-          show: a live line in a notebook or on a terminal, elsewhere a line for every log.every_steps.
+          show: show a live line in a notebook or on a terminal, elsewhere a line every log.every_steps.
         """
         last = self.step + count
         with Console(last, main=show and distributed.is_main_process()) as console:
@@ -170,8 +170,8 @@ class Trainer:
                     yield record
 
     def prepare(self) -> None:
-        """Reads a batch and compiles the step with it, if that was not done yet; trains nothing. Where the first round begins
-        (train.diloco_steps), hands each island its copy of the state.
+        """Reads a batch and compiles the step for it, if that was not done yet. Does not train. At the start of the first round
+        (train.diloco_steps) it gives each replica its copy of the state.
         """
         train = self.config.train
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
@@ -184,9 +184,9 @@ class Trainer:
             self._take_program(self.batches.peek(self.step))
 
     def _take_program(self, batch: Any) -> Record | None:
-        """Makes the compiled step that of this batch's number of microbatches; each number is compiled once, before its first
-        step, and once more for steps that measure the noise scale, if not all do. Returns the metrics of the step under way, if
-        that had to be waited for: compiling is none of its time.
+        """Selects the compiled step for this batch's number of microbatches. Each number is compiled once, before its first
+        step, and once more for steps that measure the noise scale, if not all do. If it has to compile, it first waits for the
+        running step and returns that step's metrics, so that compilation does not count as its time.
         """
         if self.programs.select(batch, self.step):
             return None
@@ -196,16 +196,16 @@ class Trainer:
         return record
 
     def advance(self) -> Record | None:
-        """Starts one step; returns the metrics of the one before (None if there are none to read).
+        """Starts one step. Returns the metrics of the previous one (None if there are none to read).
 
         Raises:
-          ConfigError: train.max_skips_in_a_row steps were skipped.
+          ConfigError: train.max_skips_in_a_row steps in a row were skipped.
         """
         self.watch.require_progress()
         self.prepare()
         batch = self.batches.take(self.step)
         if self.config.phase_at(self.step).first_step == self.step:
-            # A larger batch takes longer: the watchdog measures it by none before.
+            # A larger batch takes longer, so the watchdog must not compare it with earlier steps.
             progress.forget_steps()
         finished = self._take_program(batch)
         norms = self._layer_norms_if_due(batch)
@@ -214,10 +214,10 @@ class Trainer:
             return finished or self._read(previous)
 
     def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
-        """Returns the step before, whose metrics are not read yet: (its number, its metrics)."""
+        """Returns the previous step, whose metrics are not read yet: (its number, its metrics)."""
         progress.at_step(self.step + 1)
         self._last_finish_s = self._last_finish_s or time.perf_counter()
-        # The step takes the old state's memory: whatever came between it and the assignment would lose both.
+        # The step donates the old state. An interrupt between the call and the assignment would lose both states.
         with defer_sigint():
             self.state, metrics = self.programs.current(self.state, batch)
             self.step += 1
@@ -228,7 +228,7 @@ class Trainer:
         return previous
 
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
-        """By log.layer_norms_every, of the step that is about to begin: before it, as it uses up the state."""
+        """Layer norms by log.layer_norms_every, computed before the step that they belong to, because it donates the state."""
         every = self.config.log.layer_norms_every
         if every is None or (self.step + 1) % every:
             return {}
@@ -236,7 +236,7 @@ class Trainer:
             return {LAYER_ACTIVATION_NORM: self._layer_norms(self.state.params, batch)}
 
     def finish(self) -> Record | None:
-        """Waits for the step under way; returns its metrics. The clock of tokens_per_s_per_device stops until the next."""
+        """Waits for the running step and returns its metrics. The timer of tokens_per_s_per_device stops until the next."""
         pending, self._pending = self._pending, None
         with progress.phase("step"):
             record, self._last_finish_s = self._read(pending), None
@@ -248,17 +248,17 @@ class Trainer:
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
-        """The train step, for the present batch; None until `prepare` or the first step."""
+        """The compiled train step for the present batch; None until `prepare` or the first step."""
         return self.programs.current
 
     @property
     def compile_s(self) -> float | None:
-        """Seconds it took to compile the train step, for the present batch; None until then."""
+        """Seconds to compile the train step for the present batch; None until then."""
         return self.programs.compile_s
 
     @property
     def traces(self) -> int:
-        """How often a train step was traced."""
+        """Number of times a train step was traced."""
         return self.programs.traces
 
     def _read(self, pending) -> Record | None:
@@ -268,7 +268,7 @@ class Trainer:
         with progress.waiting():
             values = diloco.combine_replicas(arrays)  # waits for that step
         if LAYER_ACTIVATION_NORM not in values:
-            # The step has them always, as it costs next to nothing; they are wanted where the other norms are.
+            # The step always returns them, at little cost. They are logged together with the other norms.
             values.pop(LAYER_GRAD_NORM, None)
         values = by_layer(values)
         assert self._last_finish_s is not None, "set when that step was started"
@@ -285,8 +285,8 @@ class Trainer:
         return record
 
     def restore(self, checkpoints: Checkpoints) -> None:
-        """Takes up the newest saved state; data goes on from its step."""
-        # Zero layers are added and taken away as pipelines want them: their number alone does not tell another model.
+        """Restores the newest saved state. The data resumes at its step."""
+        # Pipelines add or remove zero layers, so only the number of real layers identifies the model.
         meta = checkpoints.meta()
         saved, wanted = meta["config"]["model"]["num_layers"], self.config.model.num_layers
         if saved != wanted:
@@ -299,7 +299,7 @@ class Trainer:
         layouts = {self.rounds is not None: _give_up(self.state)}
 
         def like(meta: Meta) -> State:
-            """The state as a checkpoint has it. Where the newest is damaged, it may be one from before the first round."""
+            """State with the structure of a checkpoint, which may be an older one from before the first round."""
             in_rounds = diloco.in_rounds(meta)
             if in_rounds != (self.rounds is not None):
                 self._use(in_rounds)
@@ -312,7 +312,7 @@ class Trainer:
         self.state = checkpoints.restore(like, self.parallelized.table)
         recent = layouts[self.rounds is not None].recent
         if self.state.recent is None and recent is not None:
-            # The checkpoint had none: what is usual is learnt anew.
+            # The checkpoint has no recent values, so the usual level is learnt again.
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), recent)
             self.state = self.state.with_recent(zeros)
         self.step = int(self.state.step)
@@ -326,9 +326,9 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------------- data
 
     def train_batch(self, step: int) -> dict[str, jax.Array]:
-        """The samples of the step that follows `step` steps: as many as its batch has, from the first that no step before it
-        read. Laid out [microbatch, sequence, position] on the mesh; each host reads its share. Positions are in zigzag order
-        (parallel/zigzag.py) where parallel.context is above 1.
+        """The batch of the step that follows `step` steps. Its samples start at the first one that no earlier step has read. It
+        is laid out [microbatch, sequence, position] on the mesh; each host reads its part. Positions are in zigzag order
+        (parallel/zigzag.py) if parallel.context is above 1.
         """
         config = self.config
         samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
@@ -338,13 +338,13 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Held-out loss of the present state: all held-out text, unless max_batches (of each source) is given. None if `stop`
-        says so after a batch; it must answer all processes alike.
+        """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
+        True after a batch; it must return the same on all processes.
 
         Raises:
           ConfigError: nothing is held out.
         """
-        # A pipeline takes as many microbatches as it has stages, or it would stand still most of the time.
+        # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
         M, R = self.config.parallel.pipe, self.config.microbatch_rows
         length = self.config.train.sequence_length
         sums: dict[str, tuple[float, int]] = {}
@@ -352,11 +352,11 @@ class Trainer:
             for source in self.data.held_out():
                 total, count = 0.0, 0
                 for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    # Each batch is progress: an evaluation may take hours.
+                    # Each batch counts as progress for the watchdog, because an evaluation may take hours.
                     with progress.phase("evaluate"):
                         batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
                         part, tokens = self._loss_sum(self.state.params, batch)
-                        # Summed in float64 here: a float32 running sum over a million tokens would lose the last digits.
+                        # Summed in float64, because a float32 sum over a million tokens would lose its last digits.
                         total, count = total + float(part), count + int(tokens)
                     if stop():
                         return None
@@ -373,12 +373,12 @@ class Trainer:
         return merge_model(self.config, on_device(self.state.params))
 
     def close(self) -> None:
-        """Stops the thread that reads ahead."""
+        """Stops the prefetching thread."""
         self.batches.close()
 
 
 def _give_up(arrays: Any) -> Any:
-    """Where arrays lay, as ShapeDtypeStructs. Their memory is free: two states would not fit where one does."""
+    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
     layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     jax.tree.map(lambda x: x.delete(), arrays)
     return layout

@@ -107,8 +107,8 @@ class FakeWorker:
     def compile(self, case):
         self.asked.append(case.index)
         total = round(megatron_memory_by_stage(case.config).peak_bytes * 1.02)
-        told = {"argument_bytes": total - 7, "temp_bytes": 7, "output_bytes": 5, "alias_bytes": 5, "total_bytes": total}
-        return {**told, "host_bytes": 0, "attention": "cudnn", "compile_s": 1.5, "versions": "jax 0"}
+        report = {"argument_bytes": total - 7, "temp_bytes": 7, "output_bytes": 5, "alias_bytes": 5, "total_bytes": total}
+        return {**report, "host_bytes": 0, "attention": "cudnn", "compile_s": 1.5, "versions": "jax 0"}
 
     def stop(self):
         pass
@@ -156,10 +156,10 @@ def test_a_run_goes_on_where_it_stopped(command, asked):
     assert command("--limit", "5")["configurations"] == 5
     assert asked == [0, 1, 2, 3, 4]
     assert command("--limit", "3")["configurations"] == 8
-    told = command()
+    summary = command()
     assert asked == list(range(12))
-    assert told["configurations"] == 12
-    assert told["median_error_percent"] == pytest.approx(100 - 100 / 1.02, abs=1e-6)
+    assert summary["configurations"] == 12
+    assert summary["median_error_percent"] == pytest.approx(100 - 100 / 1.02, abs=1e-6)
     before = command.table.read_bytes()
     assert command()["configurations"] == 12
     assert len(asked) == 12
@@ -220,16 +220,16 @@ def fabricated(estimate: int, total: int, **knobs):
 
 def test_errors_are_of_what_xla_says(accuracy):
     rows = [fabricated(*pair) for pair in [(100, 100), (102, 100), (96, 100), (108, 100), (89, 100)]]
-    told = accuracy.figures(rows)
-    assert told["median_error_percent"] == pytest.approx(4)
-    assert told["p95_error_percent"] == pytest.approx(8 + 0.8 * 3)
-    assert told["mean_signed_error_percent"] == pytest.approx(-1)
-    assert told["worst_underestimate_percent"] == pytest.approx(11)
-    assert told["worst_overestimate_percent"] == pytest.approx(8)
-    assert told["underestimated_by_more_than_10_percent"] == 1
+    summary = accuracy.figures(rows)
+    assert summary["median_error_percent"] == pytest.approx(4)
+    assert summary["p95_error_percent"] == pytest.approx(8 + 0.8 * 3)
+    assert summary["mean_signed_error_percent"] == pytest.approx(-1)
+    assert summary["worst_underestimate_percent"] == pytest.approx(11)
+    assert summary["worst_overestimate_percent"] == pytest.approx(8)
+    assert summary["underestimated_by_more_than_10_percent"] == 1
 
 
-# estimate, XLA's: near capacity, same verdict at 95% of it, a false promise
+# (estimate, XLA's bytes): near capacity, equal verdict at 95% of it, a false promise
 VERDICTS = {
     (500, 500): (False, True, False),
     (950, 950): (True, True, False),
@@ -253,14 +253,14 @@ def test_verdicts(accuracy, pair):
 
 
 def test_the_summary_counts_verdicts(accuracy):
-    told = accuracy.summary([fabricated(*pair) for pair in VERDICTS])
+    summary = accuracy.summary([fabricated(*pair) for pair in VERDICTS])
     near, agree, promise = zip(*VERDICTS.values(), strict=True)
-    assert told["configurations"] == len(VERDICTS)
-    assert told["near_capacity"] == sum(near)
-    assert told["verdict_agreement"] == pytest.approx(sum(agree) / len(agree))
+    assert summary["configurations"] == len(VERDICTS)
+    assert summary["near_capacity"] == sum(near)
+    assert summary["verdict_agreement"] == pytest.approx(sum(agree) / len(agree))
     among = [a for a, n in zip(agree, near, strict=True) if n]
-    assert told["verdict_agreement_near_capacity"] == pytest.approx(sum(among) / len(among))
-    assert told["called_safe_and_above_capacity"] == sum(promise)
+    assert summary["verdict_agreement_near_capacity"] == pytest.approx(sum(among) / len(among))
+    assert summary["called_safe_and_above_capacity"] == sum(promise)
 
 
 # ------------------------------------------------------------------------------------------------------------------- bounds
@@ -278,12 +278,12 @@ def table(accuracy, request):
     return rows
 
 
-def require_bounds(told):
-    assert told["errors"] == []
-    assert told["median_error_percent"] <= 3
-    assert told["p95_error_percent"] <= 8
-    assert told["underestimated_by_more_than_10_percent"] == 0
-    assert told["called_safe_and_above_capacity"] == 0
+def require_bounds(summary):
+    assert summary["errors"] == []
+    assert summary["median_error_percent"] <= 3
+    assert summary["p95_error_percent"] <= 8
+    assert summary["underestimated_by_more_than_10_percent"] == 0
+    assert summary["called_safe_and_above_capacity"] == 0
 
 
 def test_the_stored_estimates_are_todays(accuracy, table):
@@ -297,12 +297,12 @@ def test_the_stored_estimates_are_todays(accuracy, table):
 def test_the_estimate_on_the_whole_table(accuracy, table):
     assert all(accuracy.belongs(accuracy.case_of(row)) for row in table)
     (seed,) = {row["seed"] for row in table}
-    told = accuracy.summary(table)
-    require_bounds(told)
-    assert told["configurations"] >= (454 if seed == accuracy.SEED else 150)
-    assert told["near_capacity"] >= (150 if seed == accuracy.SEED else 60)
-    assert told["verdict_agreement"] >= 0.97
-    assert told["verdict_agreement_near_capacity"] >= 0.9
+    summary = accuracy.summary(table)
+    require_bounds(summary)
+    assert summary["configurations"] >= (454 if seed == accuracy.SEED else 150)
+    assert summary["near_capacity"] >= (150 if seed == accuracy.SEED else 60)
+    assert summary["verdict_agreement"] >= 0.97
+    assert summary["verdict_agreement_near_capacity"] >= 0.9
 
 
 @pytest.mark.slow
@@ -315,6 +315,6 @@ def test_the_estimate_against_twenty_steps_compiled_now(accuracy, tmp_path):
     newest = next(table for name in reversed(TABLES) if (table := accuracy.read_table(BENCHMARKS / name)))
     cases = [accuracy.case_of(row) for row in accuracy.subset(newest, 20)]
     accuracy.run(cases, tmp_path / "subset.csv", workers=2)
-    told = accuracy.summary(accuracy.read_table(tmp_path / "subset.csv"))
-    assert told["configurations"] == 20
-    require_bounds(told)
+    summary = accuracy.summary(accuracy.read_table(tmp_path / "subset.csv"))
+    assert summary["configurations"] == 20
+    require_bounds(summary)

@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds, what it survives, and which meshes, runs and exports take it up."""
+"""Checkpoints: their contents, the faults that they survive, and the meshes, runs and exports that read them."""
 
 import errno
 import json
@@ -30,28 +30,28 @@ from jaxllm.runtime import exit_codes
 from jaxllm.train.loop import fit
 
 CHECKOUT = Path(__file__).parents[2]
-# The vocabulary is padded to 260 on four tensor ranks. Constant: half a run sees the learning rates of a whole one.
-COMMON = ("model.vocab_size=258", "optimizer.schedule=constant", "manager.every_steps=2", "train.eval_batches=1")
+# The vocabulary is padded to 260 on four tensor ranks. Constant rate: half a run sees the same rates as a complete one.
+COMMON = ("model.vocab_size=258", "optimizer.schedule=constant", "checkpoint.every_steps=2", "train.eval_batches=1")
 DATA_8 = ("run.cpu_devices=8", "parallel.data=8", "parallel.zero=3", *COMMON)
 TENSOR_4 = ("run.cpu_devices=8", "parallel.data=2", "parallel.tensor=4", "parallel.zero=1", *COMMON)
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_config, tmp_path_factory):
-    """The run directory of four undisturbed steps, with checkpoints 2 and 4, and its state in the end."""
+    """The run directory of four uninterrupted steps, with checkpoints 2 and 4, and its final state."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return folder, fit(tiny_config(*DATA_8, f"run.dir={folder}")).state
 
 
 @pytest.fixture(scope="module")
 def trainer(tiny_config, whole):
-    """Restores again and again; never trains."""
+    """Restores repeatedly; never trains."""
     return jaxllm.Trainer(tiny_config(*DATA_8))
 
 
 @pytest.fixture
 def run(whole, tmp_path):
-    """A copy of the whole run, to be spoiled."""
+    """A copy of the complete run, to be damaged."""
     return Path(shutil.copytree(whole[0], tmp_path / "run"))
 
 
@@ -60,7 +60,7 @@ def losses(folder):
 
 
 def restore(trainer, folder):
-    """The checkpoints of a run directory, after the trainer took up the newest that can be read."""
+    """The checkpoints of a run directory, after the trainer restored the newest readable one."""
     checkpoints = Checkpoints(folder, trainer.config.checkpoint)
     trainer.restore(checkpoints)
     return checkpoints
@@ -92,7 +92,7 @@ def test_metadata_says_where_the_run_is_and_what_made_it(whole, trainer):
 
 def test_the_newest_are_kept_and_the_multiples_for_good(trainer, whole, tiny_config, tmp_path):
     restore(trainer, whole[0])
-    config = tiny_config(*DATA_8, "manager.keep=1", "manager.keep_every_steps=2", "manager.asynchronous=false")
+    config = tiny_config(*DATA_8, "checkpoint.keep=1", "checkpoint.keep_every_steps=2", "checkpoint.asynchronous=false")
     checkpoints = Checkpoints(tmp_path, config.checkpoint)
     for step in range(1, 6):
         checkpoints.save(step, trainer.state, describe_run(config, step, "text"))
@@ -118,7 +118,7 @@ def overwrite(path):
 
 
 def unlisted(change):
-    """Without the list of files, only reading can tell."""
+    """Without the list of files, only reading shows the damage."""
 
     def both(folder):
         (folder / "files.json").unlink()
@@ -128,7 +128,7 @@ def unlisted(change):
 
 
 def to_all_arrays(change):
-    """How Orbax deals arrays to files depends on the writers' timing, and some bytes of a file may never be read."""
+    """The distribution of arrays over Orbax's files depends on timing, and some bytes of a file may never be read."""
     return lambda folder: [change(path) for path in array_files(folder)]
 
 
@@ -182,7 +182,7 @@ def test_all_damaged_is_refused_again_and_again(run, trainer, listed):
             (run / "checkpoints" / str(step) / "files.json").unlink()
         to_all_arrays(Path.unlink)(run / "checkpoints" / str(step))
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"No checkpoint in .* is whole: 4 \(.*\), 2 \(.*\); put a copy of one there"):
+        with pytest.raises(ConfigError, match=r"No checkpoint in .* is intact: 4 \(.*\), 2 \(.*\); put a copy of one there"):
             restore(trainer, run)
     assert saved_steps(run / "checkpoints") == [2, 4]
 
@@ -205,7 +205,7 @@ def test_a_newer_format_is_refused_not_moved(run, trainer):
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(tiny_config, text_file, whole, run):
-    """A limit on the size of a file stands in for the disk: the write of a checkpoint fails in a background thread alike."""
+    """A limit on the file size stands in for a full disk: the write fails in a background thread in the same way."""
     shutil.rmtree(run / "checkpoints" / "4")
     recipe = run.parent / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
@@ -229,7 +229,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(tiny_config, text_file, who
 def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_path):
     checkpoints = Checkpoints(tmp_path, trainer.config.checkpoint)
     full, gone = OSError(errno.ENOSPC, "No space left on device"), jax.errors.JaxRuntimeError("INTERNAL: connection closed")
-    # As a killed peer was seen by a save of the step that waited for it.
+    # A save that waited for a killed peer reported it in this form.
     copied = ValueError("UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:41120: Connection reset by peer")
     torn = ValueError('DATA_LOSS: Error opening "zarr3" driver')
     assert [checkpoints._failure(error).exit_code for error in (full, torn)] == [exit_codes.BAD_INPUT] * 2
@@ -243,7 +243,7 @@ def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_
     ("first", "second"), [(DATA_8, TENSOR_4), pytest.param(TENSOR_4, DATA_8, marks=pytest.mark.slow)], ids=["split", "join"]
 )
 def test_another_mesh_and_zero_level_goes_on_alike(first, second, tiny_config, whole, run, tmp_path):
-    """data 8, ZeRO 3 -> data 2 x tensor 4, ZeRO 1; and the other way round."""
+    """data 8, ZeRO 3 -> data 2 x tensor 4, ZeRO 1, and back."""
     if first == DATA_8:
         shutil.rmtree(run / "checkpoints" / "4")
     else:
@@ -256,7 +256,7 @@ def test_another_mesh_and_zero_level_goes_on_alike(first, second, tiny_config, w
 
 
 def test_the_padded_vocabulary_comes_and_goes(tiny_config, whole, trainer, tmp_path):
-    """Tensor 1 -> 4 -> 1, bit for bit, and the loss on the way is the same."""
+    """Tensor 1 -> 4 -> 1, bit for bit, with the same loss in between."""
     restore(trainer, whole[0])
     padded = jaxllm.Trainer(tiny_config(*TENSOR_4))
     restore(padded, whole[0])
@@ -292,7 +292,7 @@ def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):
 
 @pytest.fixture
 def pair(text_file, tmp_path):
-    """pair(*overrides, folders=, limits=) -> two processes as two hosts, with a working folder and a `ulimit -f` each."""
+    """pair(*overrides, folders=, limits=) -> two processes as two hosts, each with a working folder and a `ulimit -f`."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
     started = []
@@ -332,7 +332,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, tmp_pat
 
 @pytest.mark.slow
 def test_two_processes_agree_on_the_checkpoint_before_the_damaged_one(pair, tmp_path):
-    overrides = ("optimizer.schedule=constant", "manager.every_steps=2", "data.held_out_fraction=0.0")
+    overrides = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "data.held_out_fraction=0.0")
     for code, _, error in pair(*overrides):
         assert code == 0, error
     array_file(tmp_path / "run" / "checkpoints" / "4").unlink()
@@ -350,7 +350,7 @@ def test_a_process_that_cannot_save_leaves_and_the_other_does_not_wait_for_ever(
     limits = ["unlimited", "unlimited"]
     limits[rank] = "16"
     started = time.monotonic()
-    ends = pair("manager.every_steps=20", "train.steps=100000", limits=limits)
+    ends = pair("checkpoint.every_steps=20", "train.steps=100000", limits=limits)
     assert "Checkpoint 20 could not be written" in ends[rank][2]
     assert ends[rank][0] == 2
     assert ends[1 - rank][0] != 0
@@ -363,7 +363,7 @@ def test_a_process_that_cannot_save_leaves_and_the_other_does_not_wait_for_ever(
 
 @pytest.fixture(scope="module")
 def exported(whole, tmp_path_factory):
-    """{dtype: folder} of the whole run's weights, exported by the command line."""
+    """{dtype: folder} of the complete run's weights, exported by the command line."""
     (whole[0] / "tokenizer").mkdir()
     (whole[0] / "tokenizer" / "tokenizer.json").write_text("{}")
     parent = tmp_path_factory.mktemp("exported")
@@ -391,7 +391,7 @@ def test_an_export_holds_the_weights_the_model_and_the_tokenizer(exported, whole
 
 @pytest.fixture(scope="module")
 def of_format_1(whole, tmp_path_factory):
-    """The folder that an export was before it was made of safetensors."""
+    """An export in format 1, from before exports were safetensors."""
     folder = tmp_path_factory.mktemp("format-1") / "weights"
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "weights", {"params": jax.tree.map(np.asarray, whole[1].params)})
@@ -424,7 +424,7 @@ def test_a_run_starts_from_weights_alone_on_any_mesh(kind, tiny_config, whole, e
 
 
 def test_moments_are_not_read_for_weights_alone(tmp_path):
-    """TensorStore counts what it reads: here 4 MB of weights, beside 8 MB of moments."""
+    """TensorStore counts its reads: here 4 MB of weights, and no bytes of the 8 MB of moments."""
     tensorstore = pytest.importorskip("tensorstore")
 
     def bytes_read():

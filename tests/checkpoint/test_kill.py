@@ -22,7 +22,7 @@ from jaxllm.checkpoint.files import saved_steps
 CHECKOUT = Path(__file__).parents[2]
 STEPS, SEED, LIMIT_S = 600, 0, 200
 INSIDE, MORE = 2, 6
-"""Kills inside a save, and how many more may be needed for them: some saves are over before the signal arrives."""
+"""Kills inside a save, and the number of extra kills to get them, because some saves end before the signal arrives."""
 
 
 def start(recipe, folder, *overrides) -> subprocess.Popen:
@@ -37,7 +37,7 @@ def start(recipe, folder, *overrides) -> subprocess.Popen:
 
 
 class Reader(threading.Thread):
-    """What a process has said so far."""
+    """The output of a process so far."""
 
     def __init__(self, stream):
         super().__init__(daemon=True)
@@ -73,7 +73,7 @@ def test_killed_again_and_again_a_run_ends_as_if_undisturbed(text_file, tmp_path
         return list((folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
     inside_a_save = 0
-    # Anywhere in the start, at any time while it trains, and when a folder is seen that is being written.
+    # At any time during the start or during training, and when a folder appears that is being written.
     moments = ["start", "time", "save"] * 2
     rng.shuffle(moments)
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one pipeline is read by any other: layers cut into other chunks, identity layers added and taken away."""
+"""Any pipeline reads the checkpoint of any other: layers are cut into other chunks, identity layers added or removed."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ FOUR = ("parallel.pipe=4", "parallel.data=2", "parallel.zero=3")
 HALVES = ("parallel.pipe=2", "parallel.virtual_stages=2", "parallel.schedule=interleaved", "parallel.data=2")
 THIRDS = ("parallel.pipe=2", "parallel.virtual_stages=3", "parallel.schedule=interleaved", "parallel.data=2", "parallel.zero=3")
 ON_HOST = (*HALVES, "parallel.offload_state=optimizer_and_master")
-# Of 11 layers: all but the first fill them up to 12.
+# All pipelines but the first pad the 11 layers to 12.
 PIPELINES = {"one": ONE, "two": TWO, "four": FOUR, "halves": HALVES, "thirds": THIRDS, "on the host": ON_HOST}
 PAIRS = [
     *[("one", "halves"), ("halves", "one"), ("halves", "thirds"), ("thirds", "four"), ("four", "two"), ("two", "on the host")],
@@ -33,7 +33,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def state_of(tiny_config):
-    """pipeline -> (config, what it trains with, a state in which every number differs), made once."""
+    """pipeline -> (config, its training functions, a state in which all numbers differ), made once."""
     cache = {}
 
     def make(name):
@@ -45,7 +45,7 @@ def state_of(tiny_config):
             training = build_training(config, mesh)
             with jax.set_mesh(mesh):
                 state = training.create_state(0)
-            # Moments a step would leave: of the parameters' size, 0 where they are.
+            # Moments as after a step: as large as the parameters, and 0 where those are 0.
             stages = iter(range(1, 100))
             is_tree = lambda x: isinstance(x, dict)  # noqa: E731
             fill = lambda x: jax.tree.map(lambda p, n=next(stages): n * p, state.params) if is_tree(x) else x  # noqa: E731
@@ -86,7 +86,7 @@ def test_weights_are_exported_from_virtual_stages_and_taken_up_by_others(state_o
     checkpoints.save(3, state, describe_run(config, 3, ""))
     checkpoints.wait()
     checkpoints.close()
-    # On one device, so in a process of its own.
+    # On one device, so in a new process.
     command = [sys.executable, "-m", "jaxllm.cli", "export", str(tmp_path / "run"), str(tmp_path / "weights")]
     subprocess.run(command, check=True, env=outside.environment(), timeout=100)
     other, training, like = state_of("thirds")
@@ -96,7 +96,7 @@ def test_weights_are_exported_from_virtual_stages_and_taken_up_by_others(state_o
 
 
 def test_a_model_of_other_layers_is_refused(tiny_config, state_of, tmp_path):
-    """Identity layers are added and taken away without a word; layers are not."""
+    """Identity layers are added and removed without a message; real layers are not."""
     config, _, state = state_of("two")
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(3, state, describe_run(config, 3, ""))

@@ -1,4 +1,4 @@
-"""A run directory has one holder: who may take it from whom, and that a run which lost it writes nothing more there."""
+"""A run directory has one holder: when another run may take it, and that the old run then writes nothing more there."""
 
 import json
 import logging
@@ -109,7 +109,7 @@ HERE = this_process("job 7", 2)
         (replace(ELSEWHERE, attempt=2), "unsure"),
         (replace(ELSEWHERE, attempt=3), "unsure"),
         (replace(ELSEWHERE, launch_id="job 8"), "unsure"),
-        # Neither launch has a name: they are not the same.
+        # Neither launch has a name, so they differ.
         (replace(ELSEWHERE, launch_id=None, attempt=0), "unsure"),
         (replace(HERE, attempt=1), "replaced"),
         (replace(HERE, launch_id=None), "holds"),
@@ -117,7 +117,7 @@ HERE = this_process("job 7", 2)
         # There is nothing to wait for.
         (replace(HERE, attempt=1, started_at="1"), "gone"),
         (replace(HERE, launch_id=None, pid=2**30), "gone"),
-        # The host's name proves nothing: containers may share it.
+        # The host name proves nothing, because containers may share it.
         (replace(HERE, attempt=2, machine="another"), "unsure"),
         (replace(HERE, machine=""), "unsure"),
     ],
@@ -192,7 +192,7 @@ def test_a_later_attempt_takes_over_and_the_earlier_one_touches_nothing_any_more
     later = RunDirLock.take(tmp_path)
     with closing_lock(later):
         assert left == []
-        # Its next heartbeat goes into a file that has no name any more.
+        # Its next heartbeat goes to a file without a name.
         earlier._beats.start()
         deadline = time.monotonic() + 10
         while not left:
@@ -262,11 +262,11 @@ def test_a_save_in_progress_when_the_run_fails_finishes_in_a_directory_that_no_r
 
 
 class Lost(Exception):
-    """Raised in place of the process's exit."""
+    """Raised instead of exiting the process."""
 
 
 class Guard:
-    """RunDirLock.require of a run that loses its directory after so many calls."""
+    """RunDirLock.require of a run that loses its directory after this many calls."""
 
     def __init__(self, calls):
         self.left = calls
@@ -312,7 +312,7 @@ def test_no_line_of_metrics_is_written_and_none_is_cut_off(tmp_path):
 
 @pytest.mark.launcher
 def test_a_process_that_lost_its_directory_leaves_as_lost(tmp_path):
-    """It notices at the line that it is about to write; without one its next heartbeat would notice."""
+    """It notices before it writes a line; without one its next heartbeat would notice."""
     program = """
 import pathlib, sys
 from jaxllm.checkpoint.run_lock import hold_run_dir
@@ -384,7 +384,7 @@ def test_a_frozen_run_that_thaws_after_its_place_was_given_away_changes_nothing(
         before = metrics.read_bytes(), saved_steps(checkpoints), read_meta(checkpoints / str(last))
         steps = [json.loads(line)["step"] for line in before[0].splitlines()]
         assert steps == list(range(1, last + 1))
-        # The later run has ended and freed the directory: the earlier one must not resume from what it wrote.
+        # The later run has ended and freed the directory. The earlier one must not resume from the later one's output.
         earlier.send_signal(signal.SIGCONT)
         _, error = earlier.communicate(timeout=60)
     finally:

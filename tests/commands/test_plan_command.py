@@ -1,4 +1,4 @@
-"""`jaxllm plan` as a user meets it: its winner trains, its JSON keeps the contract, mistakes are one sentence."""
+"""`jaxllm plan` for a user: its winner trains, its JSON keeps the contract, mistakes give one sentence."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ def recipe(tmp_path):
 
 
 def run(*arguments):
-    """In this process: importing JAX takes longer than planning."""
+    """Runs the command in this process, because importing JAX takes longer than planning."""
     return CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=True)
 
 
@@ -99,13 +99,13 @@ def test_the_winner_is_a_recipe_that_keeps_the_rest(recipe, tmp_path):
         assert getattr(written, section) == getattr(given, section)
     assert written.train == given.train.model_copy(update={"microbatch_sequences": found.best.microbatch_sequences})
     assert written.parallel.context_method == "ring"
-    # CPU devices were for trying it at home.
+    # The CPU devices were only for a small test.
     assert written.run == given.run.model_copy(update={"cpu_devices": None})
     heading = [line for line in out.read_text().splitlines() if line.startswith("#")]
     assert str(found.candidates[0].choice) in heading[0]
     assert any(f"jaxllm train {out}" in line for line in heading)
     assert any("16 x h100-80gb, 2 hosts of 8" in line for line in heading)
-    # Sizes stay with the name that brings them, but for what was changed.
+    # Sizes that follow from the name are left out, except for changed ones.
     assert set(yaml.safe_load(out.read_text())["model"]) == {"name", "rope_theta"}
 
 
@@ -155,7 +155,7 @@ def test_what_cannot_fit_says_what_would(recipe):
     assert result.returncode == 2
     assert result.stderr.startswith("jaxllm: Nothing fits on 2 x h100-80gb: the leanest of ")
     assert result.stderr.count("\n") == 1
-    # What it says would do does.
+    # Its suggestion fits.
     words = result.stderr.rsplit(": use ", 1)[1].rstrip(".\n").split(" or ")
     for change in words:
         key, value = change.split("=")
@@ -226,14 +226,15 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
     assert values["interrupted"] is False
     assert values["sweep"]["interrupted"] is True
     assert [row["gpus"] for row in values["sweep"]["rows"]] == [1, 2]
-    assert result.stderr == "jaxllm: interrupted; the plan is whole, the sweep is not.\n"
+    assert result.stderr == "jaxllm: interrupted; the plan is complete, the sweep is not.\n"
     text = run(*arguments).stdout
     assert "INTERRUPTED: the best so far" not in text
     assert "INTERRUPTED: the last number of GPUs was not looked at to its end" in text
 
 
 def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeypatch):
-    """Also where the fewest GPUs that do are fewer than there are, and compiling has turned down the fastest."""
+    """Also if the smallest sufficient number of GPUs is below the present one, and compiling has rejected the fastest
+    candidate."""
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: True)
     monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(InlineExecutor))
     compiled = []
@@ -280,7 +281,7 @@ def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     monkeypatch.setattr(memory, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "16")
     assert result.exit_code == 130
-    assert "stopped before anything that fits was found" in result.stderr
+    assert "stopped before any configuration that fits was found" in result.stderr
     assert result.stdout == ""
 
 
@@ -353,7 +354,7 @@ def test_without_the_packages_the_plan_is_unconfirmed_and_says_how_to_get_them(m
 
 
 def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
-    """And gives the bytes of compile_report, asked for the plan's GPUs."""
+    """It returns the bytes of compile_report for the plan's GPUs."""
     asked = []
 
     class Report:
@@ -387,7 +388,7 @@ def test_compilations_run_in_other_processes_which_end_with_the_plan():
             break
         time.sleep(0.1)
     else:
-        pytest.fail(f"process {busy} goes on")
+        pytest.fail(f"process {busy} is still running")
 
 
 def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
@@ -403,7 +404,7 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
 
 
 def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
-    """By compile figures made up: everything that the estimate takes for the fastest is too large."""
+    """With invented compile figures: every candidate that the estimate ranks first is too large."""
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: True)
     monkeypatch.setattr(plan_command, "processes", lambda _: contextlib.nullcontext(InlineExecutor))
 
@@ -420,7 +421,7 @@ def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 def test_the_best_is_compiled(tmp_path):
-    """With the real compiler, in a process of its own: its bytes are `jaxllm compile`'s."""
+    """With the real compiler, in a process of its own: its bytes equal those of `jaxllm compile`."""
     from jaxllm.compile.report import compile_report
 
     keep = ["pipe", "context", "tensor", "remat", "schedule"]

@@ -1,6 +1,6 @@
-"""`jaxllm compile`: what it says is what XLA says of the same compilation, and what a user can get wrong is one sentence.
+"""`jaxllm compile`: the report agrees with XLA's figures for the same compilation, and user errors give one sentence.
 
-Skipped where the extra `aot` is not installed, but for what needs no compiler.
+Skipped without the extra `aot`, except for tests that do not compile.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """Whatever compiles fails the test."""
+    """Makes the test fail if anything compiles."""
 
     def refuse(*_):
         raise AssertionError("compiled")
@@ -104,7 +104,7 @@ def test_the_verdict_follows_from_the_capacity(report):
 
 @needs_gpu_compiler
 def test_too_little_memory_is_said_and_is_no_error(recipe, tmp_path):
-    """A user's own kind with 1.2 GiB leaves a step 113 MiB; the state of 4M parameters and the logits take more."""
+    """A user-defined kind with 1.2 GiB leaves a step 113 MiB; the state of 4M parameters and the logits need more."""
     mine = tmp_path / "mine.yaml"
     mine.write_text("{like: a100-40gb, name: tiny, memory_bytes: 1288490189}")
     overrides = ["model.vocab_size=8192", "train.sequence_length=1024", "train.loss_chunk_tokens=16384", "parallel.tensor=1"]
@@ -119,7 +119,7 @@ def test_too_little_memory_is_said_and_is_no_error(recipe, tmp_path):
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_real_memory_shows_what_xla_computes_again():
-    """The matmul outputs that selective remat keeps of 12 layers: with room for half of them XLA keeps fewer."""
+    """Selective remat keeps matmul outputs of 12 layers: with room for half of them, XLA keeps fewer."""
     chosen = config(
         "parallel.data=1", "parallel.tensor=1", "model.num_layers=12", "model.scan_layers=false", "parallel.remat=none"
     )
@@ -137,7 +137,7 @@ def test_real_memory_shows_what_xla_computes_again():
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_what_lies_on_the_host_is_not_held_against_the_gpu(monkeypatch):
-    """XLA counts it as if it were the GPU's: left alone it computes again what there is room for."""
+    """XLA counts host memory as if it were the GPU's. By default it would recompute values that do fit."""
     many = ("model.num_layers=48", "train.global_batch_sequences=64", "train.microbatch_sequences=64")
     chosen = config("parallel.data=1", "parallel.tensor=1", "parallel.remat=offload", *many)
     memory = compile_step(chosen, gpu_devices(1, 1)).memory_analysis()
@@ -158,7 +158,7 @@ def test_what_lies_on_the_host_is_not_held_against_the_gpu(monkeypatch):
     ],
 )
 def test_every_kind_compiles(name):
-    """Each is taken for what it is: the capability decides which kernels there are. Those of one chip differ in little."""
+    """XLA compiles for the given kind: the compute capability selects the kernels. Kinds with the same chip differ little."""
     gpu = GPUS[name]
     devices = gpu_devices(1, 1, gpu)
     assert str(devices[0].compute_capability) == ".".join(map(str, gpu.chip.compute_capability))
@@ -172,12 +172,12 @@ def test_every_kind_compiles(name):
 
 @needs_gpu_compiler
 def test_collectives_are_grouped_and_counted(report):
-    """ZeRO 1 over four data ranks: one float32 gradient of each parameter, one gathering of the weights, in no loop."""
+    """ZeRO 1 over four data ranks: one float32 gradient per parameter, one all-gather of the weights, in no loop."""
     parameters = 2 * (256 * 64 * (2 * 4 + 2 * 2) + 3 * 256 * 512 + 2 * 256) + 256 + 2 * 2048 * 256
     scattered = [line for line in report.collectives if line.kind == "reduce-scatter" and line.axes == ("data",)]
     gathered = [line for line in report.collectives if line.kind == "all-gather" and line.axes == ("data",)]
     assert {(line.dtype, line.in_loops) for line in scattered} == {("f32", False)}
-    # Tensor ranks hold halves, but for norms; a rank keeps a quarter and sends the other three.
+    # Tensor ranks hold halves, except for norms; a rank keeps a quarter and sends the other three.
     norms = 5 * 256
     share = ((parameters - norms) / 2 + norms) / 4
     assert sum(line.bytes for line in scattered) == pytest.approx(4 * share, rel=0.01)
@@ -242,7 +242,7 @@ def giants(*overrides, gpus=8, capacity=2**20, fits=True):
 def test_weights_that_every_rank_holds_are_named():
     (found,) = giants("parallel.zero=0", "parallel.tensor=1")
     assert "embedding" in found
-    assert "the same on all 8 data ranks: parallel.zero=1 or more shares them out." in found
+    assert "the same on all 8 data ranks: parallel.zero=1 or more shards them." in found
     assert giants("parallel.zero=1", "parallel.tensor=1") == []
     assert giants("parallel.zero=0", "parallel.tensor=1", capacity=2**40) == []
     (copies,) = giants("parallel.zero=1", "parallel.tensor=1", fits=False)
@@ -254,14 +254,14 @@ def test_synchronous_collectives_in_loops_are_named():
     loud = dataclasses.replace(quiet, asynchronous=False)
     many = dataclasses.replace(quiet, in_loops=False, count=20, bytes=20 * 1024)
     assert list(module.warnings(config().resolve(8), [quiet], "", None, None)) == []
-    (said,) = module.warnings(config().resolve(8), [loud], "", None, None)
-    assert "4 all-gathers of bf16 over data, 16.0 MiB a step, are synchronous inside loops" in said
-    (said,) = module.warnings(config().resolve(8), [many], "", None, None)
-    assert "20 all-gathers over data move 1.0 KiB each on average: XLA did not combine them." in said
-    (said,) = module.warnings(
+    (warning,) = module.warnings(config().resolve(8), [loud], "", None, None)
+    assert "4 all-gathers of bf16 over data, 16.0 MiB a step, are synchronous inside loops" in warning
+    (warning,) = module.warnings(config().resolve(8), [many], "", None, None)
+    assert "20 all-gathers over data move 1.0 KiB each on average: XLA did not combine them." in warning
+    (warning,) = module.warnings(
         config().resolve(8), [], 'x = custom-call(), frontend_attributes={_xla_compute_type="host"}', None, None
     )
-    assert "on the host's CPU" in said
+    assert "on the host's CPU" in warning
 
 
 # ----------------------------------------------------------------------------------------------------- the command line
@@ -297,11 +297,11 @@ def test_a_broken_or_read_only_cache_does_no_harm(report, tmp_path, caplog, monk
     monkeypatch.setattr(module, "cache_key", lambda *_: "key")
     (tmp_path / "key.json").write_text('{"total_bytes": 3')
     assert compile_report(config(), H100, 8, cache=tmp_path) == report
-    assert "compiling anew" in caplog.text
+    assert "compiling again" in caplog.text
     assert json.loads((tmp_path / "key.json").read_text())["total_bytes"] == report.total_bytes
     assert compile_report(config(), H100, 8, cache=tmp_path).cached
     assert compile_report(config(), H100, 8, cache=tmp_path / "key.json" / "no-folder") == report
-    assert "not kept for next time" in caplog.text
+    assert "The report is not cached" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["key.json"]
 
 
@@ -309,8 +309,8 @@ def test_a_broken_or_read_only_cache_does_no_harm(report, tmp_path, caplog, monk
 def test_text_fits_80_columns_and_says_it_all(report):
     text = text_of(report)
     assert all(len(line) <= 80 for line in text.splitlines())
-    for said in ("8 x h100-80gb, 1 host of 8", "the largest divisor of 8", "Fits:", "of 79.6 GiB", "reduce-scatter", "TFLOP"):
-        assert said in text
+    for words in ("8 x h100-80gb, 1 host of 8", "the largest divisor of 8", "Fits:", "of 79.6 GiB", "reduce-scatter", "TFLOP"):
+        assert words in text
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_text_fits_80_columns_and_says_it_all(report):
     ],
 )
 def test_mistakes_end_in_one_sentence_and_code_2(recipe, arguments, sentence):
-    # Not 16 but 12 sequences, so that six data ranks share them and it is the hosts that are wrong.
+    # 12 sequences instead of 16, so that six data ranks divide them and only the hosts are wrong.
     result = cli(recipe, "train.global_batch_sequences=12", "train.microbatch_sequences=1", *arguments)
     assert result.returncode == 2
     assert sentence in result.stderr
@@ -368,7 +368,7 @@ def test_70b_on_1024_gpus_takes_less_than_a_minute():
     chosen = load_config({"model": {"name": "llama-3.1-70b"}, "train": train}, mesh)
     clock, cores = time.perf_counter(), sum(os.times()[:4])
     found = compile_report(chosen, H100, 1024)
-    # Beside another test it takes longer by the clock; what its threads and their assembler took of the cores does not grow.
+    # Beside another test it takes more wall time; the CPU time of its threads and their assembler does not grow.
     assert min(time.perf_counter() - clock, sum(os.times()[:4]) - cores) < 60
     assert found.mesh == {"pipe": 8, "data": 16, "context": 2, "tensor": 4}
     assert found.fits

@@ -1,4 +1,4 @@
-"""`jaxllm inspect`: its bytes are those of live arrays, and it says what a mesh wastes."""
+"""`jaxllm inspect`: its bytes are those of live arrays, and it warns about waste on a mesh."""
 
 import io
 import json
@@ -80,7 +80,7 @@ def test_the_state_on_the_host_is_billed():
     held, state = report.bytes_per_device, report.state_offload
     assert (state.host, state.to_device, state.to_host) == (held.master * 3, held.master * 4, held.master * 3)
     np.testing.assert_allclose(state.link_s, 7 * held.master / 55.04e9)
-    assert "lie in the host's memory" in " ".join(text_of(report).split())
+    assert "are in the host's memory" in " ".join(text_of(report).split())
     assert json.loads(json.dumps(report.to_json()))["state_offload"]["what"] == "optimizer_and_master"
 
 
@@ -88,7 +88,7 @@ def test_the_state_on_the_host_is_billed():
 
 
 def bytes_on_first_device(tree):
-    """Of arrays; counters are no moments."""
+    """Bytes of arrays; counters do not count as moments."""
     first = jax.devices()[0]
     arrays = [a for a in jax.tree.leaves(tree) if a.ndim]
     return sum(s.data.nbytes for a in arrays for s in a.addressable_shards if s.device == first)
@@ -109,13 +109,14 @@ def test_bytes_are_those_of_live_arrays(tiny_config, level, data, tensor, kv_hea
     assert held.master == bytes_on_first_device(state.params)
     assert held.moments == bytes_on_first_device(state.opt_state) == 2 * held.master
 
-    # The compute copy and the gradients exist only inside a step: from the shapes, and a list of what tensor splits.
+    # The compute copy and the gradients exist only inside a step: they follow from the shapes and a list of tensor-sharded
+    # dims.
     split = {"embedding", "head", "query", "out", "gate", "up", "down"} | ({"key", "value"} if tensor <= kv_heads else set())
     shapes, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(functions.initialize, jax.random.key(0)))
     compute = sum(math.prod(x.shape) // (tensor if path[-1].key in split else 1) for path, x in shapes)
     sharded = compute // data
     copy = sharded if level == 3 else compute
-    # Float32 weights that are whole (level 0) or wanted in shares (level 3) are used where they lie.
+    # Float32 weights that are unsharded (level 0) or read as shards (level 3) are used in place.
     expected = 2 * copy if dtype == "bfloat16" else 4 * copy * (level in (1, 2))
     assert held.compute_copy == expected
     assert held.gradients == 4 * (sharded if level >= 2 else compute)
@@ -133,7 +134,7 @@ def test_counts_leave_out_the_padding_and_agree_with_the_table():
 
 def test_replicated_key_value_heads_are_said_with_their_cost():
     report = inspect_config(published("llama-3.1-8b", "parallel.tensor=16", "parallel.zero=0"), gpus=16)
-    # Key and value of 32 layers, 4096 x 8 x 128, at 4 + 8 + 2 + 4 bytes; 15 of 16 parts are too many.
+    # Key and value of 32 layers, 4096 x 8 x 128, at 4 + 8 + 2 + 4 bytes; 15 of 16 parts are redundant.
     cost = 2 * 32 * 4096 * 8 * 128 * 18 * 15 // 16
     (note,) = [note for note in report.notes if "Key-value" in note]
     assert "8 of them do not split over tensor=16, so each tensor rank holds all 8 and uses one" in note
@@ -146,13 +147,13 @@ def test_replicated_key_value_heads_are_said_with_their_cost():
 
 def test_idle_tiles():
     report = inspect_config(published("llama-3.1-8b", "parallel.tensor=32", "train.microbatch_sequences=4"), gpus=32)
-    said = messages(report, "tiles")
+    warned = messages(report, "tiles")
     for name in ("gate", "up", "down"):
-        assert said[f"layers.mlp.{name}"] == "14336/32 = 448 columns: 12% of 2 256-wide tiles idle"
+        assert warned[f"layers.mlp.{name}"] == "14336/32 = 448 columns: 12% of 2 256-wide tiles idle"
     for name in ("query", "out"):
-        assert said[f"layers.attention.{name}"] == "4096/32 = 128 columns: 50% of each 256-wide tile idle"
-    # Replicated key-value heads are not cut; 2% of the head's tiles are idle; an embedding multiplies nothing.
-    assert set(said) == {f"layers.{name}" for name in ("mlp.gate", "mlp.up", "mlp.down", "attention.query", "attention.out")}
+        assert warned[f"layers.attention.{name}"] == "4096/32 = 128 columns: 50% of each 256-wide tile idle"
+    # Replicated key-value heads are not split; 2% of the head's tiles are idle; an embedding multiplies nothing.
+    assert set(warned) == {f"layers.{name}" for name in ("mlp.gate", "mlp.up", "mlp.down", "attention.query", "attention.out")}
     assert {w.axis for w in report.warnings if w.kind == "tiles"} == {"tensor"}
 
 
@@ -166,10 +167,10 @@ def test_idle_part_of_a_single_tile():
 
 
 def test_matmuls_too_small_for_a_gpu():
-    said = messages(inspect_config(published("llama-3.1-8b", "parallel.tensor=8"), gpus=16), "small")
-    # 8192 rows are 64 tiles: 1 tile wide is 64, 2 are 128, under 132. The output projection is 4096 wide whatever tensor is.
-    assert set(said) == {f"layers.attention.{name}" for name in ("query", "key", "value")}
-    assert said["layers.attention.query"] == (
+    warned = messages(inspect_config(published("llama-3.1-8b", "parallel.tensor=8"), gpus=16), "small")
+    # 8192 rows are 64 tiles: 1 tile wide is 64, 2 are 128, under 132. The output projection is 4096 wide for every tensor size.
+    assert set(warned) == {f"layers.attention.{name}" for name in ("query", "key", "value")}
+    assert warned["layers.attention.query"] == (
         "8192 tokens x 512 columns becomes too small to fill a GPU: 128 output tiles of 128x256 "
         "for the 132 multiprocessors of an H100"
     )
@@ -191,7 +192,7 @@ def test_a_thousand_devices_need_not_be_here():
     report = inspect_config(published("llama-3.1-70b", "parallel.data=128", "parallel.tensor=8", "parallel.zero=3"))
     assert (report.gpus, report.hosts, report.gpus_per_host) == (1024, 128, 8)
     assert report.parameter_count == 70_553_706_496
-    # Nearly all is split 1024 ways: 12 bytes of state, 2 of weights, 4 of gradients.
+    # Almost everything is sharded 1024 ways: 12 bytes of state, 2 of weights, 4 of gradients.
     assert report.bytes_per_device.total == pytest.approx(18 * report.parameter_count / 1024, rel=1e-3)
     text = text_of(report)
     assert "pipe 1 x data 128 x context 1 x tensor 8" in text
@@ -215,7 +216,7 @@ def test_hosts_that_do_not_hold_the_tensor_axis():
     assert (report.hosts, report.gpus_per_host) == (2, 6)
     assert "the largest divisor of 12 not above 8" in report.hosts_because
     (network,) = [w.message for w in report.warnings if w.kind == "network"]
-    assert network == "context x tensor = 4 devices do not lie within hosts of 6: every layer waits for the network"
+    assert network == "context x tensor = 4 devices do not fit within hosts of 6: every layer waits for the network"
     text = text_of(report)
     assert "data 1, tensor 0..1: 4 5" in text
     assert "data 1, tensor 2..3: 6 7" in text

@@ -1,4 +1,4 @@
-"""FLOPs and executions counted from jaxprs, against products known by hand."""
+"""FLOPs and executions counted from jaxprs, against known products."""
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +49,12 @@ def test_calls_are_entered():
 
     own.defvjp(lambda x: (own(x), x), lambda x, g: (square(square(g)),))
     assert flops(jax.jit(jax.checkpoint(own))) == ONE
-    # The forward, and the backward it was given.
+    # The forward, and its custom backward.
     assert flops(jax.grad(lambda x: own(x).sum())) == 3 * ONE
 
 
 def test_rematerialised_products_count_again():
-    """Of y = sin(x x) x: forward 2 products; backward 2 for each; once more x x, which sin's slope needs, and not y."""
+    """For y = sin(x x) x: 2 products forward, 2 for each of them backward; x x once more for sin's derivative, but not y."""
 
     def loss(x):
         return (jnp.sin(square(x)) @ x).sum()
@@ -83,8 +83,8 @@ def test_a_product_that_runs_nobody_knows_how_often_is_an_error():
 
 
 def test_manual_regions_count_for_each_of_their_ranks():
-    """Rows over data by hand, columns of the second product over tensor by hand inside; the first leaves tensor whole. Together
-    the FLOPs are those of the products done once."""
+    """Rows over data are manual, and inside, columns of the second product over tensor; the first is unsharded over tensor.
+    Together the FLOPs are those of the products computed once."""
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def columns(a, b):

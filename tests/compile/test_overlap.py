@@ -15,8 +15,8 @@ FLOPS_PER_S = 989e12 * FITTED.hopper_matmul_share
 DATA = "replica_groups={{0,2,4,6},{1,3,5,7}}"
 GEMM = 'custom_call_target="__cublas$gemm", backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
 TURNS = 'backend_config={"known_trip_count":{"n":"5"}}'
-# A gather of 64 MiB over data behind a matmul of 2 x 8192 x 8192 x 8192 FLOPs; a reduction of 16 MiB behind nothing; and in a
-# loop of five turns a gather behind a fusion that holds a matmul, and another that is synchronous.
+# An all-gather of 64 MiB over data behind a matmul of 2 x 8192 x 8192 x 8192 FLOPs; a reduction of 16 MiB behind nothing; and
+# in a loop of five iterations an all-gather behind a fusion with a matmul, and another that is synchronous.
 TEXT = f"""HloModule made_up, is_scheduled=true
 
 %fused (p.1: bf16[1024,1024], p.2: bf16[1024,1024]) -> bf16[1024,1024] {{
@@ -73,15 +73,15 @@ def test_flops_are_counted_where_they_lie(played):
 
 
 def test_a_loop_of_unknown_turns_is_said():
-    """Where it holds collectives; in it all counts once."""
+    """If it has collectives; everything in it counts once."""
     unknown = Module(TEXT.replace(f", {TURNS}", ""), AXES)
-    assert Module(TEXT, AXES).loops_of_unknown_turns() == 0
-    assert unknown.loops_of_unknown_turns() == 1
+    assert Module(TEXT, AXES).loops_without_trip_count() == 0
+    assert unknown.loops_without_trip_count() == 1
     assert unknown.flops(unknown.entry) == MATMUL + SMALL_MATMUL
     without = unknown.text.replace("all-gather-start(%h.1)", "copy-start(%h.1)").replace("all-gather(%f.1)", "copy(%f.1)")
-    assert Module(without, AXES).loops_of_unknown_turns() == 0
+    assert Module(without, AXES).loops_without_trip_count() == 0
     (sentence,) = unknown_loop_warnings(1)
-    assert sentence.startswith("XLA does not say how often a loop with collectives turns: what is sent there is counted once")
+    assert sentence.startswith("XLA gives no trip count for a loop with collectives: transfers in it count once")
     assert not list(unknown_loop_warnings(0))
 
 
@@ -95,7 +95,8 @@ def test_fp8_counts_as_any_other():
 
 @pytest.mark.parametrize(("mask", "half"), [("CAUSAL", 2), ("PADDING_CAUSAL", 2), ("NO_MASK", 1), ("PADDING", 1)])
 def test_fused_attention_is_counted_by_its_shapes(mask, half):
-    """The backward makes the scores again: five products of the forward's two. Written with spaces, as XLA does it here."""
+    """The backward recomputes the scores: five products instead of the forward's two. This text has spaces, as XLA writes it
+    here."""
     scores = '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "4", "512", "256"]}'
     config = f'backend_config={{"cudnn_fmha_backend_config": {{{scores}, "mask_type": "{mask}"}}}}'
     lines = ["  %q = bf16[2,512,4,128]{3,2,1,0} parameter(0)"]
@@ -137,7 +138,7 @@ def test_sums_are_of_a_step():
 
 
 def test_two_transfers_over_one_link_take_turns():
-    """The second begins when the first is through: what lies behind both hides one of them at most."""
+    """The second begins when the first ends: compute behind both hides at most one of them."""
     start = "  %s.9 = (bf16[2048,4096]{1,0}, bf16[8192,4096]{1,0}) all-gather-start(%a.1), " + DATA + ", dimensions={0}\n"
     done = "  %s.8 = bf16[8192,4096]{1,0} all-gather-done(%s.9)\n"
     text = TEXT.replace("  %m.1 =", start + "  %m.1 =").replace("  %r.1 =", done + "  %r.1 =")
@@ -149,7 +150,7 @@ def test_two_transfers_over_one_link_take_turns():
 def test_kernels_are_counted_once_and_as_often_as_they_run():
     launches = Module(TEXT, AXES).launches()
     ops = sorted(launch.op for launch in launches)
-    # The condition's comparison is one too.
+    # The condition's comparison is a kernel too.
     assert ops == sorted(
         ["all-gather-start", "custom-call", "all-reduce-start", "all-gather-start", "fusion", "all-gather", "compare"]
     )
@@ -159,11 +160,12 @@ def test_kernels_are_counted_once_and_as_often_as_they_run():
 # ----------------------------------------------------------------------------------------------------------- the real step
 
 CHUNK, M = 7, 12
-"""Layers of a rank and microbatches: no loop but one over layers has 7 turns, or 6 where XLA has taken one out."""
+"""Layers of a rank and microbatches: only a loop over layers has 7 iterations, or 6 if XLA has peeled one off."""
 WIDTHS = {"hidden_size": 512, "intermediate_size": 1408, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 2048}
 STEPS = {
     "8 GPUs": (8, WIDTHS, {"data": 4, "context": 2, "zero": 3}),
-    # Messages between stages are overlapped by their size: those of Llama 3.1 8B. With ZeRO 2 both of a tick's are bare here.
+    # Messages between stages overlap depending on their size: this is that of Llama 3.1 8B. With ZeRO 2 both of a tick are
+    # exposed.
     "64 GPUs": (64, {"name": "llama-3.1-8b"}, {"pipe": 4, "data": 2, "context": 2, "tensor": 4, "zero": 1}),
 }
 
@@ -171,9 +173,9 @@ STEPS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_what_travels_in_loops_lies_behind_matmuls(name):
-    """A layer's weights and gradients, keys and values, and a tick's two messages between stages. Not so hidden states over
-    tensor, which their own layer waits for, sums over pipe for look-up and head, and what is sent at both ends of a loop over
-    layers or ticks: the table in benchmarks/RESULTS.md has them."""
+    """A layer's weights and gradients, keys and values, and a tick's two messages between stages. Exceptions: hidden states
+    over tensor, for which their own layer waits, sums over pipe for embedding and head, and transfers at both ends of a loop
+    over layers or ticks. benchmarks/RESULTS.md lists them."""
     from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
     from jaxllm.config import load_config
     from jaxllm.mesh import axis_sizes
@@ -183,7 +185,7 @@ def test_what_travels_in_loops_lies_behind_matmuls(name):
     gpus, model, parallel = STEPS[name]
     length = 8192
     train = {"steps": 1, "sequence_length": length, "global_batch_sequences": M * parallel["data"], "microbatch_sequences": 1}
-    # Two turns of the head's loop.
+    # Two iterations of the head's loop.
     train["loss_chunk_tokens"] = length // parallel["context"] // 2
     sections = {
         "model": {**model, "num_layers": CHUNK * parallel.get("pipe", 1), "attention": "cudnn"},
@@ -214,7 +216,7 @@ def test_what_travels_in_loops_lies_behind_matmuls(name):
 
 @pytest.mark.slow
 def test_what_tensor_ranks_send_lies_behind_the_other_pass_where_layers_take_turns():
-    """In the ticks that go both ways: without turns every transfer of the forward is bare."""
+    """In ticks with both passes: if layers do not alternate, every transfer of the forward pass is exposed."""
     from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
     from jaxllm.config import load_config
     from jaxllm.mesh import axis_sizes

@@ -35,7 +35,7 @@ def published_model(name: str) -> ModelConfig:
 
 
 def tiny_model(**changes) -> ModelConfig:
-    # No two sizes alike, so that a formula with the wrong letter cannot agree by chance.
+    # All sizes differ, so that a formula with the wrong letter cannot agree by chance.
     layer = {"hidden_size": 20, "intermediate_size": 28, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
     return ModelConfig(**{"num_layers": 3, "vocab_size": 50, **layer, **changes})
 
@@ -110,7 +110,7 @@ def test_causal_attention_is_half_the_square():
     model, length = tiny_model(), 64
     full, causal = (attention_flops_per_token(model, length, causal) for causal in (False, True))
     assert 2 * causal == full
-    # Pairs (i, j) with j <= i, diagonal included, are what a perfect kernel computes: more, by one part in S.
+    # A perfect kernel computes the pairs (i, j) with j <= i, diagonal included: more by one part in S.
     pairs = sum(j <= i for i in range(length) for j in range(length))
     assert full * pairs / length**2 == pytest.approx(causal * (1 + 1 / length), rel=1e-12)
     assert train_flops_per_token(model, length) == train_flops_per_token(model, length, causal=True)
@@ -132,7 +132,7 @@ def test_norms_are_parameters_but_no_matmul():
     [("llama-3-8b", 57.9, 51.5), ("llama-3-70b", 481, 449), ("llama-3.1-405b", 2625, 2524)],
 )
 def test_train_flops_of_llama_3_at_8192_tokens(name, full_gflops, causal_gflops):
-    # What published TFLOP/s divided by published tokens/s come to under the two conventions, in three or four digits.
+    # Published TFLOP/s divided by published tokens/s under the two conventions, to three or four digits.
     model = published_model(name)
     assert train_flops_per_token(model, 8192, causal=False) / 1e9 == pytest.approx(full_gflops, rel=1e-3)
     assert train_flops_per_token(model, 8192, causal=True) / 1e9 == pytest.approx(causal_gflops, rel=1e-3)

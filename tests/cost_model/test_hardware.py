@@ -1,4 +1,4 @@
-"""The GPU table: names that commands take, peaks that MFU divides by, and what JAX calls the devices."""
+"""The GPU table: names for commands, peaks for MFU, and JAX's names of the devices."""
 
 import os
 
@@ -50,7 +50,7 @@ def test_figures_fit_together(gpu):
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
 def test_peaks_follow_from_the_chip(gpu):
-    """float32: multiprocessors x units x 2 x clock, but for the clock that data sheets assume."""
+    """float32: multiprocessors x units x 2 x clock, at the clock that data sheets assume."""
     chip = gpu.chip
     units = chip.multiprocessors * chip.fpus_per_multiprocessor
     assert 2 * units * chip.clock_ghz * 1e9 == pytest.approx(gpu.dense_flops["float32"], rel=0.08)
@@ -61,7 +61,7 @@ def test_peaks_follow_from_the_chip(gpu):
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
 def test_capacity_is_xlas_share_less_the_reserve(gpu):
     assert gpu.capacity_bytes == int(gpu.memory_bytes * XLA_MEMORY_FRACTION) - RESERVE_BYTES
-    # More than JAX's own share would give, and room beside it for the CUDA context and NCCL.
+    # More than JAX's default share, with room beside it for the CUDA context and NCCL.
     assert 0.75 * gpu.memory_bytes < gpu.capacity_bytes < gpu.memory_bytes - 3 * GIB
 
 
@@ -74,7 +74,7 @@ def test_xla_is_given_that_share_unless_the_user_says_otherwise(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     xla_flags.apply(RunConfig())
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(XLA_MEMORY_FRACTION)
-    # JAX refuses the variable's two names at once.
+    # JAX rejects the variable's two names together.
     for name, value in (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5"), ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")):
         monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
         monkeypatch.setenv(name, value)

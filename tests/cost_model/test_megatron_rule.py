@@ -1,4 +1,4 @@
-"""The published rule for Megatron-LM, against what its author's own code gives for Llama 3 8B."""
+"""The published rule for Megatron-LM, against the author's own code for Llama 3 8B."""
 
 import math
 
@@ -19,11 +19,11 @@ from jaxllm.cost_model.megatron import (
 
 GIB = 2**30
 HALF_DIGIT = 0.00501
-"""Of figures printed with two; some lie between two of them, as 10.375 does."""
+"""Tolerance for figures printed with two digits; some are midway between two of them, as 10.375 is."""
 
 
 def llama(t: int, c: int, p: int, d: int, microbatch: int = 1, microbatches: int = 1024, name: str = "llama-3-8b", **changes):
-    """S 8192, so many microbatches."""
+    """A config with S 8192 and the given number of microbatches."""
     train = {"steps": 1, "sequence_length": 8192, "global_batch_sequences": d * microbatch * microbatches}
     parallel = {"tensor": t, "context": c, "pipe": p, "data": d, **changes}
     train["microbatch_sequences"] = microbatch
@@ -118,7 +118,7 @@ def test_the_authors_largest_microbatch(mesh):
     assert max((b for b, config in configs.items() if megatron_fits(config, GPUS["h100-80gb"])), default=None) == largest
 
 
-# (tensor, pipe, data): total GiB of each stage as it is, with full rematerialisation, and without the distributed optimizer.
+# (tensor, pipe, data): total GiB of each stage: plain, with full rematerialisation, without the distributed optimizer.
 BY_STAGE = {
     (1, 1, 8): [(101.13, 63.41, 179.66)],
     (2, 1, 4): [(56.18, 37.32, 89.83)],
@@ -138,8 +138,8 @@ def test_every_stage(mesh):
     for column, changes in enumerate(({}, {"remat": "full"}, {"zero": 0})):
         stages = megatron_memory_by_stage(llama(t, 1, p, d, **changes)).stages
         assert [stage.stage for stage in stages] == list(range(p))
-        told = [stage.total_bytes / GIB for stage in stages]
-        assert told == pytest.approx([row[column] for row in BY_STAGE[mesh]], abs=HALF_DIGIT)
+        sizes_gib = [stage.total_bytes / GIB for stage in stages]
+        assert sizes_gib == pytest.approx([row[column] for row in BY_STAGE[mesh]], abs=HALF_DIGIT)
 
 
 def test_interleaving_holds_more():
@@ -147,8 +147,8 @@ def test_interleaving_holds_more():
     plain, cut = llama(2, 1, 4, 1), llama(2, 1, 4, 1, schedule="interleaved", virtual_stages=2)
     assert gib(cut, "activations") == pytest.approx(1.375 * gib(plain, "activations"), rel=1e-9)
     assert states_gib(cut) == states_gib(plain)
-    told = [stage.terms_bytes["activations"] / GIB for stage in megatron_memory_by_stage(cut).stages]
-    assert told == pytest.approx([28.19, 23.06, 17.94, 12.81], abs=HALF_DIGIT)
+    sizes_gib = [stage.terms_bytes["activations"] / GIB for stage in megatron_memory_by_stage(cut).stages]
+    assert sizes_gib == pytest.approx([28.19, 23.06, 17.94, 12.81], abs=HALF_DIGIT)
 
 
 def test_few_microbatches_fill_a_pipeline_in_part():
@@ -168,7 +168,7 @@ def test_gpipe_holds_every_microbatch_on_every_stage():
 
 @pytest.mark.parametrize("name", published_models())
 def test_weights_of_all_ranks_are_the_models(name):
-    """Two bytes for each parameter: over tensor ranks all are divided but the last norm, and a tied matrix is there once."""
+    """Two bytes per parameter: tensor ranks shard all but the last norm, and a tied matrix counts once."""
     config = llama(1, 1, 1, 1, name=name)
     assert gib(config, "weights") * GIB == 2 * parameter_count(config.model)
     stages = megatron_memory_by_stage(llama(1, 1, 2, 1, name=name)).stages
@@ -180,7 +180,7 @@ def test_optimizer_is_shared_over_data_and_context():
     one, shared = llama(1, 1, 1, 1), llama(1, 2, 1, 4)
     assert gib(one, "optimizer") == pytest.approx(8 * gib(shared, "optimizer"), rel=1e-9)
     assert gib(one, "activations") == 2 * gib(shared, "activations")
-    # ZeRO 2 and 3 are not Megatron's: they are given as its distributed optimizer.
+    # Megatron has no ZeRO 2 and 3: they count as its distributed optimizer.
     assert megatron_memory(llama(1, 2, 1, 4, zero=3)) == megatron_memory(shared)
 
 
@@ -198,7 +198,7 @@ def test_a_share_of_whole_gib():
 
 
 def megatrons_own(model, S: int) -> float:
-    """As num_floating_point_operations has it for a gated feed-forward, for one token."""
+    """num_floating_point_operations for a gated feed-forward, for one token."""
     gated, ratio = 1.5, model.num_heads * model.head_dim / model.hidden_size
     attention = (1 + model.num_kv_heads / model.num_heads + S / model.hidden_size) * ratio
     mlp = model.intermediate_size / model.hidden_size * gated
@@ -245,7 +245,7 @@ def test_the_largest_that_is_admitted(rule, limit):
 
 
 def test_what_is_admitted_is_the_edge(rule):
-    """On the published meshes: the microbatch told is safe, the next is not; the same for a layer more on each stage."""
+    """On the published meshes: the reported microbatch is safe, the next is not; the same for one more layer on each stage."""
     for mesh in list(dict.fromkeys(row.mesh for row in rule.read_rows()))[::7]:
         found, gpu = rule.admitted(mesh), GPUS[mesh.gpu]
         sides = {
@@ -297,11 +297,11 @@ def test_safety_is_counted_on_compiled_configurations(rule):
 def test_the_report_says_it_in_words(rule, monkeypatch):
     monkeypatch.setattr(rule, "admitted", lambda mesh, remat: rule.Admitted(mesh, 1, 2, 32, 40))
     monkeypatch.setattr(rule, "read_table", lambda path: [])
-    told = rule.report(rule.read_rows(), "full")
-    assert (told["safe"], told["safe_and_ran"], told["rows"], len(told["meshes"])) == (87, 83, 139, 50)
-    assert told["largest_difference_percent"] < 0.501
-    assert told["our_share"]["a100-40gb"] == pytest.approx(0.95 * (0.92 * 40 - 1) / 40)
-    text = "\n".join(rule.lines(told))
+    report = rule.report(rule.read_rows(), "full")
+    assert (report["safe"], report["safe_and_ran"], report["rows"], len(report["meshes"])) == (87, 83, 139, 50)
+    assert report["largest_difference_percent"] < 0.501
+    assert report["our_share"]["a100-40gb"] == pytest.approx(0.95 * (0.92 * 40 - 1) / 40)
+    text = "\n".join(rule.lines(report))
     assert "Of 87 runs that the published rule calls safe, 83 ran:" in text
     assert "a100-40gb: 22 of 26; and 0 of 21 that it calls unsafe" in text
     assert "| a100-40gb | 8 | 4 | 1 | 2 | 1 | 1 | 2 | 32 | 40 |" in text

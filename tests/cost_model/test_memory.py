@@ -45,7 +45,7 @@ def config(model=MODEL, **sections):
 
 
 def on_one_device(cfg):
-    """(elements as the step reads them, elements at rest), by the shardings that training uses."""
+    """(elements as the step reads them, elements at rest), by the shardings of training."""
     table, rules, sizes = parameter_table(cfg)[1], weight_rules(cfg.model, cfg.parallel), axis_sizes(cfg.parallel)
 
     def count(parameter, spec):
@@ -161,7 +161,7 @@ def test_plain_attention_holds_its_scores():
     "changes", [{}, {"compute_dtype": "float32"}, {"head_dim": 20}, {"head_dim": 136}, {"attention": "xla"}], ids=str
 )
 def test_attention_is_cudnns_where_a_gpu_would_take_it(changes):
-    """Plain XLA's on one rank has no results to keep, whether documents are masked or not."""
+    """Plain XLA attention on one rank has no results to keep, with or without masked documents."""
     cfg = config({**MODEL, **changes}, parallel={"data": 1}, data={"mask_documents": True})
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
     found = choose_kernel(cfg.model, gpu, in_blocks=False)
@@ -182,7 +182,7 @@ def compiled():
 
 def test_what_lies_there_between_steps_is_what_xla_was_given(compiled):
     for cfg, _, row in compiled:
-        # And a few counters.
+        # Plus a few counters.
         assert 0 <= row["argument_bytes"] - sum(Step(cfg).resident().values()) < 1024
 
 
@@ -212,7 +212,7 @@ def test_a_layer_recomputed_holds_more_beside_its_stack_than_one_kept():
     kept, full, nothing = (backward(parallel={"data": 4, "remat": remat}) for remat in ("selective", "full", "none"))
     for moment in ("feed_forward", "feed_forward_end", "attention"):
         assert kept[moment]["working_set"] < full[moment]["working_set"]
-    # What autodiff keeps of everything is copied as what is computed again; but attention is not run again.
+    # Autodiff's residuals are copied like recomputed tensors, but attention does not run again.
     assert nothing["feed_forward"]["working_set"] < full["feed_forward"]["working_set"]
     assert nothing["attention"] == full["attention"]
 
@@ -239,7 +239,7 @@ def test_what_is_offloaded_lies_twice_in_a_loop_that_runs_ahead():
         backward(**sections)["feed_forward"]["layer_copies"] - backward(A100, **sections)["feed_forward"]["layer_copies"]
         == away
     )
-    # A stage of one layer has no layer to fetch ahead.
+    # A stage of one layer has no next layer to fetch.
     alone = {"parallel": {"pipe": 8, "data": 1, "remat": "offload"}}
     assert backward(**alone)["feed_forward"]["layer_copies"] == 0
 
@@ -284,7 +284,7 @@ def test_documents_and_context_ranks_take_blocks():
     assert queries(documents=False, context=2, context_method="ring", microbatch=2, gpu=A100) == 6 + 3 + 12 / 2
     assert queries(documents=False, context=2, context_method="ring", microbatch=2) == 6 + 6 + 12 / 2
     assert queries(documents=False, context=2, context_method="all_gather") == 6 + 6 * 2 / 2
-    # A chunk of the zigzag has a fourth of 2,048 rows: two halvings.
+    # A zigzag chunk has a fourth of 2,048 rows: two halvings.
     assert queries(context=2, context_method="ring", gpu=A100) == 6 + 2 + 12 / 2
     # Scores of blocks of 128, for heads of 32.
     assert queries(context=2, context_method="ring") == 6 + 6 * 128 / 32 + 2 + 12 / 2
@@ -312,7 +312,7 @@ def test_products_wait_less_in_a_pipeline_and_on_an_a100():
     assert products(pipe=4, gpu=A100) == products(pipe=4, tensor=2) == 5
     assert products(pipe=4, batch=1) == products(pipe=4, batch=1, gpu=A100) == 3
     assert products(pipe=4, batch=1, documents=True) == 4
-    # Of one layer.
+    # Chunks of one layer.
     assert products(pipe=8, gpu=A100) == 3
     assert products(pipe=8) == 5
 
@@ -328,7 +328,7 @@ def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
     assert copied()[0] == 0
     found, step = copied(schedule="interleaved", virtual_stages=2)
     assert found == 2 * step.slots * 2
-    # Of one layer each.
+    # Chunks of one layer.
     assert copied(schedule="interleaved", virtual_stages=4)[0] == 0
 
 
@@ -400,7 +400,7 @@ def test_of_few_tokens_the_logits_gradient_waits_for_its_product():
     assert "head" not in few.moments()
     assert {"head", "embedding"} <= vocabulary(length=512).moments().keys()
     assert "head" in vocabulary(length=128, data=128, batch=128).moments()
-    # As many as the model is wide: only where transfers start late.
+    # As many tokens as the model is wide: only where transfers start late.
     assert "head" not in vocabulary(length=256).moments()
     assert "head" in vocabulary(A100, length=256).moments()
 
@@ -456,8 +456,7 @@ def test_float32_weights_are_read_where_they_lie():
 
 
 def test_fp8_takes_another_layout_of_weights_and_a_layer_in_a_byte():
-    """By the rule in cost_model/memory.py: queries', keys', values', gate's and up's stacks once more, unless gathered by
-    layer."""
+    """As in cost_model/memory.py: stacks of query, key, value, gate and up weights once more, unless gathered by layer."""
     fp8 = MODEL | {"matmul_dtype": "fp8"}
     D, F, H, t = 256, 768, 32, 2
     for zero, layouts in ((1, 8 * 2 * D * ((8 + 2 * 4) * H + 2 * F) / t), (3, 0)):

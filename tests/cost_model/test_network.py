@@ -1,4 +1,4 @@
-"""Collectives' costs: where ranks lie, against every device of a mesh; formulas, against what they come to in plain cases."""
+"""Cost of collectives: placement of ranks, against every device of a mesh; formulas, against simple cases."""
 
 import dataclasses
 import itertools
@@ -78,7 +78,7 @@ def test_a_ring_over_hosts_has_the_adapters_of_its_ranks():
     assert slowest_link(Group(1, 4), LINKS) == LINKS.network_bytes_per_s
     assert slowest_link(Group(4, 4), LINKS) == 4 * LINKS.network_bytes_per_s
     assert slowest_link(Group(16, 4), LINKS) == LINKS.link_bytes_per_s
-    # Each of its ranks by itself, whoever else is in the host.
+    # Each of its ranks separately, whatever else is in the host.
     assert permute_s(GIB, Group(4, 4), FREE_STARTS) == GIB / LINKS.network_bytes_per_s
 
 
@@ -114,7 +114,7 @@ def test_a_pair_on_a_board_without_switch_has_a_third_of_the_links():
     whole = GPUS["h100-94gb"].link_bandwidth_bytes_per_s
     assert [inside_bytes_per_s(Group(n, 1), direct) / whole for n in (2, 3, 4)] == pytest.approx([1 / 3, 2 / 3, 1])
     assert {inside_bytes_per_s(Group(n, 1), switched) for n in (2, 4, 8)} == {GPUS["h100-80gb"].link_bandwidth_bytes_per_s}
-    # Two cards under one bridge have all of it.
+    # Two cards under one bridge have all the links.
     nvl = GPUS["h100-nvl-94gb"]
     assert inside_bytes_per_s(Group(2, 1), links_of(nvl)) == nvl.link_bandwidth_bytes_per_s
 

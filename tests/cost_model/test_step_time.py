@@ -1,4 +1,4 @@
-"""The step-time model: laws it must keep, and how it ranks runs that others measured and published."""
+"""The step-time model: laws that it must satisfy, and its ranking of published measurements."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from jaxllm.cost_model.step_time import CONVENTIONS, estimate_step_time, step_ti
 
 H100 = GPUS["h100-80gb"]
 ROUNDING = 1e-12
-"""Of sums of the same terms in another order, relative; Python 3.12 also sums floats otherwise than 3.11."""
+"""Relative tolerance for the same sum in another order; Python 3.12 also sums floats differently from 3.11."""
 AXES = {"tensor": ("tensor", "tensor_skew"), "context": ("context",), "pipe": ("pipe", "bubble"), "data": ("data",)}
 
 
@@ -43,7 +43,7 @@ def step(config: Config, gpu: Gpu = H100, per_host: int = 8, convention: str = "
 
 
 def some_configs() -> list[Config]:
-    """Of all kinds, drawn with a fixed seed."""
+    """Configs of all kinds, drawn with a fixed seed."""
     drawn, choose = [], random.Random(0).choice
     while len(drawn) < 40:
         pipe, virtual = choose([(1, 1), (2, 1), (2, 2), (4, 1)])
@@ -152,7 +152,7 @@ def test_an_axis_of_one_has_no_terms(convention):
 
 
 def test_transfers_over_tensor_hide_in_all_ticks_but_the_first_where_passes_overlap():
-    """What shows then is of the first P V ticks and their like: the same seconds however many microbatches."""
+    """The rest is exposed only in the first P V ticks: the same seconds for any number of microbatches."""
 
     def shown(overlap, sequences, **parallel):
         train = {"global_batch_sequences": sequences}
@@ -191,7 +191,7 @@ def test_a_better_gpu_is_never_slower(convention, field):
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_more_gpus_at_the_same_work_each_are_never_faster_each(convention, zero):
-    # From ZeRO 1 on the update is less work for each of more ranks; from one host on, what they exchange costs more.
+    # From ZeRO 1 on, more ranks share the update; beyond one host, their transfers cost more.
     speeds = []
     for data in (1, 2, 4, 8, 16, 64, 512)[0 if zero == 0 else 3 :]:
         config = configured(data * 2, tensor=2, zero=zero, train={"global_batch_sequences": 4 * data})
@@ -213,7 +213,7 @@ def test_an_axis_that_leaves_the_host_costs_more(convention):
 def test_recomputing_more_takes_longer():
     times_s = [step(configured(remat=remat)).step_s for remat in ("none", "selective", "full")]
     assert times_s == sorted(set(times_s))
-    # What full repeats is a forward pass of all matmuls but mlp_down, of attention, and of what lies between.
+    # `full` repeats the forward pass of all matmuls but mlp_down, of attention, and of the operations between them.
     full, none = (step(configured(remat=remat)).terms_s for remat in ("full", "none"))
     repeated = full.pop("recomputation")
     assert full == none
@@ -239,7 +239,7 @@ def test_bubble_is_p_minus_1_over_m_v_of_the_layers(convention, pipe, virtual, m
         return step(config, convention=convention).terms_s
 
     once, twice = terms(microbatches), terms(2 * microbatches)
-    # A microbatch more costs its layers, its head, and jaxllm's sums over pipe, which no bubble has.
+    # One more microbatch costs its layers, its head, and jaxllm's sums over pipe, which have no bubble.
     outside = ("bubble", "head", "input") if convention == "megatron" else ("bubble", "head", "pipe")
     layers = sum(twice[name] - once[name] for name in once if name not in outside) / microbatches
     assert once["bubble"] == pytest.approx((pipe - 1) / virtual * layers, rel=1e-9)
@@ -279,7 +279,7 @@ def test_a_larger_microbatch_of_small_shapes_is_no_slower_a_token(convention, te
 
 
 def test_zero_levels_move_what_they_say():
-    # 64 ranks, 32 microbatches each: levels 2 and 3 send in every one, mostly behind layers.
+    # 64 ranks, 32 microbatches each: levels 2 and 3 send in every microbatch, mostly behind layers.
     train = {"global_batch_sequences": 2048}
     found = [step(configured(64, zero=zero, train=train)) for zero in range(4)]
     sent = [one.terms_s["data"] + one.hidden_s.get("data", 0.0) for one in found]

@@ -1,9 +1,9 @@
-"""Makes the golden files: what transformers' Llama computes, in float32 with plain attention, for three small models.
+"""Makes the golden files: results of transformers' Llama, in float32 with plain attention, for three small models.
 
     cd tests && python -m golden.make_golden        (needs torch and transformers)
 
 A file holds weights and batches, the logits of some positions, loss and gradient norms of the first batch, and the losses of
-ten AdamW steps, a fresh batch each. tests/model/test_reference.py compares jaxllm with the files, and the files with this.
+ten AdamW steps with a new batch each. tests/model/test_reference.py compares jaxllm with the files, and the files with this.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxllm.config import Config, ModelConfig, load_config
 FOLDER = Path(__file__).parent
 STEPS, B, S = 10, 3, 40
 LOGITS = np.s_[:, 9::10]
-"""Positions whose logits a file keeps: all of them would be most of its size. The loss sees every one."""
+"""Positions whose logits a file stores: all of them would be most of its size. The loss uses every position."""
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "vocab_size": 260}
-# Turns within the original context are 5.1, 1.8, 0.6 and fewer: a frequency is kept, one blended, the others divided by 8.
+# Turns within the original context are 5.1, 1.8, 0.6 and fewer: one frequency is kept, one blended, the others divided by 8.
 STRETCHED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 32}
 CASES: dict[str, dict[str, Any]] = {
     "mha": {**SHAPE},
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
         **SHAPE,
         **{"hidden_size": 40, "num_kv_heads": 2, "head_dim": 12, "rope_theta": 500.0, "rope_scaling": STRETCHED},
     },
-    # An epsilon large enough to be seen.
+    # An epsilon large enough to have an effect.
     "gqa_tied": {**SHAPE, "num_layers": 3, "num_kv_heads": 1, "tie_embeddings": True, "norm_eps": 1e-2},
 }
 
@@ -53,7 +53,7 @@ def golden_path(case: str) -> Path:
 
 
 def draw_weights(case: str) -> dict[str, np.ndarray]:
-    """State dict, float32. Large enough that attention and gates are far from linear, rounded to float16 to halve the file."""
+    """Float32 state dict. Large enough that attention and gates are far from linear; rounded to float16 to halve the file."""
     rng = np.random.default_rng(list(CASES).index(case))
     weights = {}
     for name, shape in shapes_of_theirs(case_config(case).model).items():
@@ -69,8 +69,8 @@ def draw_weights(case: str) -> dict[str, np.ndarray]:
 
 
 def draw_batches(case: str) -> dict[str, np.ndarray]:
-    """tokens, targets int32 and mask bool, [step, B, S]. Low ids are likelier, so there is something to learn; rows differ
-    widely in how many targets count, so that a mean of row means would be wrong.
+    """tokens, targets int32 and mask bool, [step, B, S]. Low ids are likelier, so there is something to learn. Rows differ
+    strongly in their number of targets, so that a mean of row means would be wrong.
     """
     rng = np.random.default_rng(100 + list(CASES).index(case))
     stream = (case_config(case).model.vocab_size * rng.random((STEPS, B, S + 1)) ** 3).astype(np.int32)
@@ -123,7 +123,7 @@ def llama(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
 
 
 def compute(case: str, weights: dict[str, np.ndarray], batches: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What transformers and torch make of weights and batches: logits [B, S, V] and loss (nats, mean over valid targets) of
+    """Results of transformers and torch for weights and batches: logits [B, S, V] and loss (nats, mean over valid targets) of
     the first batch, its gradients' norms as "grad_norm/NAME", and losses [step] while training.
     """
     import torch

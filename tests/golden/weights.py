@@ -1,6 +1,7 @@
-"""Between our nested dict of parameters and Hugging Face's state dict, for the reference tests.
+"""Converts between jaxllm's nested dict of parameters and Hugging Face's state dict, for the reference tests.
 
-They keep one array per layer where we stack layers in front, write every projection [out, in], and merge heads with head size.
+Hugging Face keeps one array per layer where jaxllm stacks layers in front, writes every projection as [out, in], and merges
+heads with head size.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 
-# Ours, theirs, and the letters of our dims. L becomes one name per layer; on either side of D dims merge into one.
+# jaxllm's path, Hugging Face's name, the letters of jaxllm's dims. L becomes one name per layer; dims on a side of D merge.
 TABLE = (
     ("embedding", "model.embed_tokens.weight", "VD"),
     ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "LD"),
@@ -30,7 +31,7 @@ TABLE = (
 
 
 def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
-    """(our path, their names, one per layer or a single one, our dims without L) of every parameter the model has."""
+    """(jaxllm's path, Hugging Face's names, one per layer or a single one, jaxllm's dims without L) of every parameter."""
     for ours, theirs, dims in TABLE:
         if ours == "head" and model.tie_embeddings:
             continue
@@ -39,7 +40,7 @@ def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
 
 
 def shapes_of_theirs(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Their names and shapes: vectors [D], vocabulary matrices [V, D], projections [out, in]."""
+    """Hugging Face's names and shapes: vectors [D], vocabulary matrices [V, D], projections [out, in]."""
     sizes = letter_sizes(model)
     shapes = {}
     for _, names, dims in rows(model):
@@ -49,7 +50,7 @@ def shapes_of_theirs(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def to_ours(theirs: Mapping[str, np.ndarray], model: ModelConfig) -> dict[str, Any]:
-    """State dict -> nested dict of arrays, layers stacked."""
+    """State dict -> nested dict of arrays with stacked layers."""
     sizes = letter_sizes(model)
     params: dict[str, Any] = {}
     for path, names, dims in rows(model):
@@ -64,7 +65,7 @@ def to_ours(theirs: Mapping[str, np.ndarray], model: ModelConfig) -> dict[str, A
 
 
 def to_theirs(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
-    """Nested dict of arrays -> state dict: to_ours backwards."""
+    """Nested dict of arrays -> state dict: the inverse of to_ours."""
     shapes = shapes_of_theirs(model)
     theirs = {}
     for path, names, dims in rows(model):
@@ -90,5 +91,5 @@ def letter_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def groups(dims: str) -> list[str]:
-    """Our dims as their matrices see them: "DNH" -> D, NH; "NHD" -> NH, D."""
+    """jaxllm's dims as matrix dims: "DNH" -> D, NH; "NHD" -> NH, D."""
     return [group for group in dims.partition("D") if group]

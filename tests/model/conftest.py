@@ -1,4 +1,4 @@
-"""The model's own arithmetic may not promote dtypes in silence. (Elsewhere optax does: float ** int32.)"""
+"""The model's own arithmetic must not promote dtypes implicitly. (Elsewhere optax does: float ** int32.)"""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""FP8 matmuls: rounding by one power of two an array, E4M3 forward and E5M2 gradients, and nothing else that a matmul lacks."""
+"""FP8 matmuls: rounding with one power of two per array, E4M3 forward and E5M2 gradients; otherwise an ordinary matmul."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def arrays(spec):
 
 
 def rounded(x, dtype):
-    """By NumPy, from the definition."""
+    """The rounding by NumPy, from its definition."""
     scale = 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(dtype).max) / np.abs(x).max()))
     return (x * scale).astype(dtype).astype(np.float32) / scale
 
@@ -45,7 +45,7 @@ def test_inputs_are_rounded_and_sums_are_not(spec):
     ):
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
-    # Rounding is seen: E4M3 has 3 bits of mantissa, so a product is off by some 2%.
+    # Rounding is visible: E4M3 has 3 bits of mantissa, so a product is off by some 2%.
     exact = np.einsum(spec, x, w)
     assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.1
 
@@ -83,7 +83,7 @@ def test_chips_without_it_are_refused():
     require_fp8(chip("8.9", "NVIDIA L40S"))
     require_fp8(jax.devices()[0])
     a100 = "NVIDIA A100-SXM4-40GB"
-    # As a description of a GPU that is not there has it, a name alone.
+    # A described GPU, without hardware, has only a name.
     for device in (chip("8.0", a100), SimpleNamespace(platform="cuda", device_kind=a100)):
         with pytest.raises(ConfigError, match=rf"8\.9\), and {a100} has 8\.0: set model\.matmul_dtype=compute_dtype"):
             require_fp8(device)

@@ -1,4 +1,4 @@
-"""Laws of the network: causality, document boundaries, and that how it is looped or padded changes nothing."""
+"""Laws of the network: causality, document boundaries, and no effect of looping or padding."""
 
 from functools import partial
 
@@ -154,7 +154,7 @@ def test_llama3_scaling_stretches_slow_pairs_only(tiny_config):
 
 
 class Device:
-    """As much of a jax.Device as the choice of a kernel looks at."""
+    """The parts of a jax.Device that the choice of a kernel reads."""
 
     def __init__(self, platform, compute_capability=None):
         self.platform, self.device_kind = platform, f"some {platform}"

@@ -30,7 +30,7 @@ def plain(h, head, targets, weights, z=0.0):
 @pytest.mark.parametrize("z", [0.0, 0.1])
 @pytest.mark.parametrize("chunk_tokens", [1, 6, 8, 1000])
 def test_equals_the_plain_loss(inputs, chunk_tokens, z):
-    """Chunks of 1, 3 (one short), 4 (one short) and all positions; rows past the vocabulary get no probability."""
+    """Chunks of 1, 3 (one short), 4 (one short) and all positions. Rows past the vocabulary get no probability."""
     h, head, targets, weights = inputs
 
     def ours(h, head):

@@ -1,7 +1,7 @@
 """Same weights, same batches, same numbers as transformers' Llama: logits, loss, gradients and ten AdamW steps.
 
-The golden files hold what transformers computed (tests/golden/make_golden.py); where torch and transformers are installed, it
-is computed again.
+The golden files hold transformers' results (tests/golden/make_golden.py). If torch and transformers are installed, the results
+are computed again.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ def case(request):
 
 @pytest.fixture(scope="session")
 def golden(case):
-    """The golden file; weights and batches in the dtypes they were drawn in."""
+    """The golden file, with weights and batches in the dtypes in which they were drawn."""
     with np.load(golden_path(case)) as file:
         arrays = dict(file)
     for name, array in arrays.items():
@@ -44,10 +44,10 @@ def golden(case):
 
 @pytest.fixture(scope="session")
 def ours(case, golden):
-    """What jaxllm makes of the weights and batches in the golden file, keyed as the file is; logits of every position."""
+    """jaxllm's results for the weights and batches of the golden file, with its keys; logits of every position."""
     config = case_config(case)
     if case == "gqa_tied":
-        # One case through gradient accumulation: the rows have 40, 23 and 3 valid targets.
+        # One case with gradient accumulation: the rows have 40, 23 and 3 valid targets.
         train = config.train.model_copy(update={"microbatch_sequences": 1})
         config = config.model_copy(update={"train": train})
     mesh = make_mesh(config.parallel, jax.devices()[:1])
@@ -60,7 +60,7 @@ def ours(case, golden):
 
         @jax.jit
         def step(state, batch):
-            """The real step, and the gradients it saw: one compilation gives both."""
+            """The real step, and the gradients that it used: one compilation gives both."""
             seen = []
 
             def value_and_grad(params, batch):
@@ -72,7 +72,7 @@ def ours(case, golden):
 
         state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
         losses, gradients = [], []
-        # Optax raises a float to an int32 power, which the strict rules of the test room refuse.
+        # Optax raises a float to an int32 power, which strict dtype promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             for number in range(STEPS):
                 state, loss, gradient = step(state, batch_of(golden, number, config.num_microbatches))
@@ -86,7 +86,7 @@ def ours(case, golden):
 
 @pytest.fixture(scope="session")
 def live(case, golden):
-    """The same by the transformers installed here."""
+    """The same results by the installed transformers."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     return compute(case, weights_of(golden), golden)
@@ -97,14 +97,14 @@ def weights_of(golden):
 
 
 def batch_of(golden, step, microbatches):
-    """One step's batch as the train step takes it: [microbatch, sequence, position]."""
+    """One step's batch in the layout of the train step: [microbatch, sequence, position]."""
     positions = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
     rows = {"positions": positions, **{name: golden[name][step] for name in ("tokens", "targets", "mask")}}
     return {name: jnp.asarray(x.reshape(microbatches, -1, S)) for name, x in rows.items()}
 
 
 def check_same(ours, theirs):
-    """`ours` agrees with `theirs`, which has the logits of all positions or only those that golden files keep."""
+    """`ours` agrees with `theirs`, which has the logits of all positions or only of those that golden files store."""
     logits = ours["logits"] if theirs["logits"].shape[1] == S else ours["logits"][LOGITS]
     close = partial(np.testing.assert_allclose, rtol=0)
     close(logits, theirs["logits"], atol=LOGIT_TOLERANCE)

@@ -1,4 +1,4 @@
-"""Estimates simple enough to see through, for tests of what searches with them."""
+"""Simple estimates for tests of the search, whose results can be checked by hand."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ def small(*overrides):
 
 
 def gpu_for(step_bytes, like="h100-80gb"):
-    """A GPU that gives a step so many bytes, about."""
+    """A GPU with about that many bytes for a step."""
     import dataclasses
 
     from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
@@ -52,7 +52,7 @@ class Time:
 
 
 def estimate(config):
-    """State over the ranks that share it, and activations of the microbatches in flight."""
+    """State over the ranks that shard it, and activations of the microbatches in flight."""
     p, train = config.parallel, config.train
     parameters = parameter_count(config.model) / (p.pipe * p.tensor)
     shards = int(p.data) * p.context if p.zero else 1
@@ -61,12 +61,12 @@ def estimate(config):
     tokens = config.microbatch_sequences * train.sequence_length / (p.context * p.tensor)
     kept = KEPT[p.remat] if isinstance(p.remat, str) else 4
     layers = config.chunk_layers * p.virtual_stages
-    # The last microbatch of all is worked on besides, so that larger ones take more whatever the schedule.
+    # Plus the microbatch in progress, so that larger ones need more under every schedule.
     return Memory(round(state + tokens * layers * config.model.hidden_size * 2 * kept * (in_flight + 1)))
 
 
 def step_time(config, gpu, gpus_per_host):
-    """Slower with every rank that has to be talked to, with bubbles, and with small microbatches."""
+    """Slower with every rank to communicate with, with bubbles, and with small microbatches."""
     p = config.parallel
     M = config.num_microbatches
     idle = (p.pipe - 1) / (M * p.virtual_stages + p.pipe - 1)

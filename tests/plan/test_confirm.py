@@ -1,4 +1,5 @@
-"""Confirming by compiling: the same outcome in whatever order compilations end, and none that takes down the rest."""
+"""Confirmation by compiling: the outcome does not depend on the order of compilations, and a crash rejects one candidate
+only."""
 
 import itertools
 import threading
@@ -25,7 +26,7 @@ def rank(plan, config):
 
 
 class Compiler:
-    """Gives candidates their bytes by rank: within the capacity, but for those named."""
+    """Returns bytes by a candidate's rank: within the capacity, except for the listed ones."""
 
     def __init__(self, plan, above=(), refused=(), wait=None):
         self.plan, self.above, self.refused, self.wait = plan, above, refused, wait
@@ -124,7 +125,7 @@ def test_ctrl_c_leaves_what_was_confirmed(plan):
 
 
 def test_a_compiler_that_dies_takes_its_candidate_alone(plan):
-    """Candidate 1 kills the process it is compiled in, and with it whatever else runs there."""
+    """Candidate 1 kills its process, and all compilations in it."""
     started = []
 
     class Pool(Executor):
@@ -156,7 +157,7 @@ def test_a_compiler_that_dies_takes_its_candidate_alone(plan):
 
 def test_progress_counts_what_is_confirmed(plan):
     seen = []
-    confirm(plan, 2, Compiler(plan, above=(0,)), progress=lambda *told: seen.append(told))
+    confirm(plan, 2, Compiler(plan, above=(0,)), progress=lambda *call: seen.append(call))
     assert seen == [("compiled", 0, 2), ("compiled", 1, 2), ("compiled", 2, 2)]
 
 

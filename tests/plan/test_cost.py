@@ -1,4 +1,4 @@
-"""The arithmetic people quote about days, GPU-hours and energy comes out of training_cost."""
+"""training_cost reproduces the published figures of days, GPU-hours and energy."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from jaxllm.plan.cost import (
 
 GPT3 = 175e9
 V100_PEAK = 125e12
-"""Dense, of its tensor cores in float16 (NVIDIA V100 data sheet)."""
+"""Dense peak of its tensor cores in float16 (NVIDIA V100 data sheet)."""
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_the_days_of_the_megatron_paper(parameters, tokens, gpus, achieved, days
 
 @pytest.mark.parametrize(("flops", "tflops"), [(WITH_RECOMPUTATION, 46.2), (6.0, 34.7)])
 def test_gpt3_takes_288_years_on_one_v100(flops, tflops):
-    """The same paper's 288 years. It gives no FLOP/s for them; by its own equation they are 46.2 TFLOP/s, 37% of a V100's peak,
-    and by six FLOPs a parameter 34.7, 28%. 34.7 and 46.2 are that figure solved for and rounded: the years must come back.
+    """The same paper's 288 years. It gives no FLOP/s for them. By its own equation they are 46.2 TFLOP/s, 37% of a V100's peak,
+    and with six FLOPs per parameter 34.7, 28%. Both figures were solved for and rounded, so the years must match.
     """
     cost = training_cost(GPT3, 300e9, tflops * 1e12, flops_per_parameter_and_token=flops)
     assert round(cost.years) == 288

@@ -1,4 +1,4 @@
-"""`jaxllm estimate`: its sums are sums, its verdict follows from the capacity, its advice fits, and it needs no JAX."""
+"""`jaxllm estimate`: terms add up, the verdict follows from the capacity, the advice fits, and it does not import JAX."""
 
 import dataclasses
 import json
@@ -103,15 +103,15 @@ def test_the_megatron_convention_is_the_published_rule():
 
 def test_what_the_rule_does_not_know_is_said():
     chosen = config("parallel.remat=none").resolve(16)
-    said = "ZeRO 0 and 1, and nothing computed twice"
-    assert said in "\n".join(estimate(chosen, H100, convention="megatron").lines())
-    assert said not in "\n".join(estimate(chosen, H100).lines())
+    sentence = "ZeRO 0 and 1, and nothing computed twice"
+    assert sentence in "\n".join(estimate(chosen, H100, convention="megatron").lines())
+    assert sentence not in "\n".join(estimate(chosen, H100).lines())
 
 
 def test_stages_are_said_to_be_the_same_where_there_are_some():
-    said = "(each stage the same: all run one program)"
-    assert said in "\n".join(estimate(config(), H100, 16).lines())
-    assert said not in "\n".join(estimate(config("parallel.pipe=1"), H100, 16).lines())
+    sentence = "(each stage the same: all run one program)"
+    assert sentence in "\n".join(estimate(config(), H100, 16).lines())
+    assert sentence not in "\n".join(estimate(config("parallel.pipe=1"), H100, 16).lines())
 
 
 @pytest.mark.parametrize(("share", "doubted"), [(0.94, False), (0.96, True), (1.0, True), (1.01, False)])
@@ -294,7 +294,7 @@ BATCH_OF_EIGHT = ["train.global_batch_sequences=8", "train.microbatch_sequences=
 @pytest.mark.parametrize(
     ("gpus", "overrides", "state"),
     [
-        # Only a pipeline of seven, which no power of 2 makes; fewer tensor ranks than now; these, and the state on the host.
+        # Only a pipeline of seven, which no power of 2 gives; fewer tensor ranks than now; both, with the state on the host.
         (7, ["parallel.tensor=1", "parallel.zero=0", "train.global_batch_sequences=98"], "none"),
         (8, ["parallel.tensor=8", "train.sequence_length=655360", *BATCH_OF_EIGHT], "none"),
         (8, ["parallel.tensor=8", "train.sequence_length=786432", *BATCH_OF_EIGHT], "optimizer_and_master"),
@@ -324,7 +324,7 @@ def divides(config):
 
 
 def test_tensor_is_not_advised_across_hosts():
-    """Unless it reaches there now. Without a kind of GPU there are no hosts."""
+    """Unless they cross hosts now. Without a kind of GPU there are no hosts."""
     chosen = eight("parallel.tensor=2")
 
     def tensors(config, **options):
@@ -373,7 +373,7 @@ def test_the_command_prints_a_table_and_says_which_hosts_were_taken(recipe):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpus", "16", "--over", "sequence"], "say where to with --picture"),
+        (["--gpus", "16", "--over", "sequence"], "give its file with --picture"),
         (["--gpus", "16", "--over", "depth", "--picture", "x.png"], "use sequence, microbatch, step"),
         (["--gpus", "16", "--over", "step", "--picture", "x.png"], "name the kind of GPU"),
     ],

@@ -1,4 +1,4 @@
-"""The search: its space is what Config accepts, its winner is the best of all, nothing is lost on the way."""
+"""The search: its space is all that Config accepts, its winner is the best, and no configuration is lost."""
 
 import contextlib
 import dataclasses
@@ -72,7 +72,7 @@ def key(config):
 
 
 def accepted(gpus, overrides):
-    """Every mesh, schedule and microbatch of so many GPUs that load_config takes, by trying all there could be."""
+    """Every mesh, schedule and microbatch of these GPUs that load_config accepts, by brute force."""
     kinds = [("1f1b", 1), ("gpipe", 1), *(("interleaved", virtual) for virtual in range(2, MOST_VIRTUAL_STAGES + 1))]
     sizes = range(1, small(*overrides).train.global_batch_sequences + 1)
     for mesh in itertools.product(divisors(gpus), repeat=4):
@@ -94,8 +94,8 @@ def accepted(gpus, overrides):
     ],
 )
 def test_the_space_is_what_config_accepts(gpus, overrides):
-    """But for what would be there twice: a schedule without a pipeline, ZeRO without ranks to shard over, virtual stages that
-    make chunks no smaller. Every one with every ZeRO level and remat policy.
+    """Except for duplicates: a schedule without a pipeline, ZeRO without ranks to shard over, virtual stages that do not make
+    chunks smaller. Each comes with every ZeRO level and remat policy.
     """
     config = small(*overrides)
     expected = set()
@@ -126,7 +126,7 @@ def test_the_space_is_what_config_accepts(gpus, overrides):
     ],
 )
 def test_every_choice_is_a_valid_config(name, gpus, per_host, length, batch):
-    """What is made without checking comes out of YAML the same."""
+    """A choice that skips validation equals the same config loaded from YAML."""
     train = {"steps": 1, "sequence_length": length, "global_batch_sequences": batch}
     config = load_config({"model": {"name": name}, "train": train})
     choices = list(choices_of(config, gpus, per_host, across_hosts=True))
@@ -139,7 +139,7 @@ def test_every_choice_is_a_valid_config(name, gpus, per_host, length, batch):
 
 
 def test_the_space_comes_in_the_same_order():
-    """So that a seed draws the same sample everywhere."""
+    """So that a seed draws the same sample on every machine."""
     first, second = (list(choices_of(small(), 8)) for _ in range(2))
     assert first == second
     assert [choice.applied_to(small()) for choice in first] == list(space(small(), 8))
@@ -164,7 +164,7 @@ def test_tensor_and_context_stay_inside_hosts():
     across = {choice.mesh for choice in choices_of(small("train.sequence_length=256"), 16, 2, across_hosts=True)}
     assert max(mesh.tensor for mesh in across) == 2
     assert max(mesh.context for mesh in across) == 16
-    # A group that crosses hosts has whole ones.
+    # A group that crosses hosts fills complete hosts.
     assert all(2 % (m.tensor * m.context) == 0 or m.tensor * m.context % 2 == 0 for m in across)
 
 
@@ -202,7 +202,7 @@ def test_what_zero_cannot_share_out_is_counted():
     plan = find(small("train.global_batch_sequences=3"), H100, 3)
     (line,) = (line for line in plan.rejected if line.reason == NOT_SHARDABLE)
     assert {one.config.parallel.zero for one in plan.candidates if one.config.parallel.data == 3} == {0}
-    # Levels 1 to 3, four remat policies, one sequence a rank; and three sequences on context ranks cannot be.
+    # Levels 1 to 3, four remat policies, one sequence per rank; three sequences on context ranks are impossible.
     assert line.count == 3 * 4
     assert len(plan.candidates) + sum(one.count for one in plan.rejected if one.unit == CONFIGURATION) == plan.configurations
 
@@ -238,7 +238,7 @@ def test_what_is_kept_is_not_searched():
         "data": lambda choice: choice.mesh.data,
         "context": lambda choice: choice.mesh.context,
         "tensor": lambda choice: choice.mesh.tensor,
-        # With one rank to shard over all levels are the same.
+        # With a single rank to shard over, all levels are equal.
         "zero": lambda choice: choice.zero if choice.mesh.data * choice.mesh.context > 1 else None,
         "remat": lambda choice: choice.remat,
         "microbatch_sequences": lambda choice: choice.microbatch_sequences,
@@ -281,7 +281,7 @@ def test_a_recipe_for_the_cpu_becomes_one_for_gpus():
 # --------------------------------------------------------------------------------------------------------------- search
 
 TIGHT = estimate(small().resolve(8)).peak_bytes // 2
-"""Bytes that some of the small model's configurations take, and others exceed."""
+"""Bytes that some of the small model's configurations need, and others exceed."""
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 1, 2, 1000])
@@ -314,7 +314,7 @@ def test_nothing_is_lost(share, prune):
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1, 3])
 def test_pruning_changes_nothing_but_the_work(share):
-    """Where larger microbatches and remat that keeps more never take less, as in this estimate."""
+    """Where larger microbatches and remat that keeps more never need less, as in this estimate."""
     calls = []
 
     def counted(config):
@@ -340,7 +340,7 @@ def test_more_memory_is_never_slower(share, times):
 
 
 def test_every_reason_has_its_rule():
-    """What is counted under a reason breaks that rule, by Config's own validation where that has one."""
+    """Everything counted under a reason breaks that rule, by Config's own validation if it has the rule."""
     config = small("model.num_layers=5", "train.sequence_length=48", "train.global_batch_sequences=6")
     plan = find(config, H100, 32, gpus_per_host=16)
     found = {line.reason: line.count for line in plan.rejected if line.unit == MESH}
@@ -378,7 +378,7 @@ def test_context_leaves_the_host_only_where_nothing_fits_otherwise():
 
 
 def test_a_mesh_of_which_keep_leaves_nothing_is_counted_too():
-    """Three sequences divide no share of sixteen, and there is no interleaving without a pipeline or with one layer a stage."""
+    """Three sequences divide no share of sixteen. Interleaving needs a pipeline with more than one layer per stage."""
     plan = find(small("train.microbatch_sequences=3"), H100, keep=["microbatch_sequences"])
     assert not plan.candidates
     assert plan.meshes == sum(line.count for line in plan.rejected)
@@ -415,7 +415,7 @@ def test_an_interrupted_search_gives_what_it_has():
     assert len(part.candidates) == 200
     left_out = {unit: sum(line.count for line in part.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
     assert part.configurations == 200 + left_out[CONFIGURATION] < whole.configurations
-    # The mesh that was being looked at may have no candidate yet.
+    # The mesh in progress may have no candidate yet.
     looked_at = part.meshes - left_out[MESH]
     assert looked_at - len({one.choice.mesh for one in part.candidates}) in (0, 1)
     assert part.meshes < whole.meshes
@@ -424,7 +424,7 @@ def test_an_interrupted_search_gives_what_it_has():
 
 
 def test_the_host_has_an_end_too():
-    """Offloaded activations lie in the host's memory; the rest goes on without them."""
+    """Offloaded activations use host memory; the search continues without configurations that exceed it."""
 
     def with_host(config):
         return Memory(estimate(config).peak_bytes, 1000 * config.microbatch_sequences * (config.parallel.remat == "offload"))
@@ -444,7 +444,7 @@ def test_the_host_has_an_end_too():
 
 def test_progress_counts_meshes():
     seen = []
-    plan = find(small(), H100, progress=lambda *told: seen.append(told))
+    plan = find(small(), H100, progress=lambda *call: seen.append(call))
     assert seen == [("meshes", number, plan.meshes) for number in range(1, plan.meshes + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Searches over numbers of GPUs and sequence lengths, against looking at every one of them."""
+"""Searches over numbers of GPUs and sequence lengths, against an exhaustive search."""
 
 import dataclasses
 import itertools
@@ -71,7 +71,7 @@ def test_more_gpus_stop_paying_where_the_gain_falls_short(slower_from, stops):
 
 @pytest.mark.parametrize("gpus", [2, 4, 5])
 def test_a_plan_that_is_there_is_taken_for_its_number(gpus):
-    """Confirmed, its winner is another than the search's."""
+    """A confirmed plan has another winner than the search."""
     config = small("train.global_batch_sequences=80")
     plan = search(config, H100, gpus, options=BOTH)
     confirmed = dataclasses.replace(plan, candidates=plan.candidates[1:])
@@ -84,7 +84,7 @@ def test_a_plan_that_is_there_is_taken_for_its_number(gpus):
 
 @pytest.mark.parametrize("after", [0, 5])
 def test_an_interrupted_row_is_not_judged_by(after):
-    """Of four GPUs, so many configurations were looked at."""
+    """On four GPUs, the search is interrupted after this many configurations."""
     calls = itertools.count()
 
     def stopped(config):
@@ -99,7 +99,7 @@ def test_an_interrupted_row_is_not_judged_by(after):
     part = sweep_gpus(small(), H100, 8, options=SearchOptions(estimate=stopped, step_time=slow))
     assert part.interrupted
     assert not whole.interrupted
-    # A row of which nothing was found yet does not say that nothing fits.
+    # An interrupted row without candidates does not mean that nothing fits.
     assert [row.gpus for row in part.rows] == [1, 2, 4][: 3 if after else 2]
     assert all(row.best is not None for row in part.rows)
     assert part.stops_paying == whole.stops_paying == 1
@@ -117,7 +117,7 @@ def test_an_interrupted_row_is_not_judged_by(after):
 
 
 def test_the_global_batch_ends_the_sweep_too():
-    """Two sequences keep two data ranks busy, and this model divides no other way."""
+    """Two sequences occupy only two data ranks, and this model does not divide in another way."""
     config = small("train.global_batch_sequences=2", "train.sequence_length=2", "model.num_layers=1", "model.num_heads=1",
                    "model.num_kv_heads=1", "model.head_dim=16")  # fmt: skip
     sweep = sweep_gpus(config, H100, 8, options=BOTH)
@@ -151,7 +151,7 @@ def test_hosts_of_other_numbers_divide(gpus, given, size):
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 5, 8, 13, 16])
 def test_the_smallest_cluster_is_the_first_that_fits(needed):
-    """Bytes that any mesh of so many GPUs has room for, and none of fewer."""
+    """The state fits on any mesh of that many GPUs, and on none with fewer."""
 
     def shared(config):
         p = config.parallel
@@ -162,7 +162,7 @@ def test_the_smallest_cluster_is_the_first_that_fits(needed):
     plan = smallest_cluster(
         config, gpu, 64, options=SearchOptions(estimate=shared, step_time=step_time, keep=["remat", "zero"])
     )
-    # Below a host every number is looked at, then whole hosts.
+    # Below a host every number is tried, then complete hosts.
     assert plan.gpus == (needed if needed <= 4 else math.ceil(needed / 4) * 4)
     assert plan.candidates
 
@@ -208,7 +208,7 @@ def test_no_sequence_is_longer_than_the_most(start):
 
 
 class Stopping:
-    """An estimate that is interrupted when it is first asked of what `at` says, and once."""
+    """An estimate that is interrupted once, at the first call for which `at` is true."""
 
     def __init__(self, at, estimate):
         self.at, self.estimate, self.stopped = at, estimate, False
@@ -226,7 +226,7 @@ def test_ctrl_c_leaves_the_longest_sequence_so_far():
     plan = longest_sequence(config, gpu, 4, options=SearchOptions(estimate=stopping, step_time=step_time))
     assert plan.interrupted
     assert plan.candidates
-    # 32 fit, 64 do not, 48 do not, then it was stopped.
+    # 32 fit, 64 and 48 do not; then comes the interrupt.
     assert plan.config.train.sequence_length == 32 * 1024
     assert not longest_sequence(config, gpu, 4, options=SearchOptions(estimate=by_length, step_time=step_time)).interrupted
     with pytest.raises(KeyboardInterrupt):
@@ -260,18 +260,18 @@ def test_ctrl_c_leaves_the_smallest_cluster_so_far():
 
 
 def test_every_try_is_told_of():
-    told = []
+    calls = []
     gpu = gpu_for(37 * 1024 / FIT_SHARE + 2)
-    options = {"options": SearchOptions(estimate=by_length, step_time=step_time), "progress": lambda *one: told.append(one)}
+    options = {"options": SearchOptions(estimate=by_length, step_time=step_time), "progress": lambda *one: calls.append(one)}
     longest_sequence(small("train.sequence_length=1024"), gpu, 4, **options)
-    tries = [one[1:] for one in told if one[0] == "sequence lengths"]
-    # 1, 2, 4 ... 64 thousand; then 48, 40, 36, 38 and 37, after which nothing is left.
+    tries = [one[1:] for one in calls if one[0] == "sequence lengths"]
+    # 1, 2, 4 ... 64 thousand; then 48, 40, 36, 38 and 37, after which the interval is empty.
     assert [done for done, _ in tries] == list(range(1, 13))
     assert all(done <= total for done, total in tries)
     assert tries[-1] == (12, 12)
-    told.clear()
+    calls.clear()
     smallest_cluster(small(), gpu_for(leanest(small(), 4) / FIT_SHARE + 2), 8, options=BOTH, progress=options["progress"])
-    assert [one for one in told if one[0] == "numbers of GPUs"][:3] == [("numbers of GPUs", n, 4) for n in (1, 2, 3)]
+    assert [one for one in calls if one[0] == "numbers of GPUs"][:3] == [("numbers of GPUs", n, 4) for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pictures of memory: bars add up to the estimate, the curve of a step is XLA's own, the frontier is one."""
+"""Figures of memory: bars add up to the estimate, and the curve of a step is XLA's own."""
 
 import itertools
 import sys
@@ -53,7 +53,7 @@ def config(*overrides):
 
 
 def heights(axes):
-    """Of the stacked bars, one sum for each place."""
+    """Heights of the stacked bars, one sum for each position."""
     sums = {}
     for patch in axes.patches:
         place = round(patch.get_x() + patch.get_width() / 2, 6)
@@ -62,7 +62,7 @@ def heights(axes):
 
 
 def horizontal(axes):
-    """y of the lines that cross the whole picture."""
+    """y of the lines that cross the complete figure."""
     return [line.get_ydata()[0] for line in axes.lines if len(set(line.get_ydata())) == 1]
 
 
@@ -94,7 +94,7 @@ def test_little_is_drawn_in_mib():
     (axes,) = stage_figure([StageMemory(0, {"weights": 3 * 2**20})]).axes
     assert axes.get_ylabel() == "MiB on one device"
     assert heights(axes) == [3]
-    # A capacity far above would leave the bar no height.
+    # A much larger capacity would leave the bar no height.
     (axes,) = stage_figure([StageMemory(0, {"weights": 3 * 2**20})], capacity_bytes=GIB).axes
     assert heights(axes) == [3]
     assert axes.get_ylim()[1] < 4
@@ -112,7 +112,7 @@ def test_every_term_of_the_estimate_has_its_group():
     ]
     terms = estimate_memory(config().resolve(16)).peak_stage.terms_bytes
     assert sum(grouped(terms).values()) == sum(terms.values())
-    # The optimizer's state does not hang on how long sequences are.
+    # The optimizer's state does not depend on the sequence length.
     longer = estimate_memory(config("train.sequence_length=16384").resolve(16)).peak_stage.terms_bytes
     before, after = grouped(terms), grouped(longer)
     assert after[OPTIMIZER] == before[OPTIMIZER]
@@ -211,7 +211,7 @@ ENTRY %main {
 
 def test_bytes_in_use_are_those_that_any_live_buffer_covers():
     curve = step_memory(ASSIGNMENT, LIVES, PROGRAM)
-    # b and c lie in one place; d overlaps a; what is the host's, a parameter's or a kernel's own does not count.
+    # b and c share memory; d overlaps a; host memory, parameters and a kernel's own buffers do not count.
     assert curve.used_bytes.tolist() == [0, 100, 300, 260, 260, 50]
     assert (curve.peak_bytes, curve.allocated_bytes) == (300, 350)
     assert curve.phases == (FORWARD, FORWARD, BACKWARD, BACKWARD, UPDATE, UPDATE)
@@ -236,14 +236,14 @@ def test_the_curve_stands_on_what_is_held_beside_the_estimate():
 
 @needs_gpu_compiler
 def test_the_curve_of_a_compiled_step_peaks_where_xla_says():
-    """Buffers leave gaps of a hundredth at most; nothing else is set aside."""
+    """Gaps between buffers are a hundredth at most; nothing else is allocated."""
     curve, memory = compile_with_buffers(load_config(TINY).resolve(2), H100, 2)
     assert curve.allocated_bytes == memory.temp_size_in_bytes
     assert 0.99 * curve.allocated_bytes <= curve.peak_bytes <= curve.allocated_bytes
     assert len(curve.phases) == len(curve.used_bytes)
     firsts = [curve.phases.index(phase) for phase in (FORWARD, BACKWARD, UPDATE)]
     assert firsts == sorted(firsts)
-    # The most is in use where the backward's own buffers join what the forward left.
+    # The maximum is where the backward's own buffers join the residuals of the forward.
     assert curve.phases[int(np.argmax(curve.used_bytes))] == BACKWARD
 
 

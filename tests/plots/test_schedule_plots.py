@@ -1,4 +1,4 @@
-"""Pictures: what they show agrees with the table, they can be written, and what stops them is said in a sentence."""
+"""Figures agree with the schedule table, can be written, and errors give one sentence."""
 
 import sys
 from itertools import pairwise
@@ -19,7 +19,7 @@ def needs_matplotlib():
 
 
 def bars(axes):
-    """(x, y, width, height) of each bar that broken_barh drew; the grey of the stages' rows comes first."""
+    """(x, y, width, height) of each bar that broken_barh drew; the grey background of the stages comes first."""
     corners = [path.vertices for collection in axes.collections for path in collection.get_paths()]
     return [(*c.min(axis=0), *np.ptp(c, axis=0)) for c in corners]
 
@@ -35,7 +35,7 @@ def test_the_grey_that_is_left_is_the_idle_share(pipeline, backward_cost):
     rows, units = bars(timeline)[:P], [bar for bar in bars(timeline)[P:] if bar[1] < P - 0.45]
     assert len(units) == 2 * P * V * M
     assert 1 - sum(bar[2] for bar in units) / sum(bar[2] for bar in rows) == pytest.approx(idle_share(P, M, V))
-    # Nothing overlaps in a row.
+    # Bars in a row do not overlap.
     for i in range(P):
         spans = sorted((x, x + width) for x, y, width, height in units if y < i < y + height)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans))

@@ -1,4 +1,4 @@
-"""`jaxllm report`: time adds up, hours follow from the noise scale and the step-time model, the page is one file."""
+"""`jaxllm report`: times add up, hours follow from the noise scale and the step-time model, the page is one file."""
 
 import json
 import re
@@ -41,7 +41,7 @@ from jaxllm.runtime import progress
 
 H100 = GPUS["h100-80gb"]
 BATCH = 128
-"""Tokens of a step of TINY: 8 sequences of 16."""
+"""Tokens per step of TINY: 8 sequences of 16."""
 RATE = 1000.0
 ONE = ("data.source=python_stdlib", "parallel.data=1", "parallel.zero=0")
 BIG = {
@@ -60,7 +60,7 @@ def write_lines(path, lines):
 
 
 def steps(count, batch=BATCH, first=1, tokens=0, **more):
-    """Lines of steps whose loss falls by a hundredth each."""
+    """Metrics lines of steps whose loss falls by a hundredth each."""
     return [
         {
             **{"step": step, "tokens": tokens + (step - first + 1) * batch, "loss": 5 * 0.99**step, "grad_norm": 1.0},
@@ -105,7 +105,7 @@ def test_the_limits_are_those_of_the_law():
         over = needed.steps(batch) / needed.least_steps - 1, needed.tokens(batch) / needed.least_tokens - 1
         assert over[0] * over[1] == pytest.approx(1)
         assert wasted_share(batch, 1600) == pytest.approx(1 - needed.least_tokens / needed.tokens(batch))
-        # What noise_scale_text.py says of twice the batch.
+        # The statement of noise_reading.py about twice the batch.
         wasted = wasted_share(batch, 1600)
         assert needed.steps(2 * batch) == pytest.approx(needed.steps(batch) * (1 - (1 - wasted) / 2))
         assert needed.tokens(2 * batch) == pytest.approx(needed.tokens(batch) * (1 + wasted))
@@ -120,7 +120,7 @@ def test_steps_without_a_noise_scale_are_refused(batch, noise):
 
 
 def test_without_a_network_doubling_pays_up_to_half_the_noise_scale():
-    """Hours on d ranks are in proportion to b + N / d; twice as many are 1.5 times as fast where d b <= N / 2."""
+    """Hours on d ranks are proportional to b + N / d; twice as many are 1.5 times as fast where d b <= N / 2."""
     config = load_config(TINY, ONE)
     for noise in (100.0, 1100.0, 9000.0):
         needed = steps_to_loss([BATCH] * 10, [noise] * 10)
@@ -197,13 +197,13 @@ def test_what_fits_nowhere_is_said():
 
 
 def timed(lines, *unix_s, **first):
-    """The lines with times; a step's batch was waited for half a second."""
+    """The lines with times; each step waited half a second for its batch."""
     found = [line | {"unix_s": at, "data_s": 0.5} for line, at in zip(lines, unix_s, strict=True)]
     return [found[0] | first, *found[1:]]
 
 
 def test_every_second_is_some_parts(run):
-    """Six steps, of which four were saved; killed, and begun again after step 4, a minute and a half later."""
+    """Six steps, of which four were saved; killed, and restarted after step 4, a minute and a half later."""
     start = {"start_unix_s": 1000.0, "compile_s": 6.0, "data_s": 1.0}
     before = timed(steps(6), 1010.0, 1012.0, 1014.0, 1017.5, 1019.5, 1021.5, **start)
     before[3] |= {"save_s": 1.5}
@@ -227,7 +227,7 @@ def test_every_second_is_some_parts(run):
 
 
 def test_memory_is_that_of_the_last_start(run):
-    """It may have had another mesh."""
+    """The last start may have another mesh."""
     lines = steps(6)
     for place, size in ((0, 9), (2, 5), (4, 7)):
         lines[place] |= {"memory_compiled_bytes": size} | ({} if place == 4 else {"start_unix_s": 1000.0 + place})
@@ -333,8 +333,8 @@ def test_dilocos_islands_are_under_another_law(run):
 def test_predictions_are_held_against_the_run_where_it_ran_on_such_gpus(run):
     config = load_config(BIG)
     predicted = estimate_step_time(config, H100, 8)
-    told = {"device_peak_flops": H100.dense_flops["bfloat16"], "noise_scale_tokens": 2e6, "memory_peak_bytes": 2**34}
-    lines = steps(50, config.step_tokens, tokens_per_s_per_device=predicted.tokens_per_s_per_gpu / 1.25, **told)
+    logged = {"device_peak_flops": H100.dense_flops["bfloat16"], "noise_scale_tokens": 2e6, "memory_peak_bytes": 2**34}
+    lines = steps(50, config.step_tokens, tokens_per_s_per_device=predicted.tokens_per_s_per_gpu / 1.25, **logged)
     folder = run(lines, base=BIG)
     report = report_on(folder, gpu="h100-80gb")
     assert report.slower == pytest.approx(1.25)
@@ -395,20 +395,20 @@ def test_the_page_is_one_file_that_asks_for_nothing(run, tmp_path):
     assert titles[6] == "From the first start to the last step"
     assert [title.split(" to ")[0] for title in titles[7:]] == ["Hours", "GPU-hours"]
     assert "nan" not in text.lower()
-    # However long the run, the page stays small.
+    # The page stays small for a run of any length.
     assert len(text) < 400_000
 
 
 def test_the_command_writes_the_page_and_prints_json_alone(run, tmp_path):
     folder = run(steps(20, noise_scale_tokens=1100.0))
-    said = CliRunner().invoke(app, ["report", str(folder), "--json"], catch_exceptions=False)
-    found = json.loads(said.output)
+    result = CliRunner().invoke(app, ["report", str(folder), "--json"], catch_exceptions=False)
+    found = json.loads(result.output)
     assert found["data_ranks"]["stops_paying"] == 8
     assert found["data_ranks"]["rows"][0].keys() >= {"data_ranks", "gpus", "batch_tokens", "hours", "gpu_hours", "fits"}
     assert not (folder / "report.html").exists()
-    said = CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False)
-    assert "Doubling stops paying at 8 data ranks (8 GPUs)" in said.output
-    assert said.output.endswith(f"page {folder / 'report.html'}\n")
+    result = CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False)
+    assert "Doubling stops paying at 8 data ranks (8 GPUs)" in result.output
+    assert result.output.endswith(f"page {folder / 'report.html'}\n")
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     out = tmp_path / "other.html"
     CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--gpu", "h100-80gb"], catch_exceptions=False)
@@ -426,9 +426,9 @@ def test_the_command_writes_the_page_and_prints_json_alone(run, tmp_path):
 )
 def test_mistakes_end_in_one_sentence(run, arguments, sentence):
     folder = str(run(steps(20, noise_scale_tokens=1100.0)))
-    said = CliRunner().invoke(app, ["report", *(folder if word == "RUN" else word for word in arguments)])
-    assert isinstance(said.exception, ConfigError)
-    assert sentence.replace("RUN", folder) in str(said.exception)
+    result = CliRunner().invoke(app, ["report", *(folder if word == "RUN" else word for word in arguments)])
+    assert isinstance(result.exception, ConfigError)
+    assert sentence.replace("RUN", folder) in str(result.exception)
 
 
 def test_a_run_without_steps_or_config_is_refused(run):
@@ -507,7 +507,7 @@ def test_a_runs_lines_tell_where_its_time_and_memory_went(trained):
     assert (history.restarts, history.devices) == ([4], 8)
     assert 2 in history.saves
     assert history.last("memory_compiled_bytes") > 0
-    # CPUs do not say what is in use, and nothing else knows their memory.
+    # CPUs do not report memory in use, and their capacity is not known.
     assert history.most("memory_peak_bytes") is history.last("memory_capacity_bytes") is None
     unix_s = history.column("unix_s")
     assert (np.diff(unix_s) > 0).all()

@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.config import ConfigError, RunConfig
 from jaxllm.runtime import exit_codes, progress, watchdog
-from jaxllm.runtime.peer_monitor import PeerStatus
+from jaxllm.runtime.peer_link import PeerStatus
 from jaxllm.runtime.watchdog import Watchdog
 
 

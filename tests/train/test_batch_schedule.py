@@ -1,4 +1,4 @@
-"""The batch over a run: phases of consumed tokens, the learning rate tied to them, and resuming inside each."""
+"""Batch schedules: phases of consumed tokens, the learning rate tied to them, and resuming inside each."""
 
 import contextlib
 import io
@@ -38,17 +38,17 @@ BATCHES, TOKENS = [8, 8, 16, 16, 32, 32], [128, 256, 512, 768, 1280, 1792]
     [
         (),
         ((256, 16), (700, 32)),
-        # Both thresholds are passed within one step: the later one's batch follows.
+        # One step passes both thresholds: the batch of the later one follows.
         ((300, 16), (310, 24)),
         ((1, 16),),
-        # A batch may fall again.
+        # A batch may become smaller again.
         ((128, 64), (1000, 8), (5000, 40)),
-        # Nothing changes: from 128 tokens on, and where 16's turn is over before it had a step.
+        # Nothing changes: from 128 tokens on, and if the phase of 16 ends before its first step.
         ((128, 8), (300, 16), (310, 8), (1000, 32)),
     ],
 )
 def test_phases_are_those_of_a_run_that_counts(schedule):
-    """The batch of a step is the last whose tokens are consumed when it begins."""
+    """The batch of a step is the last one whose tokens are consumed when the step begins."""
     phases, sequences = phases_of(8, schedule, 16), 0
     for step in range(200):
         batch = [8, *(batch for tokens, batch in schedule if tokens <= 16 * sequences)][-1]
@@ -82,7 +82,7 @@ def test_a_config_counts_tokens_by_its_phases(tiny_config):
     assert {config.in_phase(phase).microbatch_sequences for phase in config.phases} == {1}
     largest = config.at_largest_batch
     assert (largest.train.global_batch_sequences, largest.num_microbatches, largest.train.batch_schedule) == (32, 4, ())
-    # A batch that the run does not come to takes no memory.
+    # A batch that the run does not reach needs no memory.
     assert tiny_config(*RAMP, "train.steps=4", "parallel.data=8").at_largest_batch.train.global_batch_sequences == 16
     plain = tiny_config("parallel.data=8")
     assert plain.at_largest_batch is plain
@@ -163,7 +163,7 @@ def test_phases_are_checked_again_once_the_devices_are_known(tiny_config):
 
 @pytest.mark.parametrize(("rule", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
 def test_the_learning_rate_goes_with_the_batch(tiny_config, rule, power):
-    """Relative to the last batch, on top of a schedule in tokens."""
+    """Relative to the last batch, in addition to a schedule in tokens."""
     rate = make_learning_rate(tiny_config(*RAMP, f"train.batch_lr={rule}", "optimizer.learning_rate=1.0"))
     rates = [float(rate(jnp.asarray(step))) for step in range(6)]
     cosine = 0.1 + 0.45 * (1 + np.cos(np.pi * np.array(TOKENS) / 1792))
@@ -175,7 +175,7 @@ def test_the_learning_rate_goes_with_the_batch(tiny_config, rule, power):
 
 @pytest.fixture(scope="module")
 def whole(tiny_config, tmp_path_factory):
-    """(trainer, run folder, what was printed) of one undisturbed run through three phases."""
+    """(trainer, run folder, printed text) of one uninterrupted run through three phases."""
     folder, printed = tmp_path_factory.mktemp("ramp") / "whole", io.StringIO()
     with contextlib.redirect_stdout(printed):
         trainer = loop.fit(tiny_config(*EIGHT, *RAMP, *ROOT, f"run.dir={folder}"))
@@ -195,7 +195,7 @@ def test_each_number_of_microbatches_is_compiled_once(whole):
 
 @pytest.mark.slow
 def test_a_batch_that_comes_back_is_not_compiled_again(tiny_config):
-    """8, 16 and 8 sequences: each step's metrics arrive all the same, those before a compilation too."""
+    """8, 16 and 8 sequences: the metrics of each step arrive, also those before a compilation."""
     trainer = jaxllm.Trainer(tiny_config(*EIGHT, "train.batch_schedule=[[128, 16], [384, 8]]"))
     assert [line["tokens"] for line in trainer.steps(4)] == [128, 384, 512, 640]
     trainer.close()
@@ -203,7 +203,7 @@ def test_a_batch_that_comes_back_is_not_compiled_again(tiny_config):
 
 
 def test_steps_of_another_batch_say_nothing_of_how_long_these_take():
-    """The watchdog and the log of stragglers go by the last steps."""
+    """The watchdog and the straggler log use only the last steps."""
     for step in range(1001, 1006):
         progress.at_step(step)
     assert len(progress.last_steps()) == 3
@@ -211,7 +211,7 @@ def test_steps_of_another_batch_say_nothing_of_how_long_these_take():
     assert progress.last_steps() == []
     for step in range(1006, 1009):
         progress.at_step(step)
-    # The first two of a start are never counted.
+    # The first two steps of a start never count.
     assert len(progress.last_steps()) == 1
 
 
@@ -232,7 +232,7 @@ def test_a_batch_the_run_does_not_come_to_is_announced(tiny_config):
 
 
 def test_no_sample_is_left_out_or_read_twice(whole):
-    """Steps read consecutive samples, whatever their batch; the rows of a microbatch stay as many."""
+    """Steps read consecutive samples with any batch. The number of rows per microbatch stays the same."""
     trainer, first = whole[0], 0
     for step, batch in enumerate(BATCHES):
         expected = trainer.stream.samples(np.arange(first, first + batch))["tokens"].reshape(-1, 8, 16)
@@ -243,7 +243,7 @@ def test_no_sample_is_left_out_or_read_twice(whole):
 
 @pytest.mark.slow
 def test_resuming_inside_each_phase_equals_never_stopping(tiny_config, whole, tmp_path):
-    """Stopped after steps 1, 3 and 5: the state bit for bit, and every line of the metrics."""
+    """Stopped after steps 1, 3 and 5: the state is equal bit for bit, and so is every line of the metrics."""
     parts = (*EIGHT, *RAMP, *ROOT, f"run.dir={tmp_path / 'parts'}")
     for steps in (1, 3, 5, 6):
         trainer = loop.fit(tiny_config(*parts, f"train.steps={steps}"))
@@ -254,14 +254,14 @@ def test_resuming_inside_each_phase_equals_never_stopping(tiny_config, whole, tm
 
 
 def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config):
-    """A run that has got through three steps, so into its second batch."""
+    """A run of three steps, so inside its second batch."""
     meta = {"step": 3, "config": tiny_config(*RAMP).model_dump(mode="json")}
 
     def go_on(schedule):
         require_same_batches(Path("run"), meta, tiny_config(f"train.batch_schedule={schedule}"))
 
     go_on("[[256, 16], [4000, 64]]")
-    # Another threshold, the same steps.
+    # Another threshold that gives the same steps.
     go_on("[[200, 16]]")
     sentence = (
         "run holds a run of 3 steps that began with train.global_batch_sequences=8 and train.batch_schedule=[[256, 16]], but "
@@ -270,7 +270,7 @@ def test_what_is_done_of_a_schedule_stays_and_what_comes_may_change(tiny_config)
     for other in ("[]", "[[256, 32]]", "[[512, 16]]"):
         with pytest.raises(ConfigError, match=re.escape(sentence)):
             go_on(other)
-    # A run from before there were schedules.
+    # A run from a version without schedules.
     del meta["config"]["train"]["batch_schedule"]
     go_on("[[384, 16]]")
     with pytest.raises(ConfigError, match=r"began with train.global_batch_sequences=8 and train.batch_schedule=\[\], but"):

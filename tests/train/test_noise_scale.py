@@ -1,5 +1,5 @@
-"""The gradient noise scale: the estimator against known covariances, the squares it is made of on every mesh, a small Llama
-against brute force, and a run that logs it and is taken up again.
+"""The gradient noise scale: the estimator against known covariances, its squared norms on every mesh, a small Llama against
+brute force, and a run that logs it and is resumed.
 """
 
 import math
@@ -45,7 +45,7 @@ class Regression:
         self.trace = float((self.error @ g + noise**2) * self.variance.sum() + self.g2)
 
     def step(self, rng, sizes):
-        """One step's estimates, of parts of so many examples."""
+        """Estimates of one step whose parts have this many examples."""
         x = rng.normal(0, np.sqrt(self.variance), (sum(sizes), len(self.variance)))
         gradients = x * (x @ self.error + rng.normal(0, self.noise, len(x)))[:, None]
         of_parts = [part.mean(axis=0) for part in np.split(gradients, np.cumsum(sizes)[:-1])]
@@ -75,12 +75,12 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
         for _ in range(30):
             scale.add(*problem.step(rng, (4,) * 8))
         held += scale.found.low <= truth <= scale.found.high
-    # 95% of 300 is 285, give or take 4; the estimates are skewed, which costs a little.
+    # 95% of 300 is 285, with a standard deviation of 4. The estimates are skewed, which costs a little.
     assert 265 <= held <= 298
 
 
 def test_the_average_forgets():
-    """Ten times smaller from the 100th step on: after 400 more the start is forgotten, in the mean of all it is not."""
+    """Ten times smaller from step 100 on: after 400 more steps the average has forgotten the start; a plain mean has not."""
     recent, all_alike = NoiseScale(), NoiseScale(window=math.inf)
     for step in range(500):
         for scale in (recent, all_alike):
@@ -107,7 +107,7 @@ def test_a_gradient_that_is_lost_in_the_noise_has_no_upper_end():
     for number in range(50):
         scale.add(0.1 + 3 * (-1) ** number, 100 + 5 * (-1) ** (number // 2))
     assert math.isinf(scale.found.high)
-    # |g|^2 is 0.1, give or take 2.01 x 3.03 / sqrt(50) = 0.86, and tr(S) is 100.2.
+    # |g|^2 is 0.1 +- 2.01 x 3.03 / sqrt(50) = 0.86, and tr(S) is 100.2.
     assert scale.found.low == pytest.approx(100.2 / 0.96, rel=0.01)
     nothing = NoiseScale(window=math.inf)
     for sign in (1, -1) * 10:
@@ -121,7 +121,7 @@ def test_students_t(freedom, expected):
 
 
 def test_the_reading():
-    """Steps and tokens to a loss are 1 + b/B and 1 + B/b times the least: at B = b half is wasted, and 2 B takes 3/4 of the
+    """Steps and tokens to a loss are 1 + b/B and 1 + B/b times the minimum: at B = b half is wasted, and 2 B needs 3/4 of the
     steps and 3/2 of the tokens."""
     for batch, scale in ((1.0, 1.0), (3.0, 1.0), (1.0, 10.0)):
         steps, tokens = (lambda B, b=scale: 1 + b / B), (lambda B, b=scale: 1 + B / b)
@@ -143,9 +143,9 @@ def test_the_reading():
 # ------------------------------------------------------------------------------------------------------------- every mesh
 
 PARTS, ROWS, S = 8, 2, 16
-"""Eight parts of two sequences, whatever the mesh."""
+"""Eight parts of two sequences on every mesh."""
 MESHES = {
-    # replica, pipe, data, context, tensor, zero; more
+    # Sizes of replica, pipe, data, context, tensor, zero; then more overrides.
     "one device": ((1, 1, 1, 1, 1, 1),),
     "one device, tied": ((1, 1, 1, 1, 1, 1), "model.tie_embeddings=true"),
     "data ranks": ((1, 1, 8, 1, 1, 1),),
@@ -175,7 +175,7 @@ FAST = {"one device", "data ranks", "zero 3, tensor", "pipeline, zero 2, tied", 
 
 
 def rows_of_parts():
-    """[parts x rows, S]: targets from hardly any to all, and none in the third part; two documents a row."""
+    """[parts x rows, S]: from almost no to all targets, none in the third part; two documents per row."""
     rng = np.random.default_rng(0)
     shape = (PARTS * ROWS, S)
     ids = rng.integers(0, 256, (shape[0], S + 1)).astype(np.int32)
@@ -191,7 +191,7 @@ def rows_of_parts():
 
 
 def in_microbatches(microbatches):
-    """A Run's `batch`: parts in the order of microbatches, and in each of data ranks."""
+    """The `batch` of a Run: parts in the order of microbatches, and within each of data ranks."""
     return lambda seed=0: {name: a.reshape(microbatches, -1, S) for name, a in rows_of_parts().items()}
 
 
@@ -210,7 +210,7 @@ def make_run(tiny_config):
 
 @pytest.fixture(scope="module")
 def one_by_one(make_run):
-    """variant -> of each part (targets, mean loss, gradients of that), by separate calls on one device."""
+    """variant -> (targets, mean loss, its gradients) of each part, by separate calls on one device."""
     cache = {}
 
     def measure(*variant):
@@ -229,7 +229,7 @@ def one_by_one(make_run):
 
 
 def joined(parts):
-    """(mean square, number of parts, loss, gradients) of the step that these parts make."""
+    """(mean square, number of parts, loss, gradients) of the step with these parts."""
     parts = [part for part in parts if part[0]]
     shares = np.array([targets for targets, _, _ in parts]) / sum(targets for targets, _, _ in parts)
     squares = [sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(part[2])) for part in parts]
@@ -243,7 +243,7 @@ def variant_of(more):
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MESHES])
 def test_parts_are_the_same_on_every_mesh(make_run, one_by_one, name):
-    """Accumulation, data, pipeline, ZeRO, tensor, context and islands: as separate gradients say, and so is their sum."""
+    """Accumulation, data, pipeline, ZeRO, tensor, context and replicas: parts and their sum match separate gradients."""
     mesh, *more = MESHES[name]
     run = make_run(mesh, *more)
     mean_square, count, expected_loss, expected = joined(one_by_one(*variant_of(more)))
@@ -261,7 +261,7 @@ def test_parts_are_the_same_on_every_mesh(make_run, one_by_one, name):
 
 
 def test_an_island_on_its_own_measures_its_own(make_run, one_by_one):
-    """DiLoCo: two islands, two data ranks each, two microbatches: island k has every second pair of parts."""
+    """DiLoCo with two replicas of two data ranks and two microbatches: replica k has every second pair of parts."""
     run = make_run((2, 1, 2, 1, 1, 1), "train.diloco_steps=2")
     both = jax.jit(
         lambda params, batch: run.functions.value_grad_and_parts(
@@ -313,8 +313,8 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_measuring_sends_next_to_nothing(tiny_config, name):
-    """Compiled for eight H100s, four microbatches: beside the plain step's, numbers and a pipeline's final norm. Outside
-    pipelines it takes no memory either.
+    """Compiled for eight H100s with four microbatches: in addition to the plain step it needs a few numbers and a pipeline's
+    final norm. Outside pipelines it needs no memory either.
     """
     data, *axes = COMPILED[name]
     sent, memory = {}, {}
@@ -334,7 +334,7 @@ def test_measuring_sends_next_to_nothing(tiny_config, name):
 
 
 def test_a_small_llama_agrees_with_512_separate_gradients(tiny_config):
-    """64 steps of 8 sequences with the weights left alone. Some ids are frequent, so that there is something to learn."""
+    """64 steps of 8 sequences with constant weights. Some ids are frequent, so that there is something to learn."""
     sequences = 512
     frequency = 1 / np.arange(1, 257)
     ids = np.random.default_rng(0).choice(256, (sequences, S + 1), p=frequency / frequency.sum()).astype(np.int32)
@@ -381,15 +381,15 @@ RUN = ("run.cpu_devices=8", "parallel.data=8", "log.noise_scale_every=2", "train
 
 @pytest.mark.slow
 def test_a_run_logs_it_and_goes_on_with_it(tiny_config, tmp_path, capsys):
-    """Every second step, by a program of its own; averages go on where a run is taken up again."""
+    """Every second step, by its own program. Averages continue after a resume."""
     kept = ("checkpoint.every_steps=4", "log.baselines=false")
     whole = fit(tiny_config(*RUN, *kept, f"run.dir={tmp_path / 'whole'}"))
     assert whole.traces == 2
-    # As if it had been killed after the fifth step.
+    # As if the run had been killed after the fifth step.
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     shutil.rmtree(tmp_path / "halves" / "checkpoints" / "6")
     resumed = fit(tiny_config(*RUN, *kept, f"run.dir={tmp_path / 'halves'}"))
-    # With each save: two, and one.
+    # With each save: two averages, and one.
     assert capsys.readouterr().out.count("gradient noise scale") == 3
     jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
     assert resumed.noise.found == whole.noise.found
@@ -398,7 +398,7 @@ def test_a_run_logs_it_and_goes_on_with_it(tiny_config, tmp_path, capsys):
         assert NAMES & line.keys() == (NAMES if line["step"] % 2 == 0 else set())
         assert {name: line[name] for name in NAMES & line.keys()} == {name: other[name] for name in NAMES & line.keys()}
     assert lines[-1]["noise_s"] > 0
-    # 8 parts: their variance cannot be negative, and the unbiased square is below the biased one.
+    # With 8 parts their variance cannot be negative, and the unbiased square is below the biased one.
     assert lines[-1]["noise_g2"] < lines[-1]["grad_norm"] ** 2
 
 

@@ -1,4 +1,4 @@
-"""A run that version 0.1.0 saved, before its modules moved into rooms, is resumed by this version with the same losses."""
+"""A run that version 0.1.0 saved, before its modules moved, is resumed by this version with the same losses."""
 
 import shutil
 from pathlib import Path
@@ -12,12 +12,12 @@ OLD_RUN = Path(__file__).parents[1] / "golden" / "run_0_1_0"
 """Two steps of the model below on one CPU device, JAX 0.10.2, with the checkpoint of step 2."""
 SMALLER = ("model.hidden_size=16", "model.intermediate_size=32", "model.num_heads=2", "model.num_kv_heads=1")
 OLD_LOSSES = {3: 5.530468940734863, 4: 5.5307536125183105}
-"""What version 0.1.0 itself logged when it resumed this checkpoint on that device."""
+"""Losses that version 0.1.0 logged when it resumed this checkpoint on that device."""
 
 
 @pytest.mark.parametrize("mesh", ["parallel.data=8", "parallel.pipe=2 parallel.data=2 parallel.tensor=2"])
 def test_a_checkpoint_of_version_0_1_0_is_resumed(tiny_config, text_file, tmp_path, monkeypatch, mesh):
-    # The order of samples follows from the names of the files, as given.
+    # The order of samples depends on the names of the files, as given.
     shutil.copy(text_file, tmp_path / "words.txt")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""A run from outside: metrics, evaluation, resume, one trace."""
+"""A run as its user sees it: metrics, evaluation, resuming, one trace."""
 
 import json
 import math
@@ -25,7 +25,7 @@ EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "tr
 
 @pytest.fixture(scope="module")
 def finished(tiny_config, tmp_path_factory):
-    """(trainer, run folder) of one undisturbed run of four steps."""
+    """(trainer, run folder) of one uninterrupted run of four steps."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     return fit(tiny_config(*EIGHT, f"run.dir={folder}")), folder
 
@@ -69,7 +69,7 @@ def test_resuming_equals_never_stopping(tiny_config, tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_goes_on_with_the_same_samples_on_another_mesh(text_file, tmp_path):
-    """Two sources, packed, saved on data 8 with ZeRO 3, taken up on data 2 x tensor 4 with ZeRO 1."""
+    """Two packed sources, saved on data 8 with ZeRO 3, resumed on data 2 x tensor 4 with ZeRO 1."""
     (tmp_path / "other.txt").write_text("some other text, over and over; " * 40)
     parts = (("words", text_file, 3), ("other", tmp_path / "other.txt", 1))
     mixture = [{"name": name, "source": "files", "paths": [str(path)], "weight": weight} for name, path, weight in parts]
@@ -117,8 +117,8 @@ def test_steps_yields_every_step_and_stops_at_will(tiny_config):
 
 
 def test_ctrl_c_leaves_a_whole_step_and_loses_no_sample(finished, tiny_config):
-    """Within the call that uses up the old state, and after a batch has left the queue: both times the losses that follow are
-    those of the run that nobody disturbed."""
+    """An interrupt inside the call that donates the old state, and one after a batch has left the queue: the following losses
+    are those of an uninterrupted run."""
     _, folder = finished
     trainer = jaxllm.Trainer(tiny_config(*EIGHT))
     losses = {}
@@ -200,7 +200,7 @@ def test_a_run_goes_on_only_as_the_same_run(finished, tiny_config, change, sente
 
 
 def test_metrics_after_a_crash_hold_each_step_once(tmp_path):
-    """Steps past the checkpoint are done again; their first lines are kept aside, a line cut short with them."""
+    """Steps after the checkpoint run again. Their first lines are moved aside, including a truncated one."""
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path, 0)
     for step in (1, 2, 3):
@@ -226,7 +226,7 @@ def test_a_run_that_ends_in_its_warm_up_says_so(tiny_config, tmp_path, capsys):
 
 
 def test_a_pipeline_says_what_it_costs(tiny_config, tmp_path, capsys):
-    """Idle share, with the batch that makes it less; identity layers; and names in parallel.remat that nothing here has."""
+    """Idle share, with the batch that reduces it; identity layers; names in parallel.remat that do not occur here."""
     pipeline = ("parallel.pipe=2", "model.num_layers=3", "train.microbatch_sequences=1", "data.held_out_fraction=0")
     remat = "parallel.remat={attention_lse: keep, attention_output: keep}"
     fit(tiny_config("run.cpu_devices=8", *pipeline, remat, f"run.dir={tmp_path}", "train.steps=1"))
@@ -250,14 +250,14 @@ def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkey
 def test_a_second_run_in_the_same_directory_is_refused(tiny_config, tmp_path):
     with hold_run_dir(tmp_path), pytest.raises(ConfigError, match=rf"^run.dir={tmp_path} is in use by pid {os.getpid()} on "):
         fit(tiny_config(*EIGHT, f"run.dir={tmp_path}"))
-    # Released by its end: the same directory is free.
+    # Released at its end: the same directory is free.
     with hold_run_dir(tmp_path):
         pass
 
 
 @pytest.mark.slow
 def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, monkeypatch, capsys):
-    """Between two steps nobody would look for it: at step 2 of 4 nothing is due to be saved."""
+    """Only the evaluation looks for the signal here: between steps nothing does, and no save is due at step 2 of 4."""
     monkeypatch.setattr(SignalHandler, "begin", lambda self: None)
     monkeypatch.setattr(SignalHandler, "agreed_signal", lambda self: "SIGTERM")
     trainer = fit(tiny_config("run.cpu_devices=8", "parallel.data=8", "train.eval_every_steps=2", f"run.dir={tmp_path}"))
@@ -268,7 +268,7 @@ def test_a_signal_during_an_evaluation_saves_and_stops(tiny_config, tmp_path, mo
 
 
 def test_an_evaluation_that_the_end_of_a_run_lost_is_made_up_for(finished, tiny_config):
-    """Killed after the last save and before the last evaluation: the next start evaluates, and only once."""
+    """Killed between the last save and the last evaluation: the next start evaluates, and only once."""
     _, folder = finished
     path, lines = folder / "metrics.jsonl", records(folder)
     path.write_text("".join(json.dumps(r) + "\n" for r in lines if not ("eval_loss" in r and r["step"] == 4)))
