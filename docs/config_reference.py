@@ -14,7 +14,7 @@ from jaxllm.config import json_schema
 
 PAGE = Path(__file__).with_name("config.md")
 NAMED = "that of `name`"
-"""The default of a model's size: the schema does not require it, for a published shape has it."""
+"""Default of a model size: the schema does not require it, because a published shape has it."""
 HEAD = """# Every key of a recipe
 
 A recipe is a YAML file with the sections below. `section.key=value` on the command line overrides a key. `null` is YAML's word
@@ -22,7 +22,7 @@ for nothing. `python docs/config_reference.py` writes this page from the code: t
 
 ## Where it lives
 
-`jaxllm/config/config.py`: each key with its type, its default and a docstring.
+`jaxllm/config/sections.py`: each key with its type, its default and a docstring.
 
 ## How it is tested
 

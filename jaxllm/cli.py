@@ -1,4 +1,4 @@
-"""`jaxllm COMMAND`: parses and dispatches. User errors end here as one sentence and exit code 2."""
+"""`jaxllm COMMAND`: parses arguments and dispatches. User errors end here, as one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=epilog("train quickstart", "train --help"),
 )
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tokenises text.")
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Turns text into tokens.")
 app.add_typer(data_app, name="data")
-convert_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face's format."
-)
+convert_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face format.")
 app.add_typer(convert_app, name="convert")
 
 
@@ -54,13 +52,13 @@ def callback(
 
 @app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))
 def train(recipe: Recipe) -> None:
-    """Trains; resumes automatically from the run directory."""
+    """Trains a model; resumes automatically from the run directory."""
     loaded = load(recipe)
     from jaxllm.runtime import distributed, exit_codes
     from jaxllm.train.loop import fit
 
     if fit(loaded).stopped_by and distributed.launch_info().restarts:
-        # Some launchers kill the other processes as soon as one has ended.
+        # Some launchers end the other processes as soon as one exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise typer.Exit(exit_codes.RESTART)
 
@@ -68,17 +66,17 @@ def train(recipe: Recipe) -> None:
 @app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))
 def inspect(
     recipe: Recipe,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none of them need be here.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none is needed here.")] = None,
     gpus_per_host: Annotated[
         int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
     ] = None,
     picture: Annotated[
         str | None,
-        typer.Option(metavar="FILE.png", help="Draw which context rank computes which block of attention, and when."),
+        typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the mesh, the parameters and wasted work. Every parameter with its shardings and bytes per device."""
+    """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
     loaded = load(recipe)
     from jaxllm.compile.inspect import inspect_config
     from jaxllm.compile.inspect_text import render
@@ -101,7 +99,7 @@ def estimate(
     recipe: Recipe,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: only bytes, no speed."),
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: memory only, no speed."),
     ] = None,
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
@@ -117,17 +115,17 @@ def estimate(
     over: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT", help="Draw bytes over sequence, microbatch or step instead; step compiles for --gpu (extra aot)."
+            metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimates memory per device and speed. Bytes by term and stage, by closed forms, in a moment."""
+    """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
     from jaxllm.plan.estimate import estimate as estimate_config
 
     report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
     if over is not None and picture is None:
-        raise ConfigError(f"--over={over} draws a picture: give its file with --picture FILE.png.")
+        raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
     if over == "step" and picture is not None:
         from jaxllm.plots.memory_timeline import draw_step
 
@@ -149,13 +147,13 @@ def compile_(
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
     real_memory: Annotated[
-        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory: does XLA rematerialise?")
+        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
     cache: CacheDir = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compiles the real train step for GPUs that need not be here. Reports its bytes, its transfers, and whether it fits."""
+    """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
     loaded = load(recipe)
@@ -181,7 +179,7 @@ def plan(
     gpus: GpuCount = None,
     gpus_per_host: GpusPerHost = None,
     compile_: Annotated[
-        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: only estimates.")
+        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates only.")
     ] = 8,
     objective: Annotated[
         str,
@@ -192,11 +190,13 @@ def plan(
     ] = "speed",
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Keep this value of the config: tensor, zero, remat ... May be repeated."),
+        typer.Option(metavar="NAME", help="Do not change this setting of the config: tensor, zero, remat ... Repeatable."),
     ] = None,
     across_hosts: Annotated[
         bool | None,
-        typer.Option("--across-hosts/--within-hosts", help="Allow context across hosts? Default: only if nothing else fits."),
+        typer.Option(
+            "--across-hosts/--within-hosts", help="May context x tensor cross hosts? Default: only if nothing else fits."
+        ),
     ] = None,
     host_gib_per_gpu: Annotated[
         float, typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU.")
@@ -209,7 +209,7 @@ def plan(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for the fastest configuration that fits. Tries mesh, ZeRO, microbatch, schedule, remat; compiles the best."""
+    """Searches for the fastest config that fits. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.recipe import check_new, write_recipe
@@ -234,7 +234,7 @@ def plan(
         with nullcontext() if as_json else progress_bar() as progress:
             found = outcome(loaded, request, progress)
     except KeyboardInterrupt:
-        print("jaxllm: stopped before any configuration that fits was found.", file=sys.stderr)
+        print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(found.to_json()))
@@ -254,7 +254,7 @@ def schedule(
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the pipeline's schedule. What each stage does in each tick, its idle share, and its stored activations."""
+    """Shows the pipeline schedule. The work of each stage over time, its idle share of the step, and what it must store."""
     loaded = load(recipe)
     from jaxllm.plan.pipeline_report import pipeline_report
 
@@ -268,24 +268,24 @@ def schedule(
 
 @app.command("report", **example("report runs/quickstart"))
 def report_(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory (run.dir). Only the page is written into it.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory (run.dir). It is only read, except for the page.")],
     out: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. An old page is overwritten.")
+        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. It is overwritten.")
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="Predict steps on this kind; default: the measured speed, for any number."),
+        typer.Option(metavar="NAME|FILE.yaml", help="Predict step times on this kind of GPU; default: the measured step time."),
     ] = None,
     gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per host; default: that kind's.")] = None,
     loss: Annotated[
         float | None,
-        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest it reached."),
+        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest reached."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
     ] = False,
 ) -> None:
-    """Shows the course of a run, with pictures as one HTML page. And predicts the effect of more data ranks."""
+    """Reports on a run, with charts in one HTML page. Also predicts the effect of more data ranks."""
     from jaxllm.run_report.page import FILE_NAME, write_page
     from jaxllm.run_report.summary import report_on
 
@@ -303,14 +303,14 @@ app.command(**example("generate --model runs/quickstart --prompt 'def ' --temper
 def doctor(
     recipe: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; default: all local devices."),
+        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; none: all devices here."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the devices' own kind.")
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the kind found.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Checks devices, network, clocks and run directory. Here, or on all processes of a launch; exit code 1 if one fails."""
+    """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
     from jaxllm.cost_model.hardware import find_gpu
     from jaxllm.doctor.doctor import examine, read, render
 
@@ -341,7 +341,7 @@ def schema() -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # Orbax logs a page for each error of a save, and raises it too. Our sentence is enough.
+    # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         try:
@@ -354,10 +354,10 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *exit_codes.FULL):
             raise
-        # The reader may have closed the pipe.
+        # The reader of a pipe may stop early.
         if error.errno != errno.EPIPE:
             print_sentence(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.")
-        # Otherwise the rest in the buffers would fail again at exit.
+        # The rest in the buffers would fail again at exit.
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         sys.exit(exit_codes.exit_code_for(error))

@@ -30,7 +30,7 @@ def export(
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     force: Force = False,
 ) -> None:
-    """Writes only the weights of a run. For train.init_from, for other machines, or to keep."""
+    """Writes only the weights of a run. For train.init_from, for other machines, or for an archive."""
     from jaxllm.checkpoint.weights import export as export_weights
 
     found = export_weights(source, destination, step, dtype, force)
@@ -43,18 +43,16 @@ def evaluate(
     overrides: Overrides = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(metavar="S", help="Tokens per window; default: 1024, or fewer if the model was made for fewer."),
+        typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Tokens from one window to the next; default: S. A smaller N gives each token more context."
-        ),
+        typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only with --stride; the rest is dropped."""
+    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
     from jaxllm.commands import predict
     from jaxllm.commands.plan import progress_bar
 
@@ -66,30 +64,32 @@ def evaluate(
 
 def generate(
     model: ModelFolder,
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to continue; repeat the option for several.")],
+    prompt: Annotated[
+        list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
+    ],
     overrides: Overrides = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are user messages: answer by the model's chat template.")
+        bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens for each prompt.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens per prompt.")] = 128,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="0: the likeliest token; 1: sample from the model's distribution.")
+        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 samples from the model's probabilities.")
     ] = 0.0,
     top_p: Annotated[
         float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample from this many of the likeliest tokens; default: all.")
+        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; default: from all.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends a text, in addition to stop tokens; may be repeated.")
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
     ] = None,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continues prompts, to see what a model has learnt. Uses a key-value cache; shows text as it arrives."""
+    """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
     from jaxllm.commands import predict
     from jaxllm.inference.text_stream import InTurn
 
@@ -124,21 +124,21 @@ def data_prepare(
             "any other text file: one document. .gz and .zst are decompressed.",
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="The output folder; a stopped run resumes in it.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
     tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
     text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
     workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Make the I-th of N parts of the work, from 0; all with the same --out.")
+        str, typer.Option(metavar="I/N", help="Do the I-th of N parts of the work, from 0; all parts use the same --out.")
     ] = "0/1",
     shard_megabytes: Annotated[
         int | None,
-        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of it, but 4 to 256."),
+        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenises text once into a folder to train on. Uses several processes; run it again to resume."""
+    """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
     from jaxllm.data.prepare import parse_shard, prepare
 
     try:
@@ -165,30 +165,31 @@ def convert_from_hf(
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Converts a Hugging Face folder to jaxllm's own format. Exact, one tensor at a time, and verified."""
+    """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
     from jaxllm.checkpoint.hf_convert import from_hf
 
     print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
 
 
 def convert_to_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm folder, a run directory or a checkpoint.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers loads.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
     step: SavedStep = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum file size, such as 500MiB; more is written as several with an index.")
+        str,
+        typer.Option(metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index."),
     ] = "5GB",
     max_position: Annotated[
         int | None,
-        typer.Option(metavar="N", help="max_position_embeddings; default: the original value, or a run's length if larger."),
+        typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
     ] = None,
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Converts a model or a run to a Hugging Face folder. Verifies the result."""
+    """Writes a model or a run as a Hugging Face folder. Verifies the result."""
     from jaxllm.checkpoint.hf_convert import parse_size, to_hf
 
     done = to_hf(

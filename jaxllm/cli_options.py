@@ -15,15 +15,15 @@ from jaxllm.config import Config, ConfigError, load_config
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 GpuCount = Annotated[
-    int | None, typer.Option(metavar="N", help="Number of GPUs; none of them need be here. Default: the config's mesh.")
+    int | None, typer.Option(metavar="N", help="Number of GPUs; none is needed here. Default: the config's mesh.")
 ]
 GpusPerHost = Annotated[
     int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
 ]
 CacheDir = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Cache of compile reports; default: jaxllm/compile in the user's cache.")
+    str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is cached, and cache nothing.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
 SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
 Verify = Annotated[
@@ -43,8 +43,8 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[SECTION.KEY=VALUE]...",
-        help="Settings, such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
-        "over the local devices.",
+        help="Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
+        "on all devices here.",
     ),
 ]
 ModelFolder = Annotated[
@@ -56,7 +56,7 @@ OtherTokenizer = Annotated[
 
 
 class Command(TyperCommand):
-    """Help that names arguments by their metavars only, which show what is optional or repeatable."""
+    """Help that shows only the metavar of each argument. The metavar shows whether it is optional or repeatable."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
@@ -66,7 +66,7 @@ class Command(TyperCommand):
             rows = []
             for one in self.get_params(ctx):
                 if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
-                    # Some versions of typer escape brackets for rich, which is off here.
+                    # Some versions of typer escape brackets for rich, which is not used here.
                     name = one.metavar if title == "Arguments" else record[0]
                     rows.append((name, record[1].replace("\\[", "[")))
             if rows:
@@ -75,17 +75,17 @@ class Command(TyperCommand):
 
 
 def epilog(*lines: str) -> str:
-    """Example command lines at the end of a help text, unwrapped."""
+    """The example command lines at the end of a help text, not rewrapped."""
     return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
 
 
 def example(*lines: str) -> dict[str, Any]:
-    """Common options of all commands."""
+    """Arguments of `app.command` that all commands here share, with example command lines."""
     return {"cls": Command, "epilog": epilog(*lines)}
 
 
 def fitted(lines: Iterable[str]) -> str:
-    """Lines unchanged; on a terminal, too long ones are wrapped between words and indented."""
+    """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
     if not sys.stdout.isatty():
         return "\n".join(lines)
     width = shutil.get_terminal_size().columns
@@ -104,7 +104,7 @@ def fitted(lines: Iterable[str]) -> str:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Prints on one of several processes."""
+    """Prints on the main process only."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
@@ -116,7 +116,7 @@ def show_at_once(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """Prints a note to standard error, on one of several processes."""
+    """Prints a line to standard error on the main process only."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():

@@ -1,10 +1,10 @@
-"""From named dims to mesh axes. A strategy is data: a table of rules, matched strictly.
+"""Maps named dims to mesh axes. A strategy is data: a table of rules, matched strictly.
 
-Every parameter declares its dims once, in the model. Here each dim name gets the mesh axis that splits it; a name without a
-rule, an axis used twice in one parameter and a size that does not divide are errors that say which parameter and why.
+Every parameter declares its dims once, in the model. The rules here give each dim name the mesh axis that shards it. A name
+without a rule, an axis used twice in one parameter and a size that does not divide are errors that name the parameter.
 
-A parameter has two layouts. `compute` is how the train step reads it: split over pipe and tensor alone. `master` is how the
-fp32 weight and its moments lie in memory: from ZeRO 1 on they are split over data x context too.
+A parameter has two layouts. `compute` is its sharding in the train step: over pipe and tensor only. `master` is the sharding of
+the fp32 weight and its moments: from ZeRO 1 on also over data x context.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
 STACK_DIMS = ("layers", "virtual_stages", "stages", "stage_layers")
-"""Dims that count layers (parallel/layer_stacking.py), leading in every parameter of the layer stack."""
+"""Dims that count layers (parallel/layer_stacking.py). They are the leading dims of every parameter of the layer stack."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of the parameter table: what the model declared."""
+    """An entry of the parameter table, as the model declared it."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,18 +43,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a parameter lies: `compute` in the train step, `master` at rest, and the dim that ZeRO cuts (None: replicated)."""
+    """PartitionSpecs of a parameter (`compute` in the train step, `master` in the state) and the dim that ZeRO shards."""
 
     compute: PartitionSpec
     master: PartitionSpec
     zero_dim: int | None
+    """None: replicated."""
 
 
 def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tuple[str, ...]]:
     """Rules for parameters.
 
-    Fewer key-value heads than tensor ranks: their projections are replicated over tensor, and each rank uses the one head its
-    query heads belong to, as Megatron-LM does. The config refuses what divides neither way.
+    With fewer key-value heads than tensor ranks, their projections are replicated over tensor, and each rank uses the one head
+    of its query heads, as Megatron-LM does. The config refuses numbers that divide neither way.
     """
     return {
         "layers": (PIPE,),
@@ -71,10 +72,10 @@ def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tupl
 
 
 ACTIVATION_RULES: Rules = {
-    # Batch and context are split by hand before the model sees them.
+    # Batch and context are manual axes, split before the model runs.
     "batch": (),
     "sequence": (),
-    # Between blocks the sequence is split over tensor too (Korthikanti et al., 2022: sequence parallelism).
+    # Between blocks the sequence is sharded over tensor too (Korthikanti et al., 2022: sequence parallelism).
     "sequence_shard": (TENSOR,),
     "embed": (),
     "heads": (TENSOR,),
@@ -83,10 +84,10 @@ ACTIVATION_RULES: Rules = {
 
 
 def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Mapping[str, int]) -> PartitionSpec:
-    """The partition of one array.
+    """The PartitionSpec of one array.
 
     Raises:
-      ConfigError: a dim without a rule, an axis unknown or on two dims, or a size that does not divide; the message names
+      ConfigError: a dim has no rule, an axis is unknown or shards two dims, or a size does not divide. The message names
         parameter, shape and axis.
     """
     where = f"Parameter {path} with dims {dims} and shape {shape}"
@@ -98,9 +99,11 @@ def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Ma
             raise ConfigError(f"{where}: there is no sharding rule for {dim!r}; add one, or use one of {', '.join(rules)}.")
         for axis in rules[dim]:
             if axis not in sizes:
-                raise ConfigError(f"{where}: the rule for {dim!r} names {axis!r}, no mesh axis; use one of {', '.join(sizes)}.")
+                raise ConfigError(
+                    f"{where}: {axis!r} in the rule for {dim!r} is not a mesh axis; use one of {', '.join(sizes)}."
+                )
             if axis in used:
-                raise ConfigError(f"{where}: dims {used[axis]!r} and {dim!r} both lie on mesh axis {axis!r}; change one rule.")
+                raise ConfigError(f"{where}: dims {used[axis]!r} and {dim!r} are both sharded over {axis!r}; change one rule.")
             used[axis] = dim
         ways = math.prod(sizes[axis] for axis in rules[dim])
         if size % ways:
@@ -112,7 +115,7 @@ def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Ma
 
 
 def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layout:
-    """Compute and master partition of one parameter."""
+    """The compute and master PartitionSpec of one parameter."""
     sizes = axis_sizes(parallel)
     compute = match(parameter.path, parameter.shape, parameter.dims, rules, sizes)
     ranks = math.prod(sizes[axis] for axis in ZERO_AXES)
@@ -121,14 +124,14 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     for name in ZERO_DIMS:
         if name in parameter.dims:
             dim = parameter.dims.index(name)
-            # Not a dim that another axis splits: a rank would then hold every t-th piece of what it gathers.
+            # A dim that another axis shards is not used: a rank would then hold every t-th piece of the gathered array.
             taken = math.prod(sizes[axis] for axis in rules[name])
             if taken == 1 and parameter.shape[dim] % ranks == 0:
                 master = list(compute)
                 master[dim] = ZERO_AXES
                 return Layout(compute, PartitionSpec(*master), dim)
     if len(unstacked(parameter.dims)) == 1:
-        # A norm's scale: a few kilobytes, replicated rather than a reason to refuse the mesh.
+        # A norm's scale has a few kilobytes: it is replicated, so that the mesh need not be refused.
         return Layout(compute, compute, None)
     raise ConfigError(
         f"Parameter {parameter.path} with dims {parameter.dims} and shape {parameter.shape} has no dim that divides over "
@@ -137,55 +140,54 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
 
 
 def unstacked(dims: Dims) -> Dims:
-    """The dims of one layer's parameter."""
+    """The dims of the parameter of one layer."""
     return tuple(dim for dim in dims if dim not in STACK_DIMS)
 
 
 def stack_dims(dims: Dims) -> int:
-    """How many leading dims of a parameter count layers."""
+    """Number of leading dims of a parameter that count layers."""
     return len(dims) - len(unstacked(dims))
 
 
 def is_zero_sharded(path: str, parallel: ParallelConfig, level_from: int) -> bool:
-    """Whether ZeRO shares out a parameter's gradient (level_from=2) or its copy in the train step (3). In a pipeline that is
-    done with the layers alone: the rest is needed in every tick.
+    """Whether ZeRO shards the gradient (level_from=2) of a parameter, or its copy in the train step (3). In a pipeline it does
+    so only for the layers, because every tick uses the other parameters.
     """
     return parallel.zero >= level_from and (parallel.pipe == 1 or path.split(".")[0] == "layers")
 
 
 def vocab_rows(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Rows of the embedding and the head: vocab_size padded to what divides over the axes it lies on.
+    """Rows of the embedding and the head: vocab_size padded to a multiple of the axes that shard it.
 
-    The rows added are zero, take no part in the loss and are cut off on export.
+    The added rows are zero, do not enter the loss and are removed on export.
     """
     ways = parallel.pipe * parallel.tensor
     return -(-model.vocab_size // ways) * ways
 
 
 def named(mesh: Mesh, specs: Any) -> Any:
-    """A tree of PartitionSpecs as NamedShardings."""
+    """Converts a tree of PartitionSpecs to NamedShardings."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def map_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
-    """`function` of each PartitionSpec of a tree."""
+    """Applies `function` to each PartitionSpec of a tree."""
     return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def replica_spec(spec: PartitionSpec, replicas: int) -> PartitionSpec:
-    """The layout of what each of so many islands has of its own, with a leading dim that counts them: inside an island as
-    `spec` says."""
+    """Adds a leading replica dim to `spec`. Each replica holds its own copy, sharded within the replica by `spec`."""
     return PartitionSpec(REPLICA if replicas > 1 else None, *spec)
 
 
 def tensor_specs(layouts: Any) -> Any:
-    """PartitionSpecs of parameters in the train step over the tensor axis alone. `layouts`: a tree of Layout."""
+    """PartitionSpecs of parameters in the train step over the tensor axis only. `layouts`: a tree of Layout."""
     return jax.tree.map(lambda x: PartitionSpec(*[TENSOR if _has(TENSOR, axes) else None for axes in x.compute]), layouts)
 
 
 def manual_spec(layout: Layout, share: bool) -> PartitionSpec:
-    """PartitionSpec of a parameter over the manual axes alone: of a rank's ZeRO shard with `share`, else of the full weight, as
-    the train step reads it.
+    """PartitionSpec of a parameter over the manual axes only: of a rank's ZeRO shard with `share`, else of the full weight in
+    the train step.
     """
     entries: list[Any] = [PIPE if _has(PIPE, axes) else None for axes in layout.compute]
     if share and layout.zero_dim is not None:
@@ -207,8 +209,8 @@ def unstack_layout(layout: Layout, stack_dims: int) -> Layout:
 
 
 def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` run on each tensor rank's part, inside a region that is manual over the other axes: there nothing is left to
-    the compiler. Specs name the tensor axis alone.
+    """Runs `function` on the part of each tensor rank, inside a region that is manual over the other axes. All axes are then
+    manual. Specs name only the tensor axis.
     """
 
     def mapped(*inputs: Any) -> Any:
@@ -221,7 +223,7 @@ def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Calla
 
 
 def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Array]:
-    """constrain(x, dims): pins an activation's layout over the axes the compiler handles."""
+    """Returns constrain(x, dims), which fixes the sharding of an activation over the axes that the compiler handles."""
     if sizes[TENSOR] == 1:
         return lambda x, dims: x
 

@@ -13,7 +13,7 @@ RULES = {"embed": (), "heads": ("tensor",), "mlp": ("tensor",), "vocab": ("pipe"
 
 REFUSALS = {
     (("embed", "heds"), (8, 8)): "no sharding rule for 'heds'; add one, or use one of embed, heads, mlp, vocab.",
-    (("heads", "mlp"), (8, 8)): "dims 'heads' and 'mlp' both lie on mesh axis 'tensor'; change one rule.",
+    (("heads", "mlp"), (8, 8)): "dims 'heads' and 'mlp' are both sharded over 'tensor'; change one rule.",
     (("embed", "heads"), (8, 9)): "heads=9 does not divide over tensor=4; change parallel.tensor or the size.",
     (("embed",), (8, 8)): "1 dims are declared for 2; name every dim.",
 }
@@ -29,7 +29,7 @@ def test_refusals_name_parameter_shape_and_axis(dims, shape):
 
 def test_a_typo_in_an_axis_is_refused():
     with pytest.raises(
-        ConfigError, match="the rule for 'heads' names 'tensro', no mesh axis; use one of pipe, data, context, tensor"
+        ConfigError, match="'tensro' in the rule for 'heads' is not a mesh axis; use one of pipe, data, context, tensor"
     ):
         match("x", (8,), ("heads",), {"heads": ("tensro",)}, SIZES)
 

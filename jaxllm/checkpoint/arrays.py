@@ -1,4 +1,4 @@
-"""Reads the arrays of a checkpoint directly into the shardings of another mesh, and restacks layers for another pipeline."""
+"""Reads the arrays of a checkpoint directly into the sharding of another mesh, and restacks layers for another pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.runtime import distributed
 from jaxllm.sharding import stack_dims
 
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Permission denied", "Too many open files")
-"""Errors of a read whose cause is the machine, not the checkpoint."""
+"""Texts in read errors whose cause is this machine, not the checkpoint."""
 
 
 def is_not_damage(error: BaseException) -> bool:
@@ -29,17 +29,17 @@ def is_not_damage(error: BaseException) -> bool:
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
-    """Reads the arrays that `like` names from an Orbax folder, and no others. If a stack of layers was cut for another
-    pipeline, it keeps its old cut; `restacked` converts it to that of `like`.
+    """Reads the arrays that `like` names from an Orbax folder, and no others. A layer stack that was saved for another pipeline
+    keeps its saved shape; `restacked` then gives it the shape in `like`.
 
     Args:
-      like: nested dicts of ShapeDtypeStructs with shardings. Each array is read directly into its sharding, whatever mesh
-        wrote it, and cast to its dtype.
-      table: nested dict of Parameter. An array whose path ends in a parameter's has its dims. Along `vocab` and `layers`,
-        zeros are added or rows removed at the end.
+      like: nested dicts of ShapeDtypeStructs with shardings. Each array is read directly into its sharding, whatever mesh wrote
+        it, and cast to its dtype.
+      table: nested dict of Parameter. An array whose path ends with the path of a parameter has its dims. Along `vocab` and
+        `layers`, zeros are added or rows removed at the end.
 
     Raises:
-      ConfigError: an array is missing or has another shape. The message names it.
+      ConfigError: an array is missing or has another shape; the message names it.
       Exception: the files are damaged, or see NOT_DAMAGE.
     """
     silence_orphans()
@@ -54,13 +54,14 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
         of_parameter = dims.get(parameter, ("",) * x.ndim)
-        # The state of each replica (diloco.py) has a leading replica dim.
-        islands = x.ndim - len(of_parameter)
-        shape, wanted = saved[names][islands:], x.shape[islands:]
+        # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
+        replica_dims = x.ndim - len(of_parameter)
+        shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]
         stacked = stack_dims(of_parameter)
         of_stack = len(shape) - (len(wanted) - stacked)
         sizes = zip(shape[of_stack:], wanted[stacked:], of_parameter[stacked:], strict=False)
-        is_other = tuple(saved[names][:islands]) != x.shape[:islands] or any(a != b and d != "vocab" for a, b, d in sizes)
+        is_other = tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
+        is_other = is_other or any(a != b and d != "vocab" for a, b, d in sizes)
         if is_other or (of_stack not in (1, 3) if stacked else of_stack):
             raise ConfigError(
                 f"{'.'.join(parameter)} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
@@ -68,9 +69,9 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             )
         if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:
             return x
-        if islands:
+        if replica_dims:
             raise ConfigError(
-                f"{folder} holds DiLoCo replicas whose layers are cut for another pipeline: resume with the same "
+                f"{folder} holds DiLoCo replicas whose layers are stacked for another pipeline: resume with the same "
                 f"parallel.pipe and parallel.virtual_stages."
             )
         return _of_another_stack(x, stacked, shape[:of_stack])
@@ -82,33 +83,33 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     on_disk = jax.tree_util.tree_map_with_path(read_as, like)
     restore_args = jax.tree_util.tree_map_with_path(arguments, on_disk)
     partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
-    # Uses the handler only: Checkpointer.restore ends in a barrier, where a failed process would leave the others waiting.
+    # Only the handler: Checkpointer.restore ends with a barrier, where the others would wait for a process that failed.
     args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
     return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # a pathlib path works
 
 
-def lies_on_host(arrays: Any) -> bool:
-    """Whether some of the arrays are in host memory (parallel.offload_state)."""
+def on_host(arrays: Any) -> bool:
+    """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
     return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(arrays))
 
 
 def restacked(arrays: Any, like: Any) -> Any:
-    """Converts stacks of layers to the form of `like` (parallel/layer_stacking.py): other chunks, with zero identity layers
-    added or removed at the end. It converts one array at a time, and deletes the given ones.
+    """Gives layer stacks the shape in `like` (parallel/layer_stacking.py): other chunks, with identity layers of zeros added or
+    removed at the end. It converts one array after the other and deletes the inputs.
     """
     return jax.tree.map(_restack, arrays, like)
 
 
 def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """`like`, an array with `stacked` layer dims, as one with the dims `leading` instead. It is sharded over the same axes,
-    with zero layers at its end if they are needed to divide.
+    """Replaces the first `stacked` dims of `like`, which count layers, by the dims `leading`. The result is sharded over the
+    same axes, with zero layers at the end if they are needed to divide.
     """
     sharding, sizes = like.sharding, list(leading)
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * like.ndim][: like.ndim]
         axis = next((entry for entry in spec[:stacked] if entry is not None), None)
         ways = 1 if axis is None else sharding.mesh.shape[axis]
-        # A single layer dim may be padded. Of three, use the one that divides, or none.
+        # Layers may be added to a single dim; of three dims, the one that divides is sharded, or none.
         home = next((i for i, size in enumerate(sizes) if size % ways == 0), 0 if len(sizes) == 1 else None)
         if home is not None:
             sizes[home] = -(-sizes[home] // ways) * ways
@@ -120,7 +121,7 @@ def _of_another_stack(like: jax.ShapeDtypeStruct, stacked: int, leading: tuple[i
 def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape == like.shape:
         return x
-    # From one leading dim to three or back; from one to one they are equal by now.
+    # There are one or three leading dims; two arrays with one are equal by now.
     of_stack, stacked = {-2: (1, 3), 0: (3, 3), 2: (3, 1)}[x.ndim - like.ndim]
 
     def cut(x: jax.Array) -> jax.Array:
@@ -135,5 +136,5 @@ def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """A tree path as names, equal for a namedtuple and for the dict that Orbax made of it."""
+    """A tree path as names, equal for a namedtuple and for the dict that Orbax makes of it."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

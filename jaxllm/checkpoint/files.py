@@ -1,4 +1,4 @@
-"""The files of checkpoints: their metadata, checks that one is intact, and the search for the newest intact one."""
+"""The files of checkpoints: their metadata, whether a checkpoint is intact, and the newest intact one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from jaxllm.runtime import distributed
 FORMAT = 1
 STATE, META, FILES = "state", "meta", "files.json"
 CHECKSUMMED_WHOLE = 64 * 2**20
-"""In bytes. The checksum of a larger file covers its first and last MiB: reading all of a large model again would take minutes,
-and a torn file is torn at an end or has another size."""
+"""Bytes. For larger files the checksum covers the first and the last MiB: reading all of a large model again takes minutes, and
+a torn file is torn at an end or has another size."""
 SHARED_LIMIT_S = 20
-"""Time limit for a file that process 0 wrote to appear. NFS may show it after some seconds."""
+"""Seconds that a process looks for a file that process 0 wrote: NFS may need some seconds to show it."""
 
 
 Meta = dict[str, Any]
 
 
 def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0) -> Meta:
-    """Metadata of a checkpoint of `step`.
+    """Metadata for a checkpoint of `step`.
 
     Args:
-      fingerprint: fingerprint of the run's text.
-      skipped_steps: number of steps up to `step` that were skipped.
+      fingerprint: fingerprint of the text that the run reads.
+      skipped_steps: number of steps so far that were skipped.
     """
     return {
         "format": FORMAT,
@@ -52,15 +52,15 @@ def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps in a folder of checkpoints, oldest first. Those still being written have other names."""
+    """Steps in a folder of checkpoints, oldest first. Unfinished checkpoints have other names."""
     if not folder.is_dir():
         return []
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
 
 def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tuple[int | None, dict[int, str]]:
-    """Finds (the newest intact step in a folder of checkpoints, the damage of each newer step). Steps in `refused` are skipped
-    with their reason. Returns (None, {}) if the folder holds no checkpoints.
+    """Finds (the newest intact step in a folder of checkpoints, why each newer step is damaged). Steps in `refused`, with their
+    reasons, are not examined. (None, {}) if the folder holds no checkpoints.
 
     Raises:
       ConfigError: none is intact, or one cannot be read here.
@@ -76,18 +76,18 @@ def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tupl
         return None, {}
     listed = ", ".join(f"{step} ({reason})" for step, reason in reasons.items())
     raise ConfigError(
-        f"No checkpoint in {folder} is intact: {listed}; put a copy of one there, or choose another run.dir to start again."
+        f"No checkpoint in {folder} is intact: {listed}; restore a copy of one there, or choose another run.dir to start again."
     )
 
 
 def describe_files(folder: Path) -> dict[str, list[int]]:
-    """{path: [bytes, CRC32]} of the files in the items of a checkpoint. Orbax adds other files beside the items later."""
+    """{path: [bytes, CRC32]} for the files in the items of a checkpoint. Orbax changes the files beside the items later."""
     files = (path for item in (STATE, META) for path in sorted((folder / item).rglob("*")) if path.is_file())
     return {path.relative_to(folder).as_posix(): [path.stat().st_size, checksum(path)] for path in files}
 
 
 def checksum(path: Path) -> int:
-    """CRC32 of a file. Of a large one it covers the first and last MiB."""
+    """CRC32 of a file; for a large one, of its first and last MiB."""
     value, size = 0, path.stat().st_size
     with path.open("rb") as file:
         if size > CHECKSUMMED_WHOLE:
@@ -99,7 +99,7 @@ def checksum(path: Path) -> int:
 
 
 def damage(folder: Path) -> str | None:
-    """Damage of a checkpoint that its files show without reading the arrays; None if there is none.
+    """The damage to a checkpoint that its files show without reading the arrays; None if there is none.
 
     Raises:
       ConfigError: a newer jaxllm wrote it, or this user may not read it.
@@ -109,7 +109,7 @@ def damage(folder: Path) -> str | None:
         if not (folder / STATE).is_dir():
             return f"{STATE} is missing"
         if not (folder / FILES).is_file():
-            # Reading the arrays will show.
+            # An older checkpoint: reading the arrays will show damage.
             return None
         for name, (size, crc) in json.loads((folder / FILES).read_text()).items():
             path = folder / name
@@ -145,7 +145,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def cannot_be_read(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{folder} cannot be read here ({why(error)}): this may not be damage, so remove the cause.")
+    return ConfigError(f"{folder} cannot be read here ({why(error)}): it shows no damage, so remove the cause.")
 
 
 def set_aside(folder: Path) -> Path:
@@ -161,7 +161,7 @@ KNOWN_CAUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 def why(error: BaseException) -> str:
-    """Shortens an error of Orbax, TensorStore or the file system to a few words."""
+    """Describes an error of Orbax, TensorStore or the file system in a few words."""
     links = distributed.causes(error, suppressed=True)
     for link in links:
         if isinstance(link, OSError) and link.strerror:
@@ -173,10 +173,10 @@ def why(error: BaseException) -> str:
 
 
 def require_shared(run_dir: Path) -> None:
-    """Checks that all hosts share the run directory. Every process must call it.
+    """Checks that all processes share the run directory. Every process must call it.
 
     Raises:
-      ConfigError: on all processes, if one does not see a file that process 0 wrote into the run directory.
+      ConfigError: on all processes, if one does not see the files that process 0 writes into the run directory.
     """
     if jax.process_count() == 1:
         return
@@ -197,5 +197,5 @@ def require_shared(run_dir: Path) -> None:
         (run_dir / name).unlink()
     if missing:
         raise ConfigError(
-            f"run.dir={run_dir} of process {missing} is not that of process 0: it must be on storage that all hosts share."
+            f"run.dir={run_dir} of process {missing} is not that of process 0: put it on storage that all hosts share."
         )

@@ -1,13 +1,13 @@
-"""Saves and resumes a run. It survives a kill, a full disk and a torn file, and a checkpoint fits any other mesh.
+"""Saves and resumes a run. A kill, a full disk, a torn file or another mesh loses nothing.
 
-    run.dir/checkpoints/400/        one checkpoint; it has another name while it is written
+    run.dir/checkpoints/400/        one checkpoint; it has another name until it is complete
       state/                        the complete TrainState (with train.diloco_steps a DilocoState): Orbax, OCDBT
       meta/metadata                 JSON: step, samples consumed, fingerprint of the text, config, versions
       files.json                    sizes and checksums of the files above
     run.dir/checkpoints-damaged/    damaged checkpoints: moved, never deleted
 
-Rows that pad the vocabulary for a mesh are zero, and so are layers that pad a pipeline. Reading removes or adds them, and cuts
-the stack of layers for other virtual stages.
+The rows that `vocab_rows` adds for a mesh are zero, and so are the layers that fill up a pipeline. Reading adds or removes
+them, and restacks the layers for other virtual stages. A checkpoint fits every mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import is_not_damage, lies_on_host, read_arrays, restacked
+from jaxllm.checkpoint.arrays import is_not_damage, on_host, read_arrays, restacked
 from jaxllm.checkpoint.files import (
     FILES,
     META,
@@ -40,22 +40,22 @@ from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes
 
 State = Any
-"""A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. None is not saved."""
+"""A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. Fields of None are not saved."""
 
 
 class SaveError(ConfigError):
-    """A checkpoint could not be written. The message is one sentence: step, folder, reason, and the newest safe checkpoint."""
+    """A checkpoint could not be written. The sentence names step, folder, reason, and the newest complete checkpoint."""
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, by step. All processes create it and call its methods in the same order.
+    """The checkpoints of one run directory, by step. With several processes, all create it and call it in the same order.
 
     Args:
-      require: called before anything here changes; RunDirLock.require if the run holds the directory.
+      require: called before any change; RunDirLock.require if the run holds the directory.
 
     Attributes:
       latest: step of the newest intact checkpoint; None if there is none.
-      damaged: sentences about the damaged checkpoints that are newer.
+      damaged: sentences on the newer checkpoints, which are damaged.
 
     Raises:
       ConfigError: there are checkpoints and none is intact.
@@ -80,15 +80,15 @@ class Checkpoints:
         return read_meta(self.folder / str(self.latest))
 
     def restore(self, like: State | Callable[[Meta], State], table: Any) -> State:
-        """Reads the newest readable state with the shardings of `like` (ShapeDtypeStructs). `latest` is its step afterwards.
-        Newer damaged checkpoints are moved away, because training will save their steps again.
+        """Reads the newest readable state in the layout `like` (ShapeDtypeStructs with shardings), and sets `latest` to its
+        step. Damaged newer checkpoints are moved away, because training will save their steps again.
 
         Args:
-          like: the structure, or a function that makes it from the metadata of the checkpoint to be read.
+          like: the layout, or a function from the metadata of the checkpoint to the layout.
           table: the model's parameters as a nested dict of Parameter.
 
         Raises:
-          ConfigError: no checkpoint can be read, or the state belongs to another model.
+          ConfigError: none can be read, or the state belongs to another model.
         """
         silence_orphans()
         while True:
@@ -100,7 +100,7 @@ class Checkpoints:
             except ConfigError:
                 raise
             except Exception as error:
-                # Orbax raises many types, including plain Exception.
+                # Orbax raises many types, also plain Exceptions.
                 if is_not_damage(error):
                     raise cannot_be_read(self.folder / str(self.latest), error) from error
                 reason = why(error)
@@ -114,15 +114,15 @@ class Checkpoints:
             for step in self._refused:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
-        # Devices synchronise here, so it comes after all processes have agreed that reading succeeded.
+        # This is a collective, so it runs only after all processes have agreed that they could read.
         return _as_state(restacked(state, _as_dict(wanted)), wanted)
 
     def save(self, step: int, state: State, meta: Meta) -> None:
-        """Saves `state` as of `step`. Returns once it is copied, or written if checkpoint.asynchronous=false. Waits for the
-        previous save. Does nothing if the step is saved already.
+        """Saves `state` as checkpoint `step`. It waits for the previous save, and returns when the state is copied, or with
+        checkpoint.asynchronous=false when it is written. A step that is already saved does not change.
 
         Raises:
-          SaveError: this save, or the one before it, failed.
+          SaveError: this save or the previous one failed.
         """
         try:
             self._require()
@@ -133,14 +133,14 @@ class Checkpoints:
             self._saving = step
             items = {STATE: ocp.args.PyTreeSave(_as_dict(state)), META: ocp.args.JsonSave(meta)}
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-            # Orbax does not copy arrays in host memory, so the next step would overwrite what is being saved.
-            if not self._config.asynchronous or lies_on_host(state):
+            # Orbax does not copy arrays in host memory: the next step would overwrite them during the save.
+            if not self._config.asynchronous or on_host(state):
                 self._settle()
         except Exception as error:
             raise self._failure(error) from error
 
     def raise_errors(self) -> None:
-        """Raises SaveError if the running save has failed. Called at each step."""
+        """Raises SaveError if the current save has failed. To be called at each step."""
         if self._manager is None or self._saving is None:
             return
         try:
@@ -152,7 +152,7 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def wait(self) -> None:
-        """Waits until everything is written. Raises SaveError if it could not be."""
+        """Waits until all is written. Raises SaveError if a save failed."""
         try:
             if self._manager is not None:
                 self._settle()
@@ -160,13 +160,13 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Closes after `wait`. Without `wait`, for example after an error, a running save is abandoned."""
+        """Closes the manager after `wait`. Without `wait`, as after an error, a running save is abandoned."""
         if self._manager is not None and self._saving is None:
             self._manager.close()
             self._manager = None
 
     def _settle(self) -> None:
-        assert self._manager is not None, "to be opened first"
+        assert self._manager is not None, "open it first"
         self._manager.wait_until_finished()
         self._saving = None
 
@@ -181,7 +181,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
-            # Called when all files are written, before the folder gets its final name.
+            # Orbax calls it when every file is written and before the folder gets its name.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
         )
         return ocp.CheckpointManager(self.folder, options=options, handler_registry=registry)
@@ -189,7 +189,7 @@ class Checkpoints:
     def _list_files(self) -> None:
         for folder in self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"):
             (folder / FILES).write_text(json.dumps(describe_files(folder)))
-        # The next actions rename the folder and delete older ones.
+        # Next, Orbax renames the folder and deletes older ones.
         self._require()
 
     def _choose(self) -> None:
@@ -216,7 +216,7 @@ class Checkpoints:
             f"rerun the same command to resume."
         )
         if distributed.is_of_jax(distributed.causes(error, suppressed=True)[-1]):
-            # The cause is not the disk but a device, or a peer that is gone.
+            # The cause is a device or a lost peer, not the disk.
             found.exit_code = exit_codes.LOST
         return found
 
@@ -229,7 +229,7 @@ def _as_dict(state: State) -> Any:
 
 
 def _as_state(arrays: Any, like: State) -> State:
-    """Restores a state of the form of `like` from the result of _as_dict."""
+    """Converts the output of _as_dict back to a state like `like`."""
     if not dataclasses.is_dataclass(like):
         return arrays
     values = ((field.name, getattr(like, field.name)) for field in dataclasses.fields(like))

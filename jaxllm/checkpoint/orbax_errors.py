@@ -1,4 +1,4 @@
-"""Errors of Orbax's saves as they happen, and silence for the tracebacks that follow them."""
+"""Reports errors of Orbax's saves at once, and suppresses the tracebacks that follow them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 
 
 class WatchedHandler(ocp.PyTreeCheckpointHandler):
-    """Notes an error of writing the state as it happens. Orbax tells a process of it after it has met all others, and where
-    one failed they do not meet for twenty minutes.
+    """Records a write error at once. Orbax reports it only after a barrier of all processes, and if one process failed, that
+    barrier times out after twenty minutes.
     """
 
     def __init__(self, errors: list[Exception]):
@@ -31,7 +31,7 @@ class WatchedHandler(ocp.PyTreeCheckpointHandler):
 
 
 class WatchedFuture:
-    """An Orbax future that notes the error it raises."""
+    """An Orbax future that records the error it raises."""
 
     def __init__(self, future: Any, errors: list[Exception]):
         self._future, self._errors = future, errors
@@ -51,9 +51,10 @@ ORPHANS = ("Event loop is closed", "Encountered error while reading array index"
 
 
 def silence_orphans() -> None:
-    """After the first array that fails, Orbax closes its event loop, and asyncio, TensorStore (writing) or Python (reading)
-    print a traceback for each array that finishes later. They say nothing, and would bury the sentence that does. Nor does what
-    Orbax itself logs, by way of absl: it raises the errors too, and its warnings would stand below a notebook's cell.
+    """Suppresses useless tracebacks and logs. After the first array that fails, Orbax closes its event loop, and asyncio,
+    TensorStore (writing) or Python (reading) print a traceback for each array that finishes later. They would hide the one
+    useful sentence. Orbax also logs through absl the errors that it raises, and warnings that would appear below a notebook
+    cell.
     """
     for name in ("asyncio", "absl"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

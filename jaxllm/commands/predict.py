@@ -136,7 +136,7 @@ def generate(
     sampling = how.sampling
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
-        raise ConfigError("There is no prompt: give one with --prompt.")
+        raise ConfigError("No prompt is given: give one with --prompt.")
     home = find_weights(KEY, str(model)).outline()
     reader, vocab_size = _tokenizer(home, tokenizer, say), home.model["vocab_size"]
     template = _template(home, reader, how.chat, how.system)

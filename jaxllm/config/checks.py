@@ -1,4 +1,4 @@
-"""Refusals that compare one section of a config with another."""
+"""Checks that compare sections of a config with each other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jaxllm.config.sections import ModelConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import divisors
 
 FP8_UNIT = 16
-"""Of what the dims of cuBLASLt's FP8 matmuls must be multiples (cuBLAS library documentation, cublasLtMatmul)."""
+"""Dims of cuBLASLt's FP8 matmuls must be multiples of this (cuBLAS library documentation, cublasLtMatmul)."""
 
 
 def sequence_unit(context: int, tensor: int) -> int:
-    """Of what a sequence's length must be a multiple, to be cut over these axes."""
+    """Sequence lengths must be multiples of this to be split over these axes."""
     return context * math.lcm(2, tensor) if context > 1 else tensor
 
 
 def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
-    """Heads, widths, sequence and layers over the axes that split them."""
+    """Raises if heads, widths, sequence or layers do not divide over the axes that split them."""
     if model.num_heads % parallel.tensor:
         raise refuse(
             f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
@@ -37,7 +37,7 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
         )
     if model.matmul_dtype == "fp8":
         _check_fp8(model, parallel.tensor)
-    # Each context rank holds two chunks of a sequence (parallel/zigzag.py), and each tensor rank a part of those.
+    # Each context rank has two chunks of a sequence (parallel/zigzag.py), and each tensor rank has a part of those.
     c = parallel.context
     unit = sequence_unit(c, parallel.tensor)
     if S % unit:
@@ -61,7 +61,7 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
         return
     if parallel.offload_state != "none":
         raise refuse(
-            f"train.diloco_steps={train.diloco_steps} keeps every island's state on its devices: set "
+            f"train.diloco_steps={train.diloco_steps} keeps every replica's state on its devices: set "
             f"parallel.offload_state=none, not {parallel.offload_state}, or leave DiLoCo out."
         )
     if train.diloco_after_steps >= train.steps:
@@ -72,16 +72,16 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_fp8(model: ModelConfig, tensor: int) -> None:
-    """Raises if a dim of a block's matmuls, as a tensor rank has it, is none that FP8 multiplies."""
+    """Raises if FP8 does not support a matmul dim of a block, as sharded on a tensor rank."""
     widths = {
         "hidden_size": (model.hidden_size, 1),
         "intermediate_size": (model.intermediate_size, tensor),
         "num_heads x head_dim": (model.num_heads * model.head_dim, tensor),
-        # Whole on every rank where the heads do not divide.
+        # Replicated on every rank if the heads do not divide.
         "num_kv_heads x head_dim": (model.num_kv_heads * model.head_dim, 1 if model.num_kv_heads % tensor else tensor),
     }
-    for key, (whole, ranks) in widths.items():
-        if (width := whole // ranks) % FP8_UNIT:
+    for key, (full, ranks) in widths.items():
+        if (width := full // ranks) % FP8_UNIT:
             split = f" over parallel.tensor={tensor}" if ranks > 1 else ""
             raise refuse(
                 f"model.matmul_dtype=fp8 multiplies {FP8_UNIT} numbers at a time, and model.{key}{split} is {width}: make it a "
@@ -90,13 +90,13 @@ def _check_fp8(model: ModelConfig, tensor: int) -> None:
 
 
 def all_have_layers(layers: int, chunks: int) -> bool:
-    """Whether every chunk has a layer, where all but the last are full."""
+    """Whether every chunk has a layer if all chunks but the last are full."""
     return layers > (chunks - 1) * math.ceil(layers / chunks)
 
 
 def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
-    """What to set so that every chunk has a layer: fewer virtual stages if that does, else fewer stages."""
-    # More chunks than layers never do.
+    """Settings that give every chunk a layer: fewer virtual stages if that is enough, else fewer stages."""
+    # More chunks than layers never work.
     for virtual_stages in range(min(parallel.virtual_stages - 1, layers), 1, -1):
         if all_have_layers(layers, parallel.pipe * virtual_stages):
             return f"set parallel.virtual_stages={virtual_stages}"
@@ -107,7 +107,7 @@ def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
 
 
 def check_batch_schedule(train: TrainConfig) -> None:
-    """Raises if the thresholds do not rise, or a rule has no schedule to go by."""
+    """Raises if the thresholds do not rise, or if batch_lr is set without a schedule."""
     thresholds = [tokens for tokens, _ in train.batch_schedule]
     for before, after in itertools.pairwise(thresholds):
         if after <= before:
@@ -116,6 +116,5 @@ def check_batch_schedule(train: TrainConfig) -> None:
             )
     if train.batch_lr != "none" and not train.batch_schedule:
         raise refuse(
-            f"train.batch_lr={train.batch_lr} ties the learning rate to train.batch_schedule, and there is none: give one, or "
-            f"set batch_lr=none."
+            f"train.batch_lr={train.batch_lr} needs train.batch_schedule, and there is none: set one, or set batch_lr=none."
         )

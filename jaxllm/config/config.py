@@ -1,9 +1,9 @@
-"""The config: typed, frozen, strict. Everything a run does is said here, and nonsense is refused before a device is touched.
+"""The config: typed, frozen, strict. It defines all that a run does, and invalid values are refused before any device is used.
 
     config = load_config("configs/quickstart.yaml", ["train.steps=20"])
 
-A recipe is a YAML file with the sections below. `model.name` pulls in a published shape from configs/models; keys written
-beside it override that shape. Every refusal is one sentence (ConfigError) that says what to change.
+A recipe is a YAML file with the sections below. `model.name` loads a published shape from configs/models; keys beside it
+override that shape. Every error is one sentence (ConfigError) that says what to change.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
 
 
 class Config(Section):
-    """One run. Shown, it is a recipe of what differs from the defaults; `model_dump()` has every key."""
+    """The config of one run. Its repr is a recipe of the keys that differ from the defaults; `model_dump()` has every key."""
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -119,7 +119,7 @@ class Config(Section):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one optimizer step; with train.batch_schedule, of the first."""
+        """Tokens per optimizer step; with train.batch_schedule, in the first step."""
         return self.train.global_batch_sequences * self.train.sequence_length
 
     @property
@@ -128,13 +128,13 @@ class Config(Section):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The batches of the run, in turn: one phase without train.batch_schedule."""
+        """The phases of the batch schedule, in order. Without train.batch_schedule there is one phase."""
         train = self.train
         return phases_of(train.global_batch_sequences, train.batch_schedule, train.sequence_length)
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """All global batches, in sequences, that the config names."""
+        """All global batch sizes in the config, in sequences."""
         return (self.train.global_batch_sequences, *(sequences for _, sequences in self.train.batch_schedule))
 
     def phase_at(self, step: int) -> Phase:
@@ -142,7 +142,7 @@ class Config(Section):
         return phase_at(self.phases, step)
 
     def sequences_before(self, step: int) -> int:
-        """Sequences that the first `step` steps consume: the number of the sample that comes next."""
+        """Sequences that the first `step` steps consume, which is also the index of the next sample."""
         return sequences_before(self.phases, step)
 
     def tokens_before(self, step: int) -> int:
@@ -150,14 +150,14 @@ class Config(Section):
         return self.sequences_before(step) * self.train.sequence_length
 
     def in_phase(self, phase: Phase) -> Config:
-        """This config as if the batch of a phase were that of the whole run; needs a concrete parallel.data."""
+        """This config with the batch size of `phase` for all steps; needs a concrete parallel.data."""
         batch = {"global_batch_sequences": phase.sequences, "batch_schedule": (), "batch_lr": "none"}
         train = self.train.model_copy(update={**batch, "microbatch_sequences": self.microbatch_sequences})
         return self.model_copy(update={"train": train})
 
     @property
     def at_largest_batch(self) -> Config:
-        """`in_phase` of the largest batch that the run comes to, whose step takes most memory. Itself without a schedule."""
+        """`in_phase` of the largest batch that the run reaches, whose step needs most memory. Unchanged without a schedule."""
         if not self.train.batch_schedule:
             return self
         reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
@@ -165,18 +165,18 @@ class Config(Section):
 
     @property
     def devices(self) -> int:
-        """Of the whole mesh; needs a concrete parallel.data."""
+        """Number of devices in the mesh; needs a concrete parallel.data."""
         p = self.parallel
         return p.replica * p.pipe * int(p.data) * p.context * p.tensor
 
     @property
     def chunk_layers(self) -> int:
-        """Layers of one virtual stage of the pipeline, identity layers counted."""
+        """Layers of one virtual stage of the pipeline, including identity layers."""
         return math.ceil(self.model.num_layers / (self.parallel.pipe * self.parallel.virtual_stages))
 
     @property
     def microbatch_sequences(self) -> int:
-        """Per data rank, in every phase; needs a concrete parallel.data."""
+        """Sequences per microbatch on one data rank, in every phase; needs a concrete parallel.data."""
         if self.train.microbatch_sequences is not None:
             return self.train.microbatch_sequences
         ranks = self.parallel.replica * int(self.parallel.data)
@@ -186,7 +186,7 @@ class Config(Section):
 
     @property
     def microbatch_rows(self) -> int:
-        """Sequences of one microbatch on all data ranks of all islands; needs a concrete parallel.data."""
+        """Sequences per microbatch on all data ranks of all replicas; needs a concrete parallel.data."""
         return self.parallel.replica * int(self.parallel.data) * self.microbatch_sequences
 
     @property
@@ -199,9 +199,10 @@ class Config(Section):
         return self.train.global_batch_sequences // per_microbatch
 
     def resolve(self, num_devices: int) -> Config:
-        """This config with parallel.data filled in for so many devices.
+        """This config with parallel.data filled in for a number of devices.
 
-        Raises ConfigError when the mesh cannot be that many devices, or the batch does not divide over it.
+        Raises:
+          ConfigError: the mesh cannot have that many devices, or the batch does not divide over it.
         """
         p = self.parallel
         others = {"pipe": p.pipe, "context": p.context, "tensor": p.tensor, "replica": p.replica}
@@ -242,7 +243,7 @@ def _devices(count: int) -> str:
 
 
 def _check_log(config: Config, of_bytes: bool) -> None:
-    """`of_bytes`: the run reads one text in memory, as bytes."""
+    """Checks the log section. `of_bytes`: the run reads one text in memory, as bytes."""
     log = config.log
     if config.data.held_out_fraction == 0 and (config.train.eval_every_steps or log.baselines):
         raise refuse(
@@ -257,8 +258,8 @@ def _check_log(config: Config, of_bytes: bool) -> None:
 
 
 def _check_microbatches(config: Config) -> None:
-    """Raises if the batch of a phase does not divide over the data ranks, or its microbatches not over an interleaved
-    pipeline; or one is a single part, where parts are to be compared."""
+    """Raises if the batch of a phase does not divide over the data ranks, if its microbatches do not divide over an interleaved
+    pipeline, or if it has a single part where the noise scale needs two."""
     _check_rounds(config)
     _check_parts(config)
     ranks = config.parallel.replica * int(config.parallel.data)
@@ -281,11 +282,11 @@ def _check_microbatches(config: Config) -> None:
 
 
 def _check_parts(config: Config) -> None:
-    """Raises if a step that is to measure the noise scale has nothing to compare."""
+    """Raises if a step that measures the noise scale has only one part."""
     if (every := config.log.noise_scale_every) is None:
         return
     least = min([config.train.global_batch_sequences, *(batch for _, batch in config.train.batch_schedule)])
-    # With DiLoCo an island is on its own.
+    # With DiLoCo each replica measures alone.
     own = least // config.parallel.replica if config.train.diloco_steps is not None else least
     if own // config.microbatch_sequences < 2:
         raise refuse(
@@ -330,12 +331,12 @@ def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe.
+    """Reads a recipe.
 
     Args:
       path: a YAML file, or its content as a mapping; or the name of a recipe that comes with jaxllm, such as quickstart or
-        configs/quickstart.yaml, if there is no such file here.
-      overrides: `section.key=value` strings, the value in YAML; later ones win.
+        configs/quickstart.yaml, if that file does not exist here.
+      overrides: `section.key=value` strings with the value in YAML; later ones win.
 
     Raises:
       ConfigError: one sentence that names the key and what to change.

@@ -71,7 +71,7 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _expectation(error: Mapping[str, Any]) -> str:
-    """What the value should be: pydantic's words, unless they are about Python classes."""
+    """Describes a valid value, in pydantic's words unless they are about Python classes."""
     kind, given = error["type"], error.get("input")
     if kind == "int_type" and isinstance(given, float) and given.is_integer():
         # YAML reads 1e9 as a float.

@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads the object in a JSON file.
 
     Raises:
-      ConfigError: there is no readable object.
+      ConfigError: the file cannot be read or holds no JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

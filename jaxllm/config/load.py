@@ -1,4 +1,4 @@
-"""Reading a recipe: the file, the overrides, and the shape that model.name stands for. Config (config.py) checks the rest."""
+"""Reads a recipe: the file, the overrides, and the shape that model.name refers to. Config (config.py) checks the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm.config.sections import RunConfig
 
 
 def config_folder() -> Path:
-    """configs/ of the checkout, or of the installed wheel."""
+    """The folder configs/ of the checkout or of the installed wheel."""
     here = Path(__file__).parents[1]
     return here / "configs" if (here / "configs").is_dir() else here.parent / "configs"
 
@@ -25,17 +25,17 @@ def published_models() -> list[str]:
 
 
 def find_recipe(path: Path) -> Path:
-    """The file itself; where there is none, the recipe of that name that comes with jaxllm, if there is one."""
+    """The file itself. If it does not exist, the recipe of that name that comes with jaxllm, if any."""
     name = path.name if path.suffix == ".yaml" else f"{path.name}.yaml"
     ours = config_folder() / name
     return ours if not path.is_file() and path.parent in (Path(), Path("configs")) and ours.is_file() else path
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The sections of a config, not checked yet, with `section.key=value` strings applied; a copy.
+    """Copies the sections of an unchecked config and applies `section.key=value` strings.
 
     Raises:
-      ConfigError: a string is none.
+      ConfigError: a string has another form.
     """
     values = {section: dict(keys) if isinstance(keys, Mapping) else keys or {} for section, keys in values.items()}
     for override in overrides:
@@ -49,14 +49,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if nearest:
             hint = f"did you mean {config_folder() / nearest[0]}?"
         elif path.name in published_models():
-            hint = f"that is a model's shape, which a recipe names as model.name={path.name}."
+            hint = f"that is the shape of a model, so set model.name={path.name} in a recipe."
         else:
             hint = "give the path of a YAML recipe such as configs/quickstart.yaml."
         raise ConfigError(f"There is no config file {path}: {hint}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML ({why_not_yaml(error)}): mend it there.") from None
+        raise ConfigError(f"{path} is not YAML ({why_not_yaml(error)}): fix it.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: write model:, train: and so on at the left margin.")
     return values
@@ -72,7 +72,7 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     except yaml.YAMLError:
         raise ConfigError(f"Cannot read the value of {override!r}: quote it, or write it as YAML.") from None
     if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
-        # YAML reads 3e-4 as a string, because it wants a dot in it.
+        # YAML reads 3e-4 as a string, because it has no dot.
         try:
             value = float(value)
         except ValueError:
@@ -90,10 +90,10 @@ def _apply(override: str, values: dict[str, Any]) -> None:
 
 
 def take_named(values: dict[str, Any]) -> None:
-    """What model.name stands for, wherever `values` says nothing else: the shape, and of a folder its weights and tokenizer."""
+    """Fills in the shape that model.name refers to, and for a folder also weights and tokenizer. Keys in `values` win."""
     model, name = values["model"], values["model"]["name"]
     if set(hf_config.SHAPE_KEYS) <= model.keys():
-        # A config as it ran: what the name stood for is written out, and a folder may be gone by now.
+        # The config of an earlier run has the shape already, and the folder may no longer exist.
         return
     if isinstance(name, str) and name not in published_models():
         if Path(name).is_dir():
@@ -104,21 +104,21 @@ def take_named(values: dict[str, Any]) -> None:
 
 
 def _of_folder(path: Path) -> tuple[Mapping[str, Any], list[Path]]:
-    """The shape of a folder's model, and where its tokenizer may be."""
-    # Of a checkpoint, the run it is one of says it.
+    """The shape of the model in a folder, and the folders that may have its tokenizer."""
+    # For a checkpoint, the shape is in its run directory.
     home = path.parent.parent if path.parent.name == "checkpoints" else path
     if (shape := hf_config.folder_shape(path)) is None and (home / "config.yaml").is_file():
         shape = read_yaml(home / "config.yaml").get("model")
     if not isinstance(shape, Mapping):
         raise ConfigError(
             f"model.name={path} holds no model: give a folder with config.json (Hugging Face) or model.json (jaxllm), a run "
-            f"directory or one of its checkpoints, or one of {', '.join(published_models())}."
+            f"directory, one of its checkpoints, or one of {', '.join(published_models())}."
         )
     return shape, [home, home / "tokenizer"]
 
 
 def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[Path]] | None:
-    """The same from what run.dir keeps, if that is a run with the model of this name: the folder has gone since."""
+    """The same from the files in run.dir, if that run used this model name and the model folder no longer exists."""
     run = values.get("run")
     folder = Path(str((run if isinstance(run, Mapping) else {}).get("dir", RunConfig.model_fields["dir"].default)))
     model = read_yaml(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
@@ -136,7 +136,7 @@ def _take(values: dict[str, Any], shape: Mapping[str, Any], tokenizers: Sequence
 
 
 def _reads_texts(data: Mapping[str, Any]) -> bool:
-    """Whether a data section, not checked yet, reads texts and nothing that was tokenized before."""
+    """Whether an unchecked data section reads only texts, and no tokenized data."""
     parts = data.get("mixture") or [data]
     kinds = [part.get("source", "python_stdlib") for part in parts if isinstance(part, Mapping)]
     return bool(kinds) and all(kind in ("python_stdlib", "files", "chat") for kind in kinds)
@@ -145,9 +145,11 @@ def _reads_texts(data: Mapping[str, Any]) -> bool:
 def _published_shape(name: Any) -> dict[str, Any]:
     path = config_folder() / "models" / f"{name}.yaml"
     if isinstance(name, str) and "/" in name:
-        raise ConfigError(f"model.name={name} is no folder with a config.json: get the model there, or name another folder.")
+        raise ConfigError(
+            f"model.name={name} is not a folder with a config.json: download the model to it, or name another folder."
+        )
     if not isinstance(name, str) or not path.is_file():
         nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
-        raise ConfigError(f"model.name={name} is no published shape, and no folder here: {hint}")
+        raise ConfigError(f"model.name={name} is neither a published model nor an existing folder: {hint}")
     return read_yaml(path)

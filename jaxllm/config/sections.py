@@ -1,4 +1,4 @@
-"""The sections of a config, key by key, and what each refuses by itself. `Config` (config.py) puts them together."""
+"""The sections of a config, key by key, with the checks inside one section. `Config` (config.py) combines the sections."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Llama 3's stretching of the low rotary frequencies (Llama 3.1 model card and published inference code)."""
+    """Llama 3's scaling of the low rotary frequencies (Llama 3.1 model card and published inference code)."""
 
     factor: PositiveFloat
-    """How many times longer the context became."""
+    """How many times longer the context becomes."""
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_max_position: PositiveInt = 8192
-    """Positions seen before stretching."""
+    """Context length before scaling."""
 
     @model_validator(mode="after")
     def _check(self):
         if self.high_freq_factor <= self.low_freq_factor:
             raise refuse(
                 f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be larger than "
-                f"low_freq_factor={self.low_freq_factor}: it marks the frequencies that stay as they are."
+                f"low_freq_factor={self.low_freq_factor}: frequencies above it are not scaled."
             )
         return self
 
@@ -57,8 +57,8 @@ class ModelConfig(Section):
     """The network's shape. Give `name` (a file in configs/models) or every size."""
 
     name: str | None = None
-    """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it. Or a model's folder, Hugging Face's or
-    jaxllm's own: its shape, and unless set otherwise its weights (train.init_from) and, where texts are read, its tokenizer
+    """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it. Or a model folder, Hugging Face's or
+    jaxllm's own: it gives the shape and, unless set otherwise, the weights (train.init_from) and the tokenizer for texts
     (data.tokenizer)."""
     num_layers: PositiveInt
     hidden_size: PositiveInt
@@ -72,19 +72,19 @@ class ModelConfig(Section):
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: Switch = False
-    """One matrix serves as embedding and head."""
+    """Embedding and head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
     initializer_std: PositiveFloat = 0.02
-    """Standard deviation of all matrices at initialisation; those that write to the residual stream get std / sqrt(2 L)."""
+    """Standard deviation of all matrices at initialisation; those that write to the residual stream have std / sqrt(2 L)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are float32 always."""
+    """Dtype of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are always float32."""
     matmul_dtype: Literal["compute_dtype", "fp8"] = "compute_dtype"
-    """Of the blocks' matmuls against weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale for
-    an array, taken from the array itself. Head, attention, embedding and all sums stay as they are."""
+    """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
+    per array, computed from the array itself. Head, attention, embedding and all sums do not change."""
     attention: Literal["xla", "cudnn", "auto"] = "auto"
-    """auto: cudnn on NVIDIA GPUs where it can run, else xla; the choice is logged."""
+    """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged."""
     scan_layers: Switch = True
-    """One compiled layer, looped. False unrolls: about a third faster on CPU for a few layers, slow to compile for many."""
+    """One compiled layer, in a loop. false unrolls: about a third faster on CPU for a few layers, slow to compile for many."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,52 +113,52 @@ class ModelConfig(Section):
             )
         if self.head_dim % 2:
             raise refuse(
-                f"model.head_dim={self.head_dim} is odd, and rotary embeddings turn pairs: make it {self.head_dim + 1}."
+                f"model.head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs: make it {self.head_dim + 1}."
             )
         return self
 
 
 class ParallelConfig(Section):
-    """Sizes of the mesh axes (their product is the number of devices) and how the work is cut along them."""
+    """Sizes of the mesh axes (their product is the number of devices) and how the work is split over them."""
 
     pipe: PositiveInt = 1
-    """Stages of the pipeline, each with its share of the layers and of the vocabulary."""
+    """Pipeline stages, each with its share of the layers and of the vocabulary."""
     data: PositiveInt | Literal["auto"] = AUTO
-    """auto: all devices the other axes leave."""
+    """auto: all devices that the other axes do not use."""
     context: PositiveInt = 1
     tensor: PositiveInt = 1
     replica: PositiveInt = 1
-    """Islands: outside all other axes, where the network is slowest. ZeRO shards inside an island; across islands gradients are
-    summed once a step, or with train.diloco_steps weights once in so many steps."""
+    """Replicas (HSDP): the outermost axis, where the network is slowest. ZeRO shards within a replica. Across replicas,
+    gradients are summed once per step, or with train.diloco_steps weights are averaged once per that many steps."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Of the pipeline. gpipe: all microbatches forward, then all backward, memory in proportion to them; 1f1b: forward and
-    backward in turn, memory flat; interleaved: 1f1b over virtual stages, a bubble 1/virtual_stages as long."""
+    """Pipeline schedule. gpipe: all microbatches forward, then all backward; memory grows with their number. 1f1b: forward and
+    backward in turn, constant memory. interleaved: 1f1b over virtual stages, a bubble 1/virtual_stages as long."""
     virtual_stages: PositiveInt = 1
-    """Chunks of layers on each stage, for interleaved. Layers that do not divide over pipe x virtual_stages are filled up with
-    identity layers, which are computed, never change, and are reported at the start."""
+    """Chunks of layers on each stage, for interleaved. If the layers do not divide over pipe x virtual_stages, identity layers
+    fill the last chunk. They are computed, never change, and are reported at the start."""
     remat: Remat = "selective"
-    """none keeps all activations; selective the matmul outputs; full one tensor a layer; offload has what selective keeps wait
-    in the host's memory. Or a mapping of a block's tensors to keep, offload or recompute, which is the rest's: {query: keep,
-    mlp_up: offload}."""
+    """none keeps all activations; selective keeps the matmul outputs; full keeps one tensor per layer; offload stores the
+    tensors of selective in host memory. Or a mapping from a block's tensors to keep, offload or recompute (the default), such
+    as {query: keep, mlp_up: offload}."""
     offload_state: Annotated[
         Literal["none", "optimizer", "optimizer_and_master"], BeforeValidator(lambda value: "none" if value is None else value)
     ] = "none"
-    """optimizer: AdamW's moments lie in the host's pinned memory between steps, and pass through the GPU a layer at a time;
-    optimizer_and_master: the fp32 master weights too. They cross the host's link twice a step."""
+    """optimizer: AdamW's moments are stored in pinned host memory between steps and pass through the GPU one layer at a time;
+    optimizer_and_master: also the fp32 master weights. They cross the host link twice per step."""
     context_method: Literal["ring", "all_gather", "auto"] = "auto"
-    """How queries meet the keys of other context ranks. ring: keys travel behind the blocks' compute; all_gather: every rank
-    gathers them first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value head
-    below 4096)."""
+    """How queries reach the keys of other context ranks. ring: keys are sent while the blocks compute; all_gather: every rank
+    gathers all keys first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value
+    head below 4096)."""
     overlap_passes: bool = False
-    """In ticks of a pipeline that go forward and backward: a layer of each in turn, not a chunk of each, so that what tensor
-    ranks send for one travels behind the other's matmuls. Of use with tensor > 1, zero 0 or 1, schedule 1f1b or interleaved."""
+    """A tick with a forward and a backward pass alternates their layers, so that the tensor-parallel collectives of one overlap
+    with the matmuls of the other. It helps with tensor > 1, zero 0 or 1, schedule 1f1b or interleaved."""
 
     @model_validator(mode="after")
     def _check(self):
         if (V := self.virtual_stages) > 1 and self.pipe == 1:
-            raise refuse(f"parallel.virtual_stages={V} cuts the stages of a pipeline: set parallel.pipe, or virtual_stages=1.")
+            raise refuse(f"parallel.virtual_stages={V} needs a pipeline: set parallel.pipe, or virtual_stages=1.")
         if self.pipe > 1 and (V > 1) != (self.schedule == "interleaved"):
             raise refuse(
                 f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
@@ -167,13 +167,13 @@ class ParallelConfig(Section):
         overlaps = self.overlap_passes and self.pipe > 1
         if overlaps and self.schedule == "gpipe":
             raise refuse(
-                "parallel.overlap_passes=true takes ticks that go both ways, and gpipe has none: set parallel.schedule=1f1b."
+                "parallel.overlap_passes=true needs ticks with both passes, and gpipe has none: set parallel.schedule=1f1b."
             )
         if overlaps and self.remat == "none":
-            # Compiled for H100s, 8B over pipe 2 and tensor 2 takes 114.8 GiB, and 104.1 with one pass after the other.
+            # Compiled for H100s, 8B over pipe 2 and tensor 2 needs 114.8 GiB, and 104.1 GiB without overlap.
             raise refuse(
-                "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold a tenth more: set "
-                "parallel.remat=selective."
+                "parallel.overlap_passes=true and parallel.remat=none do not go together, because XLA would use a tenth more "
+                "memory: set parallel.remat=selective."
             )
         return self
 
@@ -205,7 +205,7 @@ class SourceConfig(Section):
     """One part of a mixture."""
 
     name: str
-    """What logs call it; unique in the mixture."""
+    """Name in logs; unique in the mixture."""
     source: SourceKind
     paths: Paths = ()
     weight: PositiveFloat
@@ -213,28 +213,27 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """What is read, and how documents become samples. Which documents are held out does not depend on the machine."""
+    """The text to read, and how documents become samples. The choice of held-out documents does not depend on the machine."""
 
     source: SourceKind = "python_stdlib"
     """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
-    conversations, of which only the answers are learnt; prepared: folders that `jaxllm data prepare` wrote; megatron:
-    Megatron-LM's .bin and .idx."""
+    conversations, with a loss on the answers only; prepared: folders that `jaxllm data prepare` wrote; megatron: Megatron-LM's
+    .bin and .idx."""
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
-    prepared: folders; megatron: files without their .bin or .idx. With packing=best_fit conversations that fit into a sequence
+    prepared: folders; megatron: files without their .bin or .idx. With packing=best_fit, conversations that fit into a sequence
     are not cut."""
     mixture: tuple[SourceConfig, ...] = ()
-    """Several sources by weight, instead of source and paths."""
+    """Several weighted sources, instead of source and paths."""
     tokenizer: str | None = None
-    """A folder with tokenizer.json, or bytes. Default: bytes for texts, for prepared folders the tokenizer they were made
-    with."""
+    """A folder with tokenizer.json, or bytes. Default: bytes for texts; for prepared folders, the tokenizer that made them."""
     chat_template: str | None = None
-    """A Jinja file by which conversations are written. Default: the tokenizer folder's own."""
+    """A Jinja file that formats conversations. Default: the template in the tokenizer folder."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """concat: documents one after another, cut where a sequence is full; best_fit: documents are put together so that none
-    that fits into a sequence is cut."""
+    """concat: documents follow each other, cut where a sequence is full; best_fit: documents are combined so that none that
+    fits into a sequence is cut."""
     mask_documents: Switch = True
-    """A token sees its own document alone, and the end of one does not predict the next. False: one endless text."""
+    """A token attends only to its own document, and the end of one does not predict the next. false: one continuous text."""
     held_out_fraction: Fraction = 0.05
 
     @model_validator(mode="after")
@@ -242,23 +241,23 @@ class DataConfig(Section):
         if not self.mixture:
             _check_paths("data", self.source, self.paths)
         elif extra := self.model_fields_set & {"source", "paths"}:
-            raise refuse(f"data.mixture and data.{sorted(extra)[0]} both say what to read: remove one of them.")
+            raise refuse(f"data.mixture and data.{sorted(extra)[0]} both name text to read: remove one of them.")
         for number, part in enumerate(self.mixture):
             _check_paths(f"data.mixture[{number}]", part.source, part.paths)
             if part.name in [other.name for other in self.mixture[:number]]:
-                raise refuse(f"data.mixture holds two sources named {part.name}: give each a name of its own.")
+                raise refuse(f"data.mixture holds two sources named {part.name}: give each its own name.")
         if self.chat_template is not None:
             if not any(part.source == "chat" for part in self.sources):
                 raise refuse("data.chat_template belongs to data.source=chat: name that source, or remove the template.")
             if not Path(self.chat_template).is_file():
-                raise refuse(f"data.chat_template={self.chat_template} is no file (it is relative to {Path.cwd()}): check it.")
+                raise refuse(f"data.chat_template={self.chat_template} is not a file in {Path.cwd()}: check the path.")
         if self.packing == "best_fit" and not self.mask_documents:
             raise refuse("data.packing=best_fit keeps documents apart: set data.mask_documents=true, or packing=concat.")
         return self
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The mixture, or the one source as a mixture of one."""
+        """The mixture. A single source is a mixture of one."""
         return self.mixture or (SourceConfig(name=self.source, source=self.source, paths=self.paths, weight=1.0),)
 
 
@@ -268,126 +267,125 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 3e-4
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
-    """Gradients with a larger global norm are scaled down to it; null: never."""
+    """Gradients with a larger global norm are scaled down to this norm; null: never."""
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     epsilon: PositiveFloat = 1e-8
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """After warm-up: half a cosine, a line, or (wsd) constant and then a line over the last decay_tokens."""
+    """Learning rate after warm-up: half a cosine, linear, or (wsd) constant, then linear over the last decay_tokens."""
     warmup_tokens: Count = 0
-    """A run shorter than this ends on the way up, and says so at the start."""
+    """A run shorter than this ends during warm-up; a note at the start reports it."""
     decay_tokens: Count | None = None
-    """wsd only; default: the last fifth of training."""
+    """For wsd only; default: the last fifth of training."""
     final_learning_rate_fraction: Fraction = 0.1
-    """Of learning_rate, at the end of the schedule."""
+    """The learning rate at the end of the schedule, as a fraction of learning_rate."""
 
 
 class TrainConfig(Section):
     steps: PositiveInt
     sequence_length: PositiveInt
     global_batch_sequences: PositiveInt
-    """Sequences of one optimizer step, over all devices; with batch_schedule, of the first steps."""
+    """Sequences per optimizer step, over all devices; with batch_schedule, in the first steps."""
     batch_schedule: BatchSchedule = ()
-    """[[from_tokens, global_batch_sequences], ...]: other batches from so many consumed tokens on, such as
-    [[1_000_000_000, 2048], [4_000_000_000, 4096]]. The microbatch stays as it is, and a step has more of them. train.steps
-    counts steps of any batch."""
+    """[[from_tokens, global_batch_sequences], ...]: the batch size after from_tokens consumed tokens, such as
+    [[1_000_000_000, 2048], [4_000_000_000, 4096]]. The microbatch size stays the same, and a step has more microbatches.
+    train.steps counts steps of any batch size."""
     batch_lr: Literal["none", "sqrt", "linear"] = "none"
-    """Ties the learning rate to the batch: it is multiplied by (batch / last batch of batch_schedule), by the root of that, or
-    by nothing, so that optimizer.learning_rate is the last batch's. sqrt is the rule of practice for Adam."""
+    """Scales the learning rate by batch / last batch of batch_schedule (linear), by the square root of that (sqrt, usual for
+    Adam) or not at all (none). optimizer.learning_rate is the rate of the last batch."""
     microbatch_sequences: PositiveInt | None = None
-    """Sequences one data rank computes at once; default: its whole share of global_batch_sequences, one microbatch a step."""
+    """Sequences that a data rank computes at once; default: its share of global_batch_sequences, one microbatch per step."""
     seed: Seed = 0
     init_from: str | None = None
-    """Start from the weights alone of a model's folder (Hugging Face's or jaxllm's own), a run directory, or one of its
-    checkpoints. Default: the folder that model.name names, if it names one; null: fresh weights."""
+    """Start from the weights (without optimizer state) of a model folder (Hugging Face's or jaxllm's own), a run directory, or
+    one of its checkpoints. Default: the folder of model.name, if it is a folder; null: fresh weights."""
     z_loss_weight: NonNegativeFloat = 0.0
-    """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4); the reported loss leaves it out."""
+    """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4). The reported loss does not include it."""
     max_skips_in_a_row: PositiveInt = 10
-    """A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor moments. So many in a row end
-    the run."""
+    """A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor moments. This many skipped
+    steps in a row end the run."""
     spike_deviations: PositiveFloat | None = 6.0
-    """A step whose loss or gradient norm lies so many standard deviations above the mean of the last 128 is a spike:
-    metrics.jsonl marks it, and run.dir/spikes.jsonl says which samples it read. null: none is."""
+    """A step whose loss or gradient norm is this many standard deviations above the mean of the last 128 steps is a spike:
+    metrics.jsonl marks it, and run.dir/spikes.jsonl names the samples it read. null: no spikes are detected."""
     skip_spikes: Switch = False
-    """Skip spikes too, as OLMo-core's SkipStepAdamW does. The losses and norms of the last 128 steps are then part of the
-    state."""
+    """Skip spikes too, like OLMo-core's SkipStepAdamW. The state then includes losses and norms of the last 128 steps."""
     loss_chunk_tokens: PositiveInt = 4096
-    """Logits exist for about this many tokens at a time."""
+    """Logits are computed for about this many tokens at a time."""
     diloco_steps: PositiveInt | None = None
-    """DiLoCo (Douillard et al., 2023): each island of parallel.replica trains on its own, on its share of the global batch, and
-    after so many steps, and after the last, one outer step brings them together; null: they take every step together."""
+    """DiLoCo (Douillard et al., 2023): each replica of parallel.replica trains alone, on its share of the global batch. After
+    this many steps, and after the last step, one outer step averages them. null: replicas synchronise at every step."""
     diloco_lr: PositiveFloat = 0.7
-    """Of the outer step."""
+    """Learning rate of the outer optimizer."""
     diloco_momentum: Decay = 0.9
-    """Nesterov's, of the outer step; 0: plain SGD."""
+    """Nesterov momentum of the outer optimizer; 0: plain SGD."""
     diloco_after_steps: Count = 0
-    """Steps that all islands take together first, without DiLoCo: a fifth of a run is a good start."""
+    """Number of first steps without DiLoCo, synchronised at every step: a fifth of a run is a good start."""
     eval_every_steps: PositiveInt | None = None
-    """Held-out loss every so often; it is taken at the end in any case. With DiLoCo it is that of the last outer step."""
+    """Steps between evaluations of held-out loss; one always runs at the end. With DiLoCo they use the last outer step."""
     eval_batches: PositiveInt | None = None
-    """Batches of held-out text, of each source, in each evaluation on the way; default: all of it. A batch is
-    microbatch_sequences on every data rank, times parallel.pipe. The evaluation at the end reads all, up to 16,777,216 tokens
-    of each source."""
+    """Batches of held-out text per source in each evaluation before the end; default: all of the text. A batch has
+    microbatch_sequences on every data rank, times parallel.pipe. The evaluation at the end reads all text, up to 16,777,216
+    tokens per source."""
 
 
 class CheckpointConfig(Section):
-    """The last step is saved in any case, and so is the present one when a signal ends the run."""
+    """The last step is always saved, and so is the current step when a signal ends the run."""
 
     every_steps: PositiveInt | None = None
-    """Save so often, counted in steps."""
+    """Steps between checkpoints."""
     every_minutes: PositiveFloat | None = 30.0
-    """Save so often by the clock too; null: never."""
+    """Minutes between checkpoints, in addition; null: never."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_every_steps: PositiveInt | None = None
-    """Checkpoints of multiples of this step are saved, and kept for good."""
+    """Checkpoints at multiples of this step are saved and never deleted."""
     asynchronous: Switch = True
-    """Write while training goes on: the run waits only for the copy from the devices."""
+    """Write while training continues: the run waits only for the copy from the devices."""
 
 
 class LogConfig(Section):
     every_steps: PositiveInt = 10
-    """A line on the terminal (or in the log file); metrics.jsonl gets every step."""
+    """Steps between lines on the terminal (or in the log file); metrics.jsonl has every step."""
     baselines: Switch = False
-    """At the end, print byte bigram and trigram losses on the same held-out text."""
+    """Print byte bigram and trigram losses on the same held-out text at the end."""
     sample_tokens: Count = 0
     """Length of the text sampled at the end."""
     sample_prompt: Annotated[str, Field(min_length=1)] = "The "
-    """What that text begins with."""
+    """Start of the sampled text."""
     tensorboard: Switch = False
     wandb_project: str | None = None
     layer_norms_every: PositiveInt | None = None
-    """Every so many steps, each layer's gradient norm and the root mean square of its output in one microbatch, which costs
-    that microbatch's forward pass; null: never."""
+    """Steps between records of each layer's gradient norm and of the root mean square of its output in one microbatch, which
+    costs one forward pass of that microbatch; null: never."""
     noise_scale_every: PositiveInt | None = None
-    """Every so many steps, measure the gradient noise scale: what a larger batch would give. It compares the parts that data
-    ranks and microbatches make of a step, so there must be two. Above 1 such steps have a program of their own, compiled when
-    the first is due; null: never."""
+    """Steps between measurements of the gradient noise scale, which predicts the benefit of a larger batch. It compares parts
+    of a step (data ranks, microbatches), so there must be at least two. Above 1, these steps have their own program, compiled
+    when the first is due. null: never."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """[first, last]: write a profiler trace of these steps into run.dir/profile."""
 
 
 class RunConfig(Section):
     dir: str = "runs/default"
-    """Checkpoints, metrics.jsonl and the config are kept here; a second start with the same directory resumes."""
+    """Folder for checkpoints, metrics.jsonl and the config; a second start with the same directory resumes."""
     cpu_devices: PositiveInt | None = None
-    """Run on this many CPU devices of this machine, to try any mesh at home. Of several processes, each has as many."""
+    """Run on this many CPU devices of this machine, to try any mesh at home. With several processes, each has this many."""
     deterministic: Switch = False
-    """Bit-equal reruns on GPU: XLA takes no kernel whose sums depend on which thread is first, and chooses none by timing.
-    Costs speed: matmuls run with untimed tiles, and attention's backward in cuDNN's slower way."""
+    """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and disables autotuning. It costs speed:
+    matmul tiles are not tuned, and the backward pass of attention uses cuDNN's slower algorithm."""
     xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
-    """Sets of XLA's options to try on GPUs, such as [double_buffering]; jaxllm/runtime/xla_flags.py says what each does. None
-    is on by itself: they change the order of the step and with it its memory, which `jaxllm compile` then tells, not the
-    estimate."""
+    """Sets of XLA options to try on GPUs, such as [double_buffering]; jaxllm/runtime/xla_flags.py describes each. They change
+    the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""
     allow_overcommit: Switch = False
-    """Start even where the estimate says that a step does not fit into the GPU's memory."""
+    """Start even if the estimate says that a step does not fit into the GPU's memory."""
     peer_timeout_s: PositiveFloat = 60
-    """Of several processes, one silent for so many seconds is given up, and all leave. JAX's own limit is twice that."""
+    """If a process sends no heartbeat for this many seconds, it counts as lost and all processes exit. JAX's own limit is twice
+    that."""
     stuck_factor: Annotated[float, Field(gt=1)] = 20
-    """A step that takes so many times the median of the last 50, and at least run.stuck_min_s, is stuck: the process shows
-    where it stands and leaves, to be started again."""
+    """A step that takes this many times the median of the last 50, and at least run.stuck_min_s, is stuck: the process prints
+    its stack traces and exits, so that it can be restarted."""
     stuck_min_s: PositiveFloat = 300
-    """Seconds that a step may always take, the first of a start above all."""
+    """Seconds that any step may take, mainly for the first step after a start."""
     phase_timeout_s: PositiveFloat = 3600
-    """Seconds that any other work may take before the process counts as stuck: start, compilation, one batch of data or of an
+    """Seconds that other work may take before the process counts as stuck: start, compilation, one batch of data or of an
     evaluation, one save."""

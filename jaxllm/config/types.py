@@ -1,4 +1,4 @@
-"""Types of config keys: the values that each takes. Among them `Remat`, and the tensors of a block that it names."""
+"""Types of config keys, among them `Remat` and the names of a block's tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ AUTO = "auto"
 BLOCK_INPUT = "block_input"
 ATTENTION_RESULTS = ("attention_output", "attention_lse")
 BLOCK_TENSORS = (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
-"""What a block may keep for its backward pass, in the order it computes them; the model gives these names to its tensors."""
+"""Tensors that a block may keep for its backward pass, in order of computation. The model gives its tensors these names."""
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
-"""ZeRO shards the first of these dims that a parameter has, that divides, and that no other axis shards. It never shards a dim
-that counts layers: ZeRO 3 gathers layer by layer."""
+"""ZeRO shards the first of these dims that the parameter has, that divides evenly, and that no other axis shards. It never
+shards a dim that counts layers, because ZeRO 3 gathers layer by layer."""
 RematAction = Literal["keep", "recompute", "offload"]
 
 
@@ -38,11 +38,11 @@ def _check_remat(remat: Any) -> Any:
         if name not in BLOCK_TENSORS:
             nearest = difflib.get_close_matches(str(name), BLOCK_TENSORS, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tensors of a block are {', '.join(BLOCK_TENSORS)}."
-            raise refuse(f"parallel.remat.{name} is no tensor of a block: {hint}")
+            raise refuse(f"parallel.remat.{name} is not a tensor of a block: {hint}")
         if action not in get_args(RematAction):
             raise refuse(f"parallel.remat.{name}={action} is not one of the choices: use {', '.join(get_args(RematAction))}.")
     if remat.get(BLOCK_INPUT) == "recompute":
-        raise refuse("parallel.remat.block_input=recompute cannot be: all else follows from it, so use keep or offload.")
+        raise refuse("parallel.remat.block_input=recompute is impossible, as all starts from it: use keep or offload.")
     held = [name for name in ATTENTION_RESULTS if remat.get(name, "recompute") != "recompute"]
     if len(held) == 1:
         other = next(name for name in ATTENTION_RESULTS if name not in held)
@@ -65,8 +65,8 @@ def _pairs(schedule: Any) -> Any:
         return ()
     if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
         raise refuse(
-            f"train.batch_schedule={schedule} is no list of pairs: write [[from_tokens, global_batch_sequences], ...], such as "
-            f"[[1000000000, 2048]]."
+            f"train.batch_schedule={schedule} is not a list of pairs: write [[from_tokens, global_batch_sequences], ...], such "
+            f"as [[1000000000, 2048]]."
         )
     return schedule
 
@@ -77,6 +77,6 @@ XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_bufferin
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending. In the root's time: a size mistyped by some digits is answered too."""
+    """All divisors, ascending. It takes time proportional to the square root, so even a mistyped, much larger size is fast."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(small + [number // n for n in reversed(small) if n * n != number])

@@ -175,7 +175,7 @@ def prepare(
 def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
     part, parts = shard
     if not 0 <= part < parts:
-        raise ConfigError(f"--shard {part}/{parts} does not exist: use 0/{max(parts, 1)} to {_last(parts)}.")
+        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{max(parts, 1)} to {_last(parts)}.")
     at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
     for name, number, unit in at_least_1:
         if number is not None and number < 1:
@@ -198,12 +198,12 @@ def _open(folder: Path, origin: Origin) -> None:
 
 
 def _shards_there(folder: Path, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
-    """Reads the .json of each finished shard, by number."""
+    """The metadata of existing shards, by shard number."""
     return {task.shard: found for task in tasks if (found := read_shard(folder, task.name))}
 
 
 def _not_done(folder: Path, mine: Sequence[Task], strict: bool) -> list[Task]:
-    """Tasks without a finished shard. Raises ConfigError if `strict` and a finished shard has a broken record."""
+    """The tasks whose shards do not exist. Raises ConfigError if `strict` and an existing shard has a broken record."""
     done = _shards_there(folder, mine)
     for found in done.values() if strict else ():
         if found["broken"]:

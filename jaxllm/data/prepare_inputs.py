@@ -1,4 +1,4 @@
-"""Inputs of `jaxllm data prepare`: which files, how they are cut into shards, and whether a folder holds shards of others."""
+"""Inputs of `jaxllm data prepare`: the files, their division into shards, and the check for shards of other inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.data.tokenizer import Tokenizer
 
 
 def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
-    """The files that match, each once, sorted by absolute path; files inside `out` are none.
+    """Finds the files that match, each once, sorted by absolute path. Files inside `out` are left out.
 
     Raises:
       ConfigError: nothing matches a pattern, or it is a folder.
@@ -25,7 +25,7 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
     inside = os.path.abspath(out) + os.sep
     paths = set()
     for pattern in patterns:
-        # A file's own name may hold what would be a wildcard.
+        # The name of a file may contain wildcard characters.
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if os.path.isdir(pattern):
             raise ConfigError(f"{pattern} is a folder: name the files in it, such as '{pattern.rstrip('/')}/**/*.jsonl'.")
@@ -41,7 +41,7 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
 
 
 def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:
-    """The shards to make, in the order of the files: about shard_bytes of input each."""
+    """Divides the files, in order, into tasks: shards with about shard_bytes of input each."""
     shares: list[list[Part]] = [[]]
     room = shard_bytes
 
@@ -74,7 +74,7 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
 
 
 def origin_of(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, shard_bytes: int, record_tokens: int) -> Origin:
-    told = json.dumps([(file.path, file.size, file.modified_ns) for file in files])
+    listed = json.dumps([(file.path, file.size, file.modified_ns) for file in files])
     return Origin(
         options={
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
@@ -85,16 +85,16 @@ def origin_of(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, s
         inputs={
             "count": len(files),
             "bytes": sum(file.size for file in files),
-            "sha256": hashlib.sha256(told.encode()).hexdigest(),
+            "sha256": hashlib.sha256(listed.encode()).hexdigest(),
         },
     )
 
 
 def check_same_origin(folder: Path, origin: Origin) -> None:
-    """Raises ConfigError if shards of another origin are there."""
+    """Raises ConfigError if the folder holds shards of another origin."""
     for file in sorted(folder.glob("tokens-*-of-*.json")):
         there: Any = read_json(file)
-        # What says nothing of its origin is made again, as a shard without its .json.
+        # A shard without a recorded origin is made again, like one without its .json.
         if not is_shard(there):
             continue
         ours, theirs = origin.options, there["options"]
@@ -108,7 +108,7 @@ def check_same_origin(folder: Path, origin: Origin) -> None:
             raise ConfigError(
                 f"{folder} holds shards of other inputs ({which}): choose another --out, or give the same inputs."
             )
-        # After the inputs: the size of shards follows theirs.
+        # Checked after the inputs, because the default shard size depends on them.
         for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
             if theirs[key] != ours[key]:
                 values = [_megabytes(v) if key == "shard_bytes" else v for v in (theirs[key], ours[key])]

@@ -1,4 +1,4 @@
-"""Worker processes that write shards for `jaxllm data prepare`, and its progress display."""
+"""The processes that write shards for `jaxllm data prepare`, and their progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class Job:
-    """Input of each worker process."""
+    """The input of every worker."""
 
     folder: Path
     tokenizer: str
@@ -33,7 +33,7 @@ class Job:
 
 
 def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
-    """Runs the tasks in `count` processes. With one, this process does the work."""
+    """Makes the shards in `count` processes. With 1, in this process."""
     if count == 1:
         _run_here(job, tokenizer, tasks, shows)
     else:
@@ -48,13 +48,13 @@ def _run_here(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: Prep
 
 
 def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
-    """Gives each worker one task at a time. The first error stops all workers."""
+    """Gives each worker one task at a time; the first error ends all workers."""
     spawn = multiprocessing.get_context("spawn")
     waiting = iter(tasks)
     workers: dict[Any, Any] = {}
     """Connection -> process."""
     try:
-        # The terminal sends Ctrl-C to the workers too. They ignore it, and this process stops them.
+        # A terminal sends Ctrl-C to the workers too. They ignore it, and this process ends them.
         with _interrupts_ignored():
             for _ in range(count):
                 ours, theirs = spawn.Pipe()
@@ -94,14 +94,14 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
 
 
 def _work(connection: Connection, job: Job) -> None:
-    """Worker loop: reports that it is ready and makes the shards it is given. Ends when its parent process is gone."""
+    """Runs a worker: it reports that it is ready, and makes the shards that it receives. It ends when its parent exits."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def say(*message) -> None:
         try:
             connection.send(message)
         except OSError:
-            # Not an OSError, because that would be reported as a full disk.
+            # An OSError would look like a full disk.
             raise _ParentGone from None
 
     try:
@@ -121,7 +121,7 @@ def _work(connection: Connection, job: Job) -> None:
 
 
 class _ParentGone(Exception):
-    """The parent process is gone."""
+    """The parent process has exited."""
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _one_thread_for_tokenizers() -> Iterator[None]:
 
 
 class PrepareProgress:
-    """Progress display: a bar over input bytes on a terminal, a line from time to time elsewhere, or nothing."""
+    """A progress bar over bytes of input on a terminal, a line every ten seconds elsewhere, or nothing if not visible."""
 
     def __init__(self, tasks: Sequence[Task], visible: bool):
         self._total, self._shards = sum(task.size for task in tasks), len(tasks)

@@ -182,7 +182,9 @@ def test_all_damaged_is_refused_again_and_again(run, trainer, listed):
             (run / "checkpoints" / str(step) / "files.json").unlink()
         to_all_arrays(Path.unlink)(run / "checkpoints" / str(step))
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"No checkpoint in .* is intact: 4 \(.*\), 2 \(.*\); put a copy of one there"):
+        with pytest.raises(
+            ConfigError, match=r"No checkpoint in .* is intact: 4 \(.*\), 2 \(.*\); restore a copy of one there"
+        ):
             restore(trainer, run)
     assert saved_steps(run / "checkpoints") == [2, 4]
 
@@ -327,7 +329,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, tmp_pat
         folder.mkdir()
     for code, _, error in pair(folders=folders):
         assert code == 2
-        assert "run.dir=run of process 1 is not that of process 0: it must be on storage that all hosts share" in error
+        assert "run.dir=run of process 1 is not that of process 0: put it on storage that all hosts share" in error
 
 
 @pytest.mark.slow

@@ -281,7 +281,7 @@ def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     monkeypatch.setattr(memory, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "16")
     assert result.exit_code == 130
-    assert "stopped before any configuration that fits was found" in result.stderr
+    assert "interrupted before any config that fits was found" in result.stderr
     assert result.stdout == ""
 
 

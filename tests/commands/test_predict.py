@@ -258,7 +258,7 @@ def test_scoring_refuses_in_one_sentence(run_dir, text, no_device, options, sent
     [
         ({"prompts": [""]}, "A prompt is empty, and this tokenizer adds no BOS token: give at least one character."),
         ({"prompts": ["a", "b\udcff"]}, "A prompt is not Unicode (at character 1): give it in UTF-8."),
-        ({"prompts": []}, "There is no prompt: give one with --prompt."),
+        ({"prompts": []}, "No prompt is given: give one with --prompt."),
         ({"max_new_tokens": 0}, "--max-new-tokens=0 leaves nothing to generate: use 1 or more."),
         ({"stop": ["x", ""]}, "--stop is empty, and would end every text at its start"),
         ({"top_p": 0.5}, "temperature=0 does not sample: set temperature."),

@@ -17,9 +17,11 @@ REFUSALS = {
     ("train.stpes=3",): "Unknown key train.stpes: did you mean train.steps?",
     ("model.sequence_length=3",): "Unknown key model.sequence_length: did you mean train.sequence_length?",
     ("trian.steps=3",): "Unknown key trian: did you mean train?",
-    ("model.name=llama-3-8",): "model.name=llama-3-8 is no published shape, and no folder here: did you mean llama-3-8b?",
+    ("model.name=llama-3-8",): (
+        "model.name=llama-3-8 is neither a published model nor an existing folder: did you mean llama-3-8b?"
+    ),
     ("model.num_kv_heads=5",): "model.num_heads=32 is not a multiple of model.num_kv_heads=5: use one of [1, 2, 4, 8, 16, 32]",
-    ("model.head_dim=33",): "model.head_dim=33 is odd, and rotary embeddings turn pairs: make it 34.",
+    ("model.head_dim=33",): "model.head_dim=33 is odd, and rotary embeddings rotate pairs: make it 34.",
     ("parallel.zero=4",): "parallel.zero=4 is not one of the choices: use 0, 1, 2, 3.",
     ("model.compute_dtype=fp16",): "model.compute_dtype=fp16 is not one of the choices: use bfloat16, float32.",
     ("train.steps=0",): "train.steps=0 is not valid: it should be greater than or equal to 1.",
@@ -126,7 +128,7 @@ def test_files_that_are_not_recipes(tmp_path):
     with pytest.raises(ConfigError, match="holds no sections"):
         load_config(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("model: [\n")
-    with pytest.raises(ConfigError, match=r"broken.yaml is not YAML \(line 2: .*\): mend it there"):
+    with pytest.raises(ConfigError, match=r"broken.yaml is not YAML \(line 2: .*\): fix it\.$"):
         load_config(tmp_path / "broken.yaml")
 
 

@@ -487,7 +487,7 @@ def test_conversations_mix_with_texts(folder, conversations, text_file):
     [
         ({"paths": None}, "data.source=chat needs data.paths: give files of JSON lines or glob patterns."),
         ({"paths": ["nowhere/*.jsonl"]}, "data.paths: no file matches 'nowhere/*.jsonl'"),
-        ({"chat_template": "nowhere.jinja"}, "data.chat_template=nowhere.jinja is no file"),
+        ({"chat_template": "nowhere.jinja"}, "data.chat_template=nowhere.jinja is not a file"),
         ({"source": "files"}, "data.chat_template belongs to data.source=chat: name that source, or remove the template."),
         ({"tokenizer": None}, "data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model."),
     ],

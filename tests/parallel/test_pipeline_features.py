@@ -16,9 +16,7 @@ INTERLEAVED = ("parallel.pipe=2", "parallel.schedule=interleaved", "parallel.vir
 FOUR_LAYERS = "model.num_layers=4"
 
 REFUSALS = {
-    ("parallel.virtual_stages=2",): (
-        "parallel.virtual_stages=2 cuts the stages of a pipeline: set parallel.pipe, or virtual_stages=1."
-    ),
+    ("parallel.virtual_stages=2",): ("parallel.virtual_stages=2 needs a pipeline: set parallel.pipe, or virtual_stages=1."),
     ("parallel.pipe=2", "parallel.virtual_stages=2", FOUR_LAYERS): (
         "parallel.schedule=1f1b and parallel.virtual_stages=2 do not go together: interleaved takes 2 or more, "
         "1f1b and gpipe take 1."
@@ -43,11 +41,11 @@ REFUSALS = {
     ("parallel.schedule=1F1B",): "parallel.schedule=1F1B is not one of the choices: use gpipe, 1f1b, interleaved.",
     ("parallel.pipe=0",): "parallel.pipe=0",
     ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.schedule=gpipe"): (
-        "parallel.overlap_passes=true takes ticks that go both ways, and gpipe has none: set parallel.schedule=1f1b."
+        "parallel.overlap_passes=true needs ticks with both passes, and gpipe has none: set parallel.schedule=1f1b."
     ),
     ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.remat=none"): (
-        "parallel.overlap_passes=true and parallel.remat=none do not go together, XLA would hold a tenth more: set "
-        "parallel.remat=selective."
+        "parallel.overlap_passes=true and parallel.remat=none do not go together, because XLA would use a tenth more memory: "
+        "set parallel.remat=selective."
     ),
     (*INTERLEAVED, FOUR_LAYERS, "parallel.data=2", "train.microbatch_sequences=4"): (
         "parallel.schedule=interleaved takes microbatches in rounds of parallel.pipe=2, and a step has 1: make it 2, with "

@@ -219,10 +219,10 @@ def test_names_in_the_config_are_the_models():
 
 
 REFUSALS = {
-    "parallel.remat={qery: keep}": "parallel.remat.qery is no tensor of a block: did you mean query?",
-    "parallel.remat={zzz: keep}": "parallel.remat.zzz is no tensor of a block: the tensors of a block are block_input, query",
+    "parallel.remat={qery: keep}": "parallel.remat.qery is not a tensor of a block: did you mean query?",
+    "parallel.remat={zzz: keep}": "parallel.remat.zzz is not a tensor of a block: the tensors of a block are block_input, ",
     "parallel.remat.query=kep": "parallel.remat.query=kep is not one of the choices: use keep, recompute, offload.",
-    "parallel.remat.block_input=recompute": "all else follows from it, so use keep or offload.",
+    "parallel.remat.block_input=recompute": "is impossible, as all starts from it: use keep or offload.",
     "parallel.remat.attention_output=keep": "gains nothing alone: keep or offload attention_lse too.",
     "parallel.remat=fulll": "parallel.remat=fulll is not one of the choices: use ",
     "parallel.remat=3": "parallel.remat=3 is not ",

@@ -215,7 +215,7 @@ def test_a_run_goes_on_and_out_when_the_folder_it_names_has_gone(folders, text_f
     }
     fit(load_config(recipe))
     shutil.rmtree(model)
-    with pytest.raises(ConfigError, match=r"model.name=.*model is no folder with a config.json: get the model there"):
+    with pytest.raises(ConfigError, match=r"model.name=.*model is not a folder with a config.json: download the model to it"):
         load_config(recipe, [f"run.dir={tmp_path / 'elsewhere'}"])
     assert fit(load_config(recipe, ["train.steps=2"])).step == 2
     to_hf(str(tmp_path / "run"), str(tmp_path / "out"))

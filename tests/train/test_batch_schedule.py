@@ -132,14 +132,13 @@ def test_the_estimate_is_of_the_largest_batch(tiny_config):
         ),
         (
             ["train.batch_lr=sqrt"],
-            "train.batch_lr=sqrt ties the learning rate to train.batch_schedule, and there is none: give one, or set "
-            "batch_lr=none.",
+            "train.batch_lr=sqrt needs train.batch_schedule, and there is none: set one, or set batch_lr=none.",
         ),
         (["train.batch_schedule=[[0, 16]]"], "train.batch_schedule[0][0]=0 is not valid"),
         (
             ["train.batch_schedule=[512, 16]"],
-            "train.batch_schedule=[512, 16] is no list of pairs: write [[from_tokens, global_batch_sequences], ...], such as "
-            "[[1000000000, 2048]].",
+            "train.batch_schedule=[512, 16] is not a list of pairs: write [[from_tokens, global_batch_sequences], ...], such "
+            "as [[1000000000, 2048]].",
         ),
     ],
 )

@@ -393,7 +393,7 @@ def test_metrics_of_replicas_are_those_of_one_run():
 
 
 def test_what_cannot_be_is_refused(tiny_config):
-    with pytest.raises(ConfigError, match=r"keeps every island's state on its devices: set parallel.offload_state=none"):
+    with pytest.raises(ConfigError, match=r"keeps every replica's state on its devices: set parallel.offload_state=none"):
         tiny_config("train.diloco_steps=2", "parallel.offload_state=optimizer")
     with pytest.raises(ConfigError, match=r"train.diloco_after_steps=4 leaves DiLoCo none of train.steps=4"):
         tiny_config("train.diloco_steps=2", "train.diloco_after_steps=4")
