@@ -7,52 +7,20 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import sys
-import textwrap
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand
 
 from jaxllm import __version__
-from jaxllm.config import Config, ConfigError, json_schema, load_config
+from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
+from jaxllm.cli_options import AsJson, CacheDir, GpuCount, GpusPerHost, NoCache, Recipe, epilog, example, fitted, load
+from jaxllm.config import ConfigError, json_schema
 from jaxllm.display import print_sentence
 from jaxllm.runtime import exit_codes
-
-
-class Command(TyperCommand):
-    """Help that shows only the metavar of each argument. The metavar shows whether it is optional or repeatable."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        for title in ("Arguments", "Options"):
-            rows = []
-            for one in self.get_params(ctx):
-                if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
-                    # Some versions of typer escape brackets for rich, which is not used here.
-                    name = one.metavar if title == "Arguments" else record[0]
-                    rows.append((name, record[1].replace("\\[", "[")))
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-
-
-def epilog(*lines: str) -> str:
-    """The example command lines at the end of a help text, not rewrapped."""
-    return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
-
-
-def example(*lines: str) -> dict[str, Any]:
-    """Arguments of `app.command` that all commands here share, with example command lines."""
-    return {"cls": Command, "epilog": epilog(*lines)}
-
 
 app = typer.Typer(
     add_completion=False,
@@ -65,33 +33,6 @@ data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Turns 
 app.add_typer(data_app, name="data")
 convert_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face format.")
 app.add_typer(convert_app, name="convert")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-GpuCount = Annotated[
-    int | None, typer.Option(metavar="N", help="Number of GPUs; none is needed here. Default: the config's mesh.")
-]
-GpusPerHost = Annotated[
-    int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
-]
-CacheDir = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
-SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
-Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
-Verify = Annotated[
-    bool,
-    typer.Option("--verify", help="Compare logits with transformers, in float32, before DST gets its name (extra reference)."),
-]
-
-Recipe = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="CONFIG [SECTION.KEY=VALUE]...",
-        help="A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
-        "train.steps=100, in any order.",
-    ),
-]
 
 
 def show_version(wanted: bool) -> None:
@@ -353,115 +294,9 @@ def report_(
     print(json.dumps(report.to_json()) if as_json else fitted([*report.lines(), "", f"page {page}"]))
 
 
-@app.command(**example("export runs/quickstart models/quickstart"))
-def export(
-    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
-    step: SavedStep = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
-    force: Force = False,
-) -> None:
-    """Writes only the weights of a run. For train.init_from, for other machines, or for an archive."""
-    from jaxllm.checkpoint.weights import export as export_weights
-
-    found = export_weights(source, destination, step, dtype, force)
-    print(f"exported {found.description} to {destination} as {dtype}")
-
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...",
-        help="Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
-        "on all devices here.",
-    ),
-]
-ModelFolder = Annotated[
-    str, typer.Option(metavar="DIR", help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints.")
-]
-OtherTokenizer = Annotated[
-    str | None, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes; default: the model's own.")
-]
-
-
-@app.command("eval", **example("eval --model runs/quickstart --text book.txt"))
-def evaluate(
-    model: ModelFolder,
-    text: Annotated[str, typer.Option(metavar="FILE", help="A file of UTF-8 text.")],
-    overrides: Overrides = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
-    ] = None,
-    tokenizer: OtherTokenizer = None,
-    as_json: AsJson = False,
-) -> None:
-    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
-    from jaxllm.commands import predict
-    from jaxllm.commands.plan import progress_bar
-
-    options = {"sequence_length": sequence_length, "stride": stride, "tokenizer": tokenizer, "say": tell}
-    with progress_bar() as progress:
-        score = predict.evaluate(model, text, overrides or [], **options, progress=progress)
-    show(json.dumps(score.to_json()) if as_json else fitted(score.lines()))
-
-
-@app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))
-def generate(
-    model: ModelFolder,
-    prompt: Annotated[
-        list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
-    ],
-    overrides: Overrides = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens per prompt.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 samples from the model's probabilities.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
-    ] = 1.0,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; default: from all.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
-    ] = None,
-    tokenizer: OtherTokenizer = None,
-    as_json: AsJson = False,
-) -> None:
-    """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
-    from jaxllm.commands import predict
-    from jaxllm.inference.text_stream import InTurn
-
-    before = [f"> {text}\n" for text in prompt] if chat else prompt
-    on_text = InTurn(before, show_at_once)
-    found = predict.generate(
-        model,
-        prompt,
-        overrides or [],
-        chat=chat,
-        system=system,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop or [],
-        tokenizer=tokenizer,
-        say=tell,
-        **({} if as_json else {"on_text": on_text}),
-    )
-    if as_json:
-        show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
+app.command(**example("export runs/quickstart models/quickstart"))(export)
+app.command("eval", **example("eval --model runs/quickstart --text book.txt"))(evaluate)
+app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))(generate)
 
 
 @app.command(**example("doctor", "doctor quickstart parallel.data=2"))
@@ -493,151 +328,15 @@ def doctor(
         raise typer.Exit(1)
 
 
-@data_app.command("prepare", **example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))
-def data_prepare(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: one object per line; .parquet: rows; "
-            "any other text file: one document. .gz and .zst are decompressed.",
-        ),
-    ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
-    tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
-    text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
-    shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Do the I-th of N parts of the work, from 0; all parts use the same --out.")
-    ] = "0/1",
-    shard_megabytes: Annotated[
-        int | None,
-        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
-    from jaxllm.data.prepare import parse_shard, prepare
-
-    try:
-        summary = prepare(
-            inputs,
-            out,
-            tokenizer=tokenizer,
-            text_key=text_key,
-            workers=workers,
-            shard=parse_shard(shard),
-            shard_bytes=None if shard_megabytes is None else shard_megabytes * 2**20,
-            strict=strict,
-            progress=not as_json,
-        )
-    except KeyboardInterrupt as stopped:
-        print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    print(json.dumps(summary.to_json()) if as_json else fitted(summary.lines()))
-
-
-@convert_app.command("from-hf", **example("convert from-hf smollm2 models/smollm2"))
-def convert_from_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
-    force: Force = False,
-    verify: Verify = False,
-) -> None:
-    """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
-    from jaxllm.checkpoint.hf_convert import from_hf
-
-    print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
-
-
-@convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))
-def convert_to_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
-    step: SavedStep = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
-    ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index."),
-    ] = "5GB",
-    max_position: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
-    ] = None,
-    force: Force = False,
-    verify: Verify = False,
-) -> None:
-    """Writes a model or a run as a Hugging Face folder. Verifies the result."""
-    from jaxllm.checkpoint.hf_convert import parse_size, to_hf
-
-    done = to_hf(
-        source,
-        destination,
-        step=step,
-        dtype=dtype,
-        largest_file=parse_size(max_shard_size),
-        max_position=max_position,
-        force=force,
-        verify=verify,
-    )
-    print("\n".join(done.lines()))
+data_app.command("prepare", **example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))(data_prepare)
+convert_app.command("from-hf", **example("convert from-hf smollm2 models/smollm2"))(convert_from_hf)
+convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))(convert_to_hf)
 
 
 @app.command(**example("schema > recipe.schema.json"))
 def schema() -> None:
     """Prints the JSON schema of a recipe, for editors."""
     print(json.dumps(json_schema(), indent=2))
-
-
-def fitted(lines: Iterable[str]) -> str:
-    """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
-    if not sys.stdout.isatty():
-        return "\n".join(lines)
-    width = shutil.get_terminal_size().columns
-    return "\n".join(
-        line
-        if len(line) <= width
-        else textwrap.fill(
-            line,
-            width,
-            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines
-    )
-
-
-def show(text: str, end: str = "\n") -> None:
-    """Prints on the main process only."""
-    from jaxllm.runtime.distributed import is_main_process
-
-    if is_main_process():
-        print(text, end=end, flush=True)
-
-
-def show_at_once(text: str) -> None:
-    show(text, end="")
-
-
-def tell(line: str) -> None:
-    """Prints a line to standard error on the main process only."""
-    from jaxllm.runtime.distributed import is_main_process
-
-    if is_main_process():
-        print(line, file=sys.stderr, flush=True)
-
-
-def load(recipe: list[str]) -> Config:
-    """The config of a command line: one file, and section.key=value strings before or after it."""
-    files = [argument for argument in recipe if "=" not in argument]
-    if len(files) != 1:
-        given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
-        raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
-    return load_config(files[0], [argument for argument in recipe if "=" in argument])
 
 
 def main() -> None:

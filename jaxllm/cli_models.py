@@ -1,0 +1,205 @@
+"""Commands on texts and models: data prepare, export, eval, generate and convert. cli.py gives them their names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from jaxllm.cli_options import (
+    AsJson,
+    Force,
+    ModelFolder,
+    OtherTokenizer,
+    Overrides,
+    SavedStep,
+    Verify,
+    fitted,
+    show,
+    show_at_once,
+    tell,
+)
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
+    step: SavedStep = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
+    force: Force = False,
+) -> None:
+    """Writes only the weights of a run. For train.init_from, for other machines, or for an archive."""
+    from jaxllm.checkpoint.weights import export as export_weights
+
+    found = export_weights(source, destination, step, dtype, force)
+    print(f"exported {found.description} to {destination} as {dtype}")
+
+
+def evaluate(
+    model: ModelFolder,
+    text: Annotated[str, typer.Option(metavar="FILE", help="A file of UTF-8 text.")],
+    overrides: Overrides = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
+    ] = None,
+    tokenizer: OtherTokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
+    from jaxllm.commands import predict
+    from jaxllm.commands.plan import progress_bar
+
+    options = {"sequence_length": sequence_length, "stride": stride, "tokenizer": tokenizer, "say": tell}
+    with progress_bar() as progress:
+        score = predict.evaluate(model, text, overrides or [], **options, progress=progress)
+    show(json.dumps(score.to_json()) if as_json else fitted(score.lines()))
+
+
+def generate(
+    model: ModelFolder,
+    prompt: Annotated[
+        list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
+    ],
+    overrides: Overrides = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens per prompt.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 samples from the model's probabilities.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; default: from all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
+    ] = None,
+    tokenizer: OtherTokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
+    from jaxllm.commands import predict
+    from jaxllm.inference.text_stream import InTurn
+
+    before = [f"> {text}\n" for text in prompt] if chat else prompt
+    on_text = InTurn(before, show_at_once)
+    found = predict.generate(
+        model,
+        prompt,
+        overrides or [],
+        chat=chat,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or [],
+        tokenizer=tokenizer,
+        say=tell,
+        **({} if as_json else {"on_text": on_text}),
+    )
+    if as_json:
+        show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
+
+
+def data_prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: one object per line; .parquet: rows; "
+            "any other text file: one document. .gz and .zst are decompressed.",
+        ),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
+    tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
+    text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
+    shard: Annotated[
+        str, typer.Option(metavar="I/N", help="Do the I-th of N parts of the work, from 0; all parts use the same --out.")
+    ] = "0/1",
+    shard_megabytes: Annotated[
+        int | None,
+        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
+    from jaxllm.data.prepare import parse_shard, prepare
+
+    try:
+        summary = prepare(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            text_key=text_key,
+            workers=workers,
+            shard=parse_shard(shard),
+            shard_bytes=None if shard_megabytes is None else shard_megabytes * 2**20,
+            strict=strict,
+            progress=not as_json,
+        )
+    except KeyboardInterrupt as stopped:
+        print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(json.dumps(summary.to_json()) if as_json else fitted(summary.lines()))
+
+
+def convert_from_hf(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
+    force: Force = False,
+    verify: Verify = False,
+) -> None:
+    """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
+    from jaxllm.checkpoint.hf_convert import from_hf
+
+    print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
+
+
+def convert_to_hf(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
+    step: SavedStep = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
+    ] = None,
+    max_shard_size: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index."),
+    ] = "5GB",
+    max_position: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
+    ] = None,
+    force: Force = False,
+    verify: Verify = False,
+) -> None:
+    """Writes a model or a run as a Hugging Face folder. Verifies the result."""
+    from jaxllm.checkpoint.hf_convert import parse_size, to_hf
+
+    done = to_hf(
+        source,
+        destination,
+        step=step,
+        dtype=dtype,
+        largest_file=parse_size(max_shard_size),
+        max_position=max_position,
+        force=force,
+        verify=verify,
+    )
+    print("\n".join(done.lines()))

@@ -1,0 +1,132 @@
+"""Options that several commands share, how their help looks, and how they print."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from jaxllm.config import Config, ConfigError, load_config
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+GpuCount = Annotated[
+    int | None, typer.Option(metavar="N", help="Number of GPUs; none is needed here. Default: the config's mesh.")
+]
+GpusPerHost = Annotated[
+    int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
+]
+CacheDir = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
+SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
+Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Compare logits with transformers, in float32, before DST gets its name (extra reference)."),
+]
+
+Recipe = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONFIG [SECTION.KEY=VALUE]...",
+        help="A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
+        "train.steps=100, in any order.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...",
+        help="Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
+        "on all devices here.",
+    ),
+]
+ModelFolder = Annotated[
+    str, typer.Option(metavar="DIR", help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints.")
+]
+OtherTokenizer = Annotated[
+    str | None, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes; default: the model's own.")
+]
+
+
+class Command(TyperCommand):
+    """Help that shows only the metavar of each argument. The metavar shows whether it is optional or repeatable."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for title in ("Arguments", "Options"):
+            rows = []
+            for one in self.get_params(ctx):
+                if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
+                    # Some versions of typer escape brackets for rich, which is not used here.
+                    name = one.metavar if title == "Arguments" else record[0]
+                    rows.append((name, record[1].replace("\\[", "[")))
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def epilog(*lines: str) -> str:
+    """The example command lines at the end of a help text, not rewrapped."""
+    return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
+
+
+def example(*lines: str) -> dict[str, Any]:
+    """Arguments of `app.command` that all commands here share, with example command lines."""
+    return {"cls": Command, "epilog": epilog(*lines)}
+
+
+def fitted(lines: Iterable[str]) -> str:
+    """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
+    if not sys.stdout.isatty():
+        return "\n".join(lines)
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        line
+        if len(line) <= width
+        else textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in lines
+    )
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Prints on the main process only."""
+    from jaxllm.runtime.distributed import is_main_process
+
+    if is_main_process():
+        print(text, end=end, flush=True)
+
+
+def show_at_once(text: str) -> None:
+    show(text, end="")
+
+
+def tell(line: str) -> None:
+    """Prints a line to standard error on the main process only."""
+    from jaxllm.runtime.distributed import is_main_process
+
+    if is_main_process():
+        print(line, file=sys.stderr, flush=True)
+
+
+def load(recipe: list[str]) -> Config:
+    """The config of a command line: one file, and section.key=value strings before or after it."""
+    files = [argument for argument in recipe if "=" not in argument]
+    if len(files) != 1:
+        given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
+        raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
+    return load_config(files[0], [argument for argument in recipe if "=" in argument])
