@@ -6,12 +6,15 @@ import socket
 import time
 from contextlib import suppress
 
+from jaxllm.runtime.xla_flags import CPU_THREADS
+
 
 def environment(**variables: str) -> dict[str, str]:
     """This environment without the XLA_FLAGS of conftest.py, which make programs quick to compile and slow to run, and set the
     number of devices.
     """
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | variables
+    left_out = ("XLA_FLAGS", CPU_THREADS)
+    return {name: value for name, value in os.environ.items() if name not in left_out} | variables
 
 
 def wait_until(condition, process, limit_s) -> None:

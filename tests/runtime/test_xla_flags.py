@@ -18,7 +18,7 @@ QUEUES, COMMANDS = "CUDA_DEVICE_MAX_CONNECTIONS", "xla_gpu_enable_command_buffer
 def driver(tmp_path, monkeypatch):
     """Makes NVIDIA's driver show GPUs of these kinds, in an environment that says nothing of its own."""
     monkeypatch.setattr(xla_flags, "DRIVER_FILES", tmp_path)
-    for name in (*xla_flags.MEMORY_VARIABLES, "NCCL_DEBUG", QUEUES):
+    for name in (*xla_flags.MEMORY_VARIABLES, "NCCL_DEBUG", QUEUES, xla_flags.CPU_THREADS):
         # Set first, so that what apply sets is taken back.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -83,6 +83,15 @@ def test_a_run_on_cpu_devices_has_none(driver):
     xla_flags.apply(RunConfig(cpu_devices=2))
     assert QUEUES not in os.environ
     assert "NCCL_DEBUG" not in os.environ
+
+
+def test_cpu_devices_leave_a_thread_to_spare(driver, monkeypatch):
+    """A pipeline's loss was wrong without (xla_flags.CPU_THREADS)."""
+    xla_flags.apply(RunConfig(cpu_devices=16))
+    assert int(os.environ[xla_flags.CPU_THREADS]) > 16
+    monkeypatch.setenv(xla_flags.CPU_THREADS, "3")
+    xla_flags.apply(RunConfig(cpu_devices=2))
+    assert os.environ[xla_flags.CPU_THREADS] == "3"
 
 
 def test_a_flag_of_another_jaxlib_is_left_out(driver, monkeypatch):
