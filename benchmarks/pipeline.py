@@ -15,7 +15,8 @@ import jax
 
 from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.config import Config, load_config
-from jaxllm.cost_model.activations import bytes_per_token_and_layer, policy_of
+from jaxllm.config.remat_policy import policy_of
+from jaxllm.cost_model.activations import bytes_per_token_and_layer
 from jaxllm.pipeline_schedule import make_schedule
 
 GIB = 2**30

@@ -19,8 +19,8 @@ from jaxllm import __version__
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
 from jaxllm.cli_options import AsJson, CacheDir, GpuCount, GpusPerHost, NoCache, Recipe, epilog, example, fitted, load
 from jaxllm.config import ConfigError, json_schema
-from jaxllm.display import print_sentence
 from jaxllm.runtime import exit_codes
+from jaxllm.stderr import print_sentence
 
 app = typer.Typer(
     add_completion=False,

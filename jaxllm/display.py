@@ -1,4 +1,4 @@
-"""How results reach people: sizes in bytes, sentences on standard error, and small HTML tables for notebooks.
+"""How results reach people: sizes in bytes, and small HTML tables for notebooks.
 
 The only style of the tables is alignment, so that a notebook's own theme, light or dark, applies.
 """
@@ -6,11 +6,7 @@ The only style of the tables is alignment, so that a notebook's own theme, light
 from __future__ import annotations
 
 import html
-import os
-import sys
-import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 
 def escaped(text: object) -> str:
@@ -51,30 +47,3 @@ def readable(size_bytes: float) -> str:
         if size_bytes >= size:
             return f"{size_bytes / size:.1f} {unit}"
     return f"{size_bytes:.0f} B"
-
-
-def print_sentence(sentence: str) -> None:
-    """Prints one sentence to standard error, as the command line does."""
-    # Bypasses sys.stderr, whose lock a stuck main thread may hold. The reader may be gone: the process is mostly about to exit,
-    # and must not fail because of it.
-    with suppress(OSError):
-        os.write(2, f"jaxllm: {sentence}\n".encode())
-
-
-def flush() -> None:
-    """Flushes the main thread's output; gives up after a second, as that thread may be stuck while printing."""
-
-    def flush() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            # The reader may be gone, or the stream closed.
-            with suppress(OSError, ValueError):
-                stream.flush()
-
-    thread = threading.Thread(target=flush, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # From Python 3.12 on, no thread starts at the end of the interpreter; the main thread is here then.
-        flush()
-    else:
-        thread.join(1)

@@ -1,7 +1,7 @@
 """Closed form of the matmul FLOPs of a complete step, for comparison with traced programs and compile reports."""
 
 from jaxllm.config import ATTENTION_RESULTS, Config
-from jaxllm.cost_model.activations import policy_of
+from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import layer_matmul_parameters
 
 

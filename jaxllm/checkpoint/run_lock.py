@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxllm.config import ConfigError
-from jaxllm.display import print_sentence
 from jaxllm.runtime import distributed, exit_codes
+from jaxllm.stderr import print_sentence
 
 HOLDER = ".holder.json"
 BEAT_S = 5.0

@@ -20,7 +20,7 @@ from jaxllm.checkpoint.orbax_reader import OrbaxFolder
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, read_json
 from jaxllm.pretrained.folder import TOKENIZER, Folder, copy_companions, is_model_folder, open_folder
-from jaxllm.pretrained.load import load_params
+from jaxllm.pretrained.read_weights import load_params
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
 from jaxllm.pretrained.streaming import LARGEST_FILE, Move, describe_model, in_files, stream

@@ -22,7 +22,8 @@ from flax import nnx
 from jaxllm.compile.inspect_table import Bytes, ParameterRow, describe
 from jaxllm.compile.inspect_warnings import ConfigWarning, matmul_warnings, network_warnings
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
-from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.config.remat_policy import policy_of
+from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxllm.cost_model.activations import Policy
+from jaxllm.config.remat_policy import Policy
 
 Moments = dict[str, dict[str, float]]
 """Moment -> term -> bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxllm.config import Config
-from jaxllm.cost_model.activations import policy_of
+from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.megatron import megatron_flops_per_token
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, reduce_scatter_s

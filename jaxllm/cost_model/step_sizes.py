@@ -5,14 +5,8 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 
 from jaxllm.config import Config
-from jaxllm.cost_model.activations import (
-    Policy,
-    bytes_per_token_and_layer,
-    context_method,
-    is_blockwise,
-    policy_of,
-    takes_cudnn,
-)
+from jaxllm.config.remat_policy import Policy, policy_of
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise, takes_cudnn
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import LayerShape
 from jaxllm.cost_model.parameters import Elements, parameters

@@ -31,12 +31,12 @@ from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.display import print_sentence
 from jaxllm.doctor import checks, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.probes import Collective, Facts
 from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.runtime import distributed, xla_flags
+from jaxllm.stderr import print_sentence
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
 """Size of one collective. On GPUs it is so large that the start, 0.1 ms, is a few percent of it."""

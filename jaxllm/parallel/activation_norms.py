@@ -19,7 +19,7 @@ from jaxllm.model.layers import SHARDED_SEQUENCE, rotary_table
 from jaxllm.model.llama import apply_block
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.layer_stacking import flatten_layers
-from jaxllm.parallel.pipeline import sum_over_stages
+from jaxllm.parallel.pipeline_executor import sum_over_stages
 from jaxllm.parallel.types import Batch, Params
 
 

@@ -178,5 +178,5 @@ def microbatches_between(schedule: Schedule) -> int:
     """The largest number of microbatches whose loss has been taken and whose embedding's gradient has not been made. Both
     happen in the order of microbatches, so a microbatch's number modulo this is a slot of its own."""
     heads, returned = (np.flatnonzero(column >= 0) for column in (schedule.head_mb, schedule.embed_backward_mb))
-    # In a tick the gradient of an embedding comes before a loss (pipeline.py).
+    # In a tick the gradient of an embedding comes before a loss (pipeline_executor.py).
     return int(max(np.searchsorted(heads, returned) - np.arange(schedule.microbatches)))

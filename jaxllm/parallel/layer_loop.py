@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
-from jaxllm.cost_model.activations import Policy
+from jaxllm.config.remat_policy import Policy
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import GradientTap, Tree, WeightAccess

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.cost_model.activations import policy_of
+from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
 from jaxllm.model.llama import BlockContext, apply_block
@@ -23,7 +23,7 @@ from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
 from jaxllm.parallel.layer_stacking import flatten_layers
-from jaxllm.parallel.pipeline import Microbatch, Unit, run_schedule, sum_over_stages
+from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, Tree, WeightAccess
 from jaxllm.pipeline_schedule import forward_only, make_schedule
 from jaxllm.pipeline_table import Schedule
@@ -86,7 +86,7 @@ def _run(ctx: ParallelContext, schedule: Schedule, stage: LlamaStage, batch: Bat
 
 
 class LlamaStage:
-    """A rank's work in a tick: the Stage of pipeline.py.
+    """A rank's work in a tick: the Stage of pipeline_executor.py.
 
     Args:
       weights: the rank's; layers [chunks x layers of a chunk, ...].

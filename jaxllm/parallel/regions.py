@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.cost_model.activations import policy_of
+from jaxllm.config.remat_policy import policy_of
 from jaxllm.model.llama import scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.context import ParallelContext

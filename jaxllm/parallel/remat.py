@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from jaxllm.config import BLOCK_INPUT
-from jaxllm.cost_model.activations import Policy
+from jaxllm.config.remat_policy import Policy
 
 
 def remat(policy: Policy, block: Callable, in_loop: bool) -> Callable:

@@ -22,7 +22,7 @@ import jax
 from jax.extend.core import Literal
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT
-from jaxllm.cost_model.activations import Policy
+from jaxllm.config.remat_policy import Policy
 
 WEIGHTS, HIDDEN, BLOCK_CONTEXT = range(3)
 

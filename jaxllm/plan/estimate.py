@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
-from jaxllm.cost_model.activations import remat_words
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes

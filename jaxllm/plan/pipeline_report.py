@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import AUTO, Config, ConfigError
-from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise, policy_of
+from jaxllm.config.remat_policy import policy_of
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
 from jaxllm.display import readable
 from jaxllm.pipeline_schedule import idle_share, make_schedule, microbatches_for
 from jaxllm.pipeline_table import Schedule

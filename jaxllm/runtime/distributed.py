@@ -25,7 +25,6 @@ from typing import NoReturn
 import jax
 
 from jaxllm.config import Config, ConfigError, RunConfig
-from jaxllm.display import flush, print_sentence
 from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.runtime import exit_codes, launchers, xla_flags
 from jaxllm.runtime.cuda_driver import visible_gpus
@@ -33,6 +32,7 @@ from jaxllm.runtime.initialize import JoinedRun, initialize
 from jaxllm.runtime.launchers import LaunchInfo
 from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.runtime.rendezvous_checks import too_few_gpus
+from jaxllm.stderr import flush, print_sentence
 
 log = logging.getLogger(__name__)
 

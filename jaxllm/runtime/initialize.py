@@ -18,13 +18,13 @@ import jax
 import jaxlib
 
 import jaxllm
-from jaxllm.display import print_sentence
 from jaxllm.runtime import exit_codes, rendezvous
 from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
 from jaxllm.runtime.rendezvous import Answer, RendezvousError
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.socket_messages import connect, listen
+from jaxllm.stderr import print_sentence
 
 JAX_START_S = 60
 """Limit for JAX to start on all processes once they have met: it takes about a second."""

@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxllm.display import flush, print_sentence
 from jaxllm.runtime import exit_codes, progress
 from jaxllm.runtime.peer_link import GRACE_S, Link, Member, PeerStatus, StopNotice, connect, listed
+from jaxllm.stderr import flush, print_sentence
 
 BEAT_S = 1.0
 TOGETHER_S = 0.2

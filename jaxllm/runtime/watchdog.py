@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.config import RunConfig
-from jaxllm.display import flush, print_sentence
 from jaxllm.runtime import exit_codes, progress
 from jaxllm.runtime.peer_monitor import PeerMonitor
+from jaxllm.stderr import flush, print_sentence
 
 LOOK_S = 1.0
 BEAT_S = 1.0

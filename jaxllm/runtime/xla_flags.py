@@ -23,7 +23,7 @@ from typing import Any
 import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
-from jaxllm.cost_model.activations import policy_of
+from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import layer_matmul_parameters
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
 from jaxllm.runtime.cpus import available_cpus

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.batch_schedule import Phase
-from jaxllm.cost_model.activations import is_blockwise, remat_words
+from jaxllm.config.remat_policy import remat_words
+from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.pipeline_schedule import idle_share, microbatches_for

@@ -35,8 +35,8 @@ from typing import Any
 
 import jax
 
-from jaxllm.display import print_sentence
 from jaxllm.runtime import distributed
+from jaxllm.stderr import print_sentence
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STEPS_AHEAD = 4

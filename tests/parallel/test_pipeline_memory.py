@@ -9,7 +9,8 @@ import pytest
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import ON_HOST, Module
 from jaxllm.config import ATTENTION_RESULTS, load_config
-from jaxllm.cost_model.activations import bytes_per_token_and_layer, policy_of
+from jaxllm.config.remat_policy import policy_of
+from jaxllm.cost_model.activations import bytes_per_token_and_layer
 from jaxllm.mesh import axis_sizes
 from jaxllm.pipeline_schedule import make_schedule
 

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ConfigError
-from jaxllm.cost_model.activations import Policy, bytes_per_token_and_layer, policy_of
+from jaxllm.config.remat_policy import Policy, policy_of
+from jaxllm.cost_model.activations import bytes_per_token_and_layer
 from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
 from jaxllm.model.blockwise_attention import RESIDUALS, xla_kernel
 from jaxllm.model.layers import MATMUL_OUTPUTS, Block, Ops, rotary_table, rotate

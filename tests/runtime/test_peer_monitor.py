@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.display import flush, print_sentence
 from jaxllm.runtime import exit_codes, peer_monitor, progress
 from jaxllm.runtime.peer_monitor import PeerMonitor
+from jaxllm.stderr import flush, print_sentence
 
 LIMIT_S = 20
 
@@ -341,6 +341,6 @@ def test_flushing_fails_of_nothing(monkeypatch):
 
 def test_flushing_at_the_interpreters_end():
     """At this point Python 3.12 starts no threads any more."""
-    code = "import atexit; from jaxllm.display import flush; atexit.register(flush); print('said')"
+    code = "import atexit; from jaxllm.stderr import flush; atexit.register(flush); print('said')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (found.stdout, found.stderr) == ("said\n", "")

@@ -23,10 +23,10 @@ from jaxllm.mesh import make_mesh
 from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.pretrained import load
+from jaxllm.pretrained import read_weights
 from jaxllm.pretrained.folder import open_folder
-from jaxllm.pretrained.load import load_params
 from jaxllm.pretrained.names import entries
+from jaxllm.pretrained.read_weights import load_params
 from jaxllm.pretrained.safetensors import TensorFile
 from jaxllm.train.loop import fit
 from jaxllm.train.run_dir import keep_companions
@@ -102,7 +102,7 @@ def test_every_mesh_gets_the_same_values_where_it_wants_them(mesh, kind, folders
 @pytest.mark.parametrize("kind", ["hf", "ours"])
 @pytest.mark.parametrize("mesh", ["zero 3", "tensor", "interleaved"])
 def test_each_byte_is_read_once_however_many_devices_hold_it(mesh, kind, at_once, folders, monkeypatch):
-    monkeypatch.setattr(load, "AT_ONCE_BYTES", at_once)
+    monkeypatch.setattr(read_weights, "AT_ONCE_BYTES", at_once)
     _, like = laid_out(folders[kind], MESHES[mesh])
     folder = open_folder("x", folders[kind])
     read = Counter()
@@ -121,13 +121,13 @@ def test_a_process_reads_the_bytes_of_its_devices_alone(kind, folders, monkeypat
     for path, whole in jax.tree_util.tree_leaves_with_path(like):
         names = tuple(key.key for key in path)
         boxes = {
-            load._box(index, whole.shape)
+            read_weights._box(index, whole.shape)
             for device, index in whole.sharding.devices_indices_map(whole.shape).items()
             if device.id >= 4
         }
         read.clear()
         for box in boxes:
-            load._PaddedParameter(folder, names, whole.shape, 0).read(box)
+            read_weights._PaddedParameter(folder, names, whole.shape, 0).read(box)
         # Half of the elements, of two bytes each.
         assert sum(read) == int(np.prod(folder.entries[names].shape))
 

@@ -1,0 +1,35 @@
+"""Standard error for processes that may be about to exit: one sentence, and flushing without waiting for a stuck thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import suppress
+
+
+def print_sentence(sentence: str) -> None:
+    """Prints one sentence to standard error, as the command line does."""
+    # Bypasses sys.stderr, whose lock a stuck main thread may hold. The reader may be gone: the process is mostly about to exit,
+    # and must not fail because of it.
+    with suppress(OSError):
+        os.write(2, f"jaxllm: {sentence}\n".encode())
+
+
+def flush() -> None:
+    """Flushes the main thread's output; gives up after a second, as that thread may be stuck while printing."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            # The reader may be gone, or the stream closed.
+            with suppress(OSError, ValueError):
+                stream.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # From Python 3.12 on, no thread starts at the end of the interpreter; the main thread is here then.
+        flush()
+    else:
+        thread.join(1)
