@@ -92,13 +92,19 @@ def test_no_requeue_where_another_turn_cannot_help(slurm, code):
     assert (found.code, found.asked) == (code, [])
 
 
+def timeless(sentence):
+    """Without the seconds that a command took: a loaded machine rounds some up."""
+    assert int(re.search(r"after (\d+) s;", sentence)[1]) < 30
+    return re.sub(r"after \d+ s;", "after N s;", sentence)
+
+
 @pytest.mark.parametrize("code", [1, 76, 134, 137, 139])
 def test_failures_are_requeued_and_counted_behind_the_users_words(slurm, code):
     found = slurm(code, shown(comment="for Ada (a)"))
     assert found.code == code
     comment = "update JobId=7 Comment=for Ada (a)(jaxllm: 1 failures in a row)"
     assert found.asked == [comment, "requeue Incomplete 7", "update JobId=7 StartTime=now+30"]
-    assert found.said[-1] == f"jaxllm: exit code {code} after 0 s; requeue 1 of at most 5 in a row, in 30 s"
+    assert timeless(found.said[-1]) == f"jaxllm: exit code {code} after N s; requeue 1 of at most 5 in a row, in 30 s"
 
 
 def test_each_failure_in_a_row_waits_longer_until_the_last(slurm):
@@ -106,7 +112,7 @@ def test_each_failure_in_a_row_waits_longer_until_the_last(slurm):
     comment = "update JobId=7 Comment=(jaxllm: 4 failures in a row)"
     assert found.asked == [comment, "requeue Incomplete 7", "update JobId=7 StartTime=now+240"]
     found = slurm(76, shown(restarts=8, comment="(jaxllm: 5 failures in a row)"), SLURM_RESTART_COUNT="8")
-    assert found.said[-1] == "jaxllm: exit code 76 after 0 s; given up after 5 requeues in a row"
+    assert timeless(found.said[-1]) == "jaxllm: exit code 76 after N s; given up after 5 requeues in a row"
     assert (found.code, len(found.asked)) == (76, 3)
 
 
@@ -120,7 +126,7 @@ def test_a_preempted_run_is_requeued_at_once_and_forgets_its_failures(slurm):
 def test_turns_that_are_stopped_as_soon_as_they_begin_are_failures(slurm):
     """The job's time limit is shorter than its warning."""
     found = slurm(75, shown(restarts=1, comment="(jaxllm: 1 failures in a row)"), SLURM_RESTART_COUNT="1")
-    assert found.said[-1] == "jaxllm: exit code 75 after 0 s; requeue 2 of at most 5 in a row, in 60 s"
+    assert timeless(found.said[-1]) == "jaxllm: exit code 75 after N s; requeue 2 of at most 5 in a row, in 60 s"
     assert found.asked[1:] == ["requeue Incomplete 7", "update JobId=7 StartTime=now+60"]
 
 
