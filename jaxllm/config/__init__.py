@@ -1,4 +1,4 @@
-"""The typed, validated config: all keys, all checks, and reading from YAML and overrides."""
+"""The typed, validated config: every key, every refusal, and how a config is read from YAML and overrides."""
 
 from jaxllm.config.checks import all_have_layers, sequence_unit
 from jaxllm.config.config import Config, json_schema, load_config

@@ -18,9 +18,9 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxllm.config.batch_schedule import Phase, phase_at, phases_of, sequences_before
-from jaxllm.config.checks import all_have_layers, check_batch_schedule, check_diloco, check_split, sequence_unit
+from jaxllm.config.checks import check_batch_schedule, check_diloco, check_split
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
-from jaxllm.config.load import config_folder, find_recipe, published_models, read_yaml, take_named, with_overrides
+from jaxllm.config.load import find_recipe, read_yaml, take_named, with_overrides
 from jaxllm.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -28,46 +28,12 @@ from jaxllm.config.sections import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    RopeScaling,
     RunConfig,
     Section,
-    SourceConfig,
     TrainConfig,
 )
-from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions, divisors
+from jaxllm.config.types import AUTO, divisors
 from jaxllm.display import table
-
-__all__ = [
-    "ATTENTION_RESULTS",
-    "AUTO",
-    "BLOCK_INPUT",
-    "BLOCK_TENSORS",
-    "ZERO_DIMS",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "Remat",
-    "RopeScaling",
-    "RunConfig",
-    "Section",
-    "SourceConfig",
-    "TrainConfig",
-    "XlaOptions",
-    "all_have_layers",
-    "config_folder",
-    "divisors",
-    "find_recipe",
-    "json_schema",
-    "load_config",
-    "published_models",
-    "sequence_unit",
-    "with_overrides",
-]
 
 
 class Config(Section):
