@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from jaxllm.plan.data_ranks import StepsToLoss
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.pipeline_report import pipeline_report
 from jaxllm.plan.search import search
-from jaxllm.plan.space import Choice
+from jaxllm.plots.candidates import candidates_picture
 from jaxllm.plots.memory import estimate_picture, over_picture
 from jaxllm.plots.schedule import new_figure, save, schedule_picture
 from jaxllm.plots.zigzag import picture as zigzag_picture
@@ -97,44 +96,8 @@ def plan(path: Path) -> None:
     """All configurations of Llama 3.1 8B that fit on 64 H100s, by the estimates."""
     found = search(llama_8b(), GPU, 64)
     title = f"llama-3.1-8b on 64 x h100-80gb: {len(found.candidates):,} of {found.configurations:,} configurations fit"
-    figure = new_figure(9.4, 5, dpi=150)
-    axes = figure.add_subplot()
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    points = [(candidate.estimate_bytes / 2**30, candidate.tokens_per_s_per_gpu) for candidate in found.candidates]
-    memory, speed = np.array(points).T
-    axes.scatter(memory, speed, 12, color=(0.6, 0.65, 0.72), linewidth=0, label="candidate, estimated")
-    best, orange, gib = frontier(points), (0.83, 0.42, 0.05), found.capacity_bytes / 2**30
-    axes.step(memory[best], speed[best], where="post", color=orange, linewidth=1.4, label="frontier")
-    axes.scatter(memory[best], speed[best], 16, color=orange, zorder=4)
-    line = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
-    axes.axvline(gib, label=f"capacity {gib:.1f} GiB", **line)
-    axes.set(xlim=(0, 1.06 * max(memory.max(), gib)), ylim=(0, 1.14 * speed.max()))
-    fastest = int(np.argmax(speed))
-    right = memory[fastest] > 0.5 * axes.get_xlim()[1]
-    note = {"xytext": (-6 if right else 6, 8), "textcoords": "offset points", "ha": "right" if right else "left", "fontsize": 8}
-    axes.annotate(f"fastest: {_name(found.candidates[fastest].choice)}", points[fastest], **note)
-    axes.set_xlabel("GiB on one device", fontsize=9)
-    axes.set_ylabel("tokens/s/GPU, predicted", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
-    save(figure, path)
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (less is better, more is better) that no other point beats, the smallest first."""
-    order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
-    best, found = float("-inf"), []
-    for i in order:
-        if points[i][1] > best:
-            best = points[i][1]
-            found.append(i)
-    return found
-
-
-def _name(choice: Choice) -> str:
-    mesh = ", ".join(f"{axis} {size}" for axis, size in asdict(choice.mesh).items() if size > 1)
-    return f"{mesh}; ZeRO {choice.zero}, microbatch {choice.microbatch_sequences}, remat {choice.remat}"
+    candidates = [candidate.to_json() for candidate in found.candidates]
+    candidates_picture(candidates, path, capacity_bytes=found.capacity_bytes, title=title)
 
 
 def batch(path: Path) -> None:

@@ -36,9 +36,9 @@ def default_folder() -> Path:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})) or cpu
-    told = "\n".join([version("jax"), version("jaxlib"), platform.machine(), cpu])
+    identity = "\n".join([version("jax"), version("jaxlib"), platform.machine(), cpu])
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "jaxllm-tests" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    return home / "jaxllm-tests" / hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:

@@ -3,7 +3,9 @@ name exist, and the recipe cards agree with their script. Nothing is compiled or
 
 import ast
 import functools
+import importlib.util
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -404,3 +406,16 @@ def test_messages_are_those_of_the_code(messages):
         pattern = re.compile(".*".join(re.escape(piece) for piece in pieces if piece), re.DOTALL)
         wrong += [message] * (not any(map(pattern.search, messages)))
     assert wrong == []
+
+
+@pytest.mark.parametrize("notebook", sorted((CHECKOUT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_what_a_notebook_imports_is_there(notebook):
+    """Quickly, for the notebooks that only the nightly run executes."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    lines = [line for line in source.splitlines() if not line.startswith(("%", "!"))]
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxllm"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}"), alias.name

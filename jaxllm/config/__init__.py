@@ -3,16 +3,19 @@
 from jaxllm.config.checks import all_have_layers, sequence_unit
 from jaxllm.config.config import Config, json_schema, load_config
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.load import config_folder, published_models, with_overrides
+from jaxllm.config.load import config_folder, find_recipe, published_models, with_overrides
 from jaxllm.config.sections import (
     CheckpointConfig,
     DataConfig,
+    LogConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     RopeScaling,
     RunConfig,
     Section,
     SourceConfig,
+    TrainConfig,
 )
 from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions, divisors
 
@@ -26,17 +29,21 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "LogConfig",
     "ModelConfig",
+    "OptimizerConfig",
     "ParallelConfig",
     "Remat",
     "RopeScaling",
     "RunConfig",
     "Section",
     "SourceConfig",
+    "TrainConfig",
     "XlaOptions",
     "all_have_layers",
     "config_folder",
     "divisors",
+    "find_recipe",
     "json_schema",
     "load_config",
     "published_models",

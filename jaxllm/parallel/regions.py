@@ -87,7 +87,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradientTap | None = None) -> Sum
             if zero is None and not policy.offload:
                 rematted = remat(policy, block, in_loop=model.scan_layers and model.num_layers > 1)
                 return scan_layers(rematted, layers, h_BSD, block_context, unroll=unroll)
-            loop = LayerLoop(block, model.num_layers, policy, ctx.access, tap, unroll=unroll)
+            loop = LayerLoop(block, model.num_layers, policy, ctx.access, tap if zero else None, unroll=unroll)
             return loop.run(layers, sinks and Sinks(sinks.gradients["layers"], sinks.squares), h_BSD, block_context)
 
         network = nnx.merge(ctx.graph, weights)

@@ -34,7 +34,7 @@ HUES = {
     OPTIMIZER: (0.52, 0.25, 0.60),
     ACTIVATIONS: (0.83, 0.42, 0.05),
 }
-_CAPACITY = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
+CAPACITY = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
 SMALL = 0.004
 """Share of the tallest bar. A term below it in every bar is too thin to see and is counted under `other`."""
 MOST_STAGES = 16
@@ -184,9 +184,9 @@ def draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: int
     if capacity_bytes is not None:
         label = f"capacity {readable(capacity_bytes)}"
         if capacity_bytes <= highest:
-            axes.axhline(capacity_bytes / unit, label=label, **_CAPACITY)
+            axes.axhline(capacity_bytes / unit, label=label, **CAPACITY)
         else:
-            axes.plot([], [], label=f"{label}, above this", **_CAPACITY)
+            axes.plot([], [], label=f"{label}, above this", **CAPACITY)
 
 
 def short_number(value: float) -> str:

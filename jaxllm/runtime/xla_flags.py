@@ -182,7 +182,10 @@ def apply(run: RunConfig) -> list[str]:
     cpu_devices = run.cpu_devices or _forced_cpu_devices(given)
     if cpu_devices is not None:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
-        variables[CPU_THREADS] = str(max(cpu_devices, available_cpus()) + 1)
+        # A parent process with fewer devices may have set it to less.
+        if not os.environ.get(CPU_THREADS, "").isdecimal() or int(os.environ[CPU_THREADS]) <= cpu_devices:
+            os.environ.pop(CPU_THREADS, None)
+            variables[CPU_THREADS] = str(max(cpu_devices, available_cpus()) + 1)
     names = _given_names()
     added = [f"--{name}={value}" for name, value in flags.items() if name not in names and is_known(name)]
     if added:

@@ -35,7 +35,6 @@ MEDIUM = {
 }
 LLAMA_8B = {"name": "llama-3.1-8b", "attention": "cudnn"}
 CPU = {"pipe": 4, "tensor": 1}
-MIXED = {"block_input": "offload", "mlp_gate": "offload", "mlp_up": "keep"}
 H100 = {"pipe": 4, "tensor": 2}
 
 

@@ -373,7 +373,7 @@ def test_the_command_prints_a_table_and_says_which_hosts_were_taken(recipe):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpus", "16", "--over", "sequence"], "give its file with --picture"),
+        (["--gpus", "16", "--over", "sequence"], "add --picture FILE"),
         (["--gpus", "16", "--over", "depth", "--picture", "x.png"], "use sequence, microbatch, step"),
         (["--gpus", "16", "--over", "step", "--picture", "x.png"], "name the kind of GPU"),
     ],

@@ -5,7 +5,6 @@ import sys
 
 import numpy as np
 import pytest
-import scripts
 from tiny import SMALL_MODEL
 
 from jaxllm.compile.aot import can_compile_for_gpus
@@ -14,6 +13,7 @@ from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.plan.estimate import estimate
+from jaxllm.plots.candidates import candidates_figure, candidates_picture, frontier
 from jaxllm.plots.memory import (
     ACTIVATIONS,
     GIB,
@@ -253,9 +253,24 @@ def test_the_curve_of_a_compiled_step_peaks_where_xla_says():
 def test_nothing_beats_the_frontier_and_all_else_is_beaten():
     rng = np.random.default_rng(0)
     points = [(float(m), float(s)) for m, s in rng.integers(0, 30, (200, 2))]
-    best = scripts.load("docs/pictures.py").frontier(points)
+    best = frontier(points)
     beats = lambda a, b: a[0] <= b[0] and a[1] >= b[1] and a != b  # noqa: E731
     for i, point in enumerate(points):
         beaten = any(beats(other, point) for other in points)
         assert beaten == (point not in [points[j] for j in best]), i
     assert all(points[a][0] < points[b][0] and points[a][1] < points[b][1] for a, b in itertools.pairwise(best))
+
+
+@pytest.mark.usefixtures("needs_matplotlib")
+def test_candidates_are_at_their_compiled_bytes_if_there_are_some(tmp_path):
+    mesh = {"pipe": 1, "data": 4, "context": 1, "tensor": 2, "zero": 1, "microbatch_sequences": 2, "remat": "full"}
+    candidates = [
+        {**mesh, "estimate_bytes": 10 * GIB, "compiled_bytes": 12 * GIB, "tokens_per_s_per_gpu": 900.0},
+        {**mesh, "estimate_bytes": 20 * GIB, "compiled_bytes": None, "tokens_per_s_per_gpu": 800.0},
+    ]
+    (axes,) = candidates_figure(candidates, capacity_bytes=70 * GIB).axes
+    estimated, compiled, best = (collection.get_offsets().tolist() for collection in axes.collections)
+    assert (estimated, compiled, best) == ([[20, 800]], [[12, 900]], [[12, 900]])
+    assert [text.get_text() for text in axes.texts] == ["fastest: data 4, tensor 2; ZeRO 1, microbatch 2, remat full"]
+    candidates_picture(candidates, tmp_path / "candidates.svg")
+    assert b"<svg" in (tmp_path / "candidates.svg").read_bytes()

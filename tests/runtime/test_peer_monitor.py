@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.runtime import exit_codes, peer_monitor, progress
+from jaxllm.runtime import exit_codes, peer_link, peer_monitor, progress
 from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.stderr import flush, print_sentence
 
@@ -46,7 +46,7 @@ class End:
 def run(monkeypatch):
     """run(count, missing=()) -> the ends by rank, on hosts h0, h1 ...; the test itself plays the missing ones."""
     monkeypatch.setattr(peer_monitor, "LEAVE_S", 0.3)
-    monkeypatch.setattr(peer_monitor, "GRACE_S", 0.5)
+    monkeypatch.setattr(peer_link, "GRACE_S", 0.5)
     monkeypatch.setattr(peer_monitor, "BEAT_S", 0.1)
     made, spare = [], []
 

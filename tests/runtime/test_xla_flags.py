@@ -89,9 +89,11 @@ def test_cpu_devices_leave_a_thread_to_spare(driver, monkeypatch):
     """A pipeline's loss was wrong without (xla_flags.CPU_THREADS)."""
     xla_flags.apply(RunConfig(cpu_devices=16))
     assert int(os.environ[xla_flags.CPU_THREADS]) > 16
-    monkeypatch.setenv(xla_flags.CPU_THREADS, "3")
-    xla_flags.apply(RunConfig(cpu_devices=2))
-    assert os.environ[xla_flags.CPU_THREADS] == "3"
+    for given, devices in (("3", 2), ("3", 3), ("", 3)):
+        monkeypatch.setenv(xla_flags.CPU_THREADS, given)
+        xla_flags.apply(RunConfig(cpu_devices=devices))
+        assert (os.environ[xla_flags.CPU_THREADS] == "3") is (devices == 2)
+        assert int(os.environ[xla_flags.CPU_THREADS]) > devices
 
 
 def test_a_flag_of_another_jaxlib_is_left_out(driver, monkeypatch):
