@@ -1,4 +1,6 @@
-"""Tests are stricter than production: eight CPU devices, warnings are errors, no implicit rank promotion."""
+"""Tests are stricter than production: eight CPU devices, warnings are errors, no implicit promotion of ranks or dtypes, no
+implicit transfer in a step of the loop.
+"""
 
 import gc
 import os
@@ -8,6 +10,8 @@ import program_cache
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     program_cache.switch_on(os.environ)
+# In the environment, so that they hold in every process that a test starts.
+os.environ |= {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
 
 import durations
 import jax
@@ -17,6 +21,7 @@ from tiny import TINY
 
 from jaxllm.config import Config, RunConfig, load_config
 from jaxllm.runtime import xla_flags
+from jaxllm.train.trainer import Trainer
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 
@@ -25,7 +30,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     xla_flags.apply(RunConfig(cpu_devices=NUM_DEVICES))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
@@ -49,6 +53,22 @@ def programs_of_one_file():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def guarded_steps():
+    """A step of the loop moves data between host and devices only where the code says so. The thread that reads ahead is not
+    guarded: jax.make_array_from_callback counts as an implicit transfer.
+    """
+    advance = Trainer.advance
+
+    def guarded(trainer: Trainer):
+        with jax.transfer_guard("disallow"):
+            return advance(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "advance", guarded)
+        yield
 
 
 @pytest.fixture(scope="session")

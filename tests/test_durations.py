@@ -94,4 +94,8 @@ def test_files_are_recorded_and_the_longest_begins(run, tmp_path):
 
 def test_the_record_names_files_that_are_there():
     """If it fails: launch/test.sh --all --record-durations"""
-    assert [name for name in durations.recorded() if not (durations.FILE.parent / name).exists()] == []
+    names = set(durations.recorded())
+    assert {name for name in names if not (durations.FILE.parent / name).exists()} == set()
+    # A new file may wait for the next record, not most of them.
+    files = {durations.name_of(path) for path in durations.FILE.parent.glob("**/test_*.py")} - {"gpu"}
+    assert len(names) > 0.9 * len(files)

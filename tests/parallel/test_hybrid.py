@@ -1,5 +1,5 @@
-"""Hybrid sharding: several islands (mesh axis `replica`), ZeRO inside each, gradients summed across. The same numbers as one
-device, and nothing gathered from another island.
+"""Hybrid sharding: several replicas (mesh axis `replica`), ZeRO inside each, gradients summed across. The same numbers as one
+device, and nothing gathered from another replica.
 """
 
 import jax
@@ -135,7 +135,7 @@ def test_an_island_is_a_block_of_devices(tiny_config):
     assert mesh.axis_names == AXES
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
     assert ids.reshape(2, -1).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # Island r has the r-th part of each microbatch's rows.
+    # Replica r has the r-th part of each microbatch's rows.
     indices = batch_sharding(mesh).devices_indices_map((3, 8, 16))
     firsts = [indices[device][1].start or 0 for device in jax.devices()]
     assert firsts == [0, 0, 2, 2, 4, 4, 6, 6]

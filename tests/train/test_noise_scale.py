@@ -271,12 +271,12 @@ def test_an_island_on_its_own_measures_its_own(make_run, one_by_one):
     with jax.set_mesh(run.mesh):
         loss, _, parts = both(run.state.params, run.place(run.batch()))
     everyone = one_by_one()
-    for island in (0, 1):
-        own = [part for number, part in enumerate(everyone) if number // 2 % 2 == island]
+    for replica in (0, 1):
+        own = [part for number, part in enumerate(everyone) if number // 2 % 2 == replica]
         mean_square, count, expected_loss, _ = joined(own)
-        np.testing.assert_allclose(loss[island], expected_loss, rtol=2e-6)
-        np.testing.assert_allclose(parts.mean_square[island], mean_square, rtol=2e-5)
-        assert (parts.count[island], parts.tokens[island]) == (count, PARTS * ROWS * S // 2)
+        np.testing.assert_allclose(loss[replica], expected_loss, rtol=2e-6)
+        np.testing.assert_allclose(parts.mean_square[replica], mean_square, rtol=2e-5)
+        assert (parts.count[replica], parts.tokens[replica]) == (count, PARTS * ROWS * S // 2)
 
 
 @pytest.mark.parametrize(

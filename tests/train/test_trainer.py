@@ -116,6 +116,14 @@ def test_steps_yields_every_step_and_stops_at_will(tiny_config):
     trainer.close()
 
 
+def test_an_implicit_transfer_in_a_step_is_an_error(tiny_config, monkeypatch):
+    """conftest.py guards every step of every test."""
+    trainer = jaxllm.Trainer(tiny_config())
+    monkeypatch.setattr(trainer.batches, "take", lambda step: jax.device_get(trainer.train_batch(step)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        trainer.advance()
+
+
 def test_ctrl_c_leaves_a_whole_step_and_loses_no_sample(finished, tiny_config):
     """An interrupt inside the call that donates the old state, and one after a batch has left the queue: the following losses
     are those of an uninterrupted run."""
