@@ -2,6 +2,7 @@
 implicit transfer in a step of the loop.
 """
 
+import functools
 import gc
 import os
 
@@ -57,17 +58,21 @@ def programs_of_one_file():
 
 @pytest.fixture(scope="session", autouse=True)
 def guarded_steps():
-    """A step of the loop moves data between host and devices only where the code says so. The thread that reads ahead is not
-    guarded: jax.make_array_from_callback counts as an implicit transfer.
+    """A step of the loop, and reading its metrics, move data between host and devices only where the code says so. The thread
+    that reads ahead is not guarded: jax.make_array_from_callback counts as an implicit transfer.
     """
-    advance = Trainer.advance
 
-    def guarded(trainer: Trainer):
-        with jax.transfer_guard("disallow"):
-            return advance(trainer)
+    def guarded(method):
+        @functools.wraps(method)
+        def call(*arguments):
+            with jax.transfer_guard("disallow"):
+                return method(*arguments)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "advance", guarded)
+        for name in ("_start_step", "_layer_norms_if_due", "_read"):
+            patch.setattr(Trainer, name, guarded(getattr(Trainer, name)))
         yield
 
 
