@@ -294,14 +294,16 @@ def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):
 
 @pytest.fixture
 def pair(text_file, tmp_path):
-    """pair(*overrides, folders=, limits=) -> two processes as two hosts, each with a working folder and a `ulimit -f`."""
+    """pair(*overrides, folders=, limits=, first=) -> two processes as two hosts, each with a working folder and a `ulimit -f`.
+    `first` is a statement that they run first."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
     started = []
 
-    def start(*overrides, folders=(tmp_path, tmp_path), limits=("unlimited", "unlimited")):
+    def start(*overrides, folders=(tmp_path, tmp_path), limits=("unlimited", "unlimited"), first="pass"):
         port = free_port()
-        command = [sys.executable, "-m", "jaxllm.cli", "train", recipe, "run.cpu_devices=1", "parallel.data=2"]
+        program = f"{first}; from jaxllm.cli import main; main()"
+        command = [sys.executable, "-c", program, "train", recipe, "run.cpu_devices=1", "parallel.data=2"]
         for rank, (folder, limit) in enumerate(zip(folders, limits, strict=True)):
             place = {"JAXLLM_COORDINATOR": f"127.0.0.1:{port}", "JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": str(rank)}
             started.append(
@@ -327,7 +329,8 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, tmp_pat
     folders = [tmp_path / "host-0", tmp_path / "host-1"]
     for folder in folders:
         folder.mkdir()
-    for code, _, error in pair(folders=folders):
+    # Half a second: these folders are on one host.
+    for code, _, error in pair(folders=folders, first="from jaxllm.checkpoint import files; files.SHARED_LIMIT_S = 0.5"):
         assert code == 2
         assert "run.dir=run of process 1 is not that of process 0: put it on storage that all hosts share" in error
 

@@ -141,7 +141,7 @@ def test_two_windows_score_what_pytorch_says(score):
     assert found["bytes"] == 6563
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_of_80_000_bytes_of_hamlet(score):
     found = score(hamlet())
     assert found["loss"] == pytest.approx(HAMLET_LOSS, abs=TOLERANCE)

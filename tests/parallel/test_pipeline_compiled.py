@@ -227,11 +227,12 @@ def step():
     return get
 
 
-ALL = [name if number < 1 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(STEPS)]
+MARKS = {"1f1b": (), "interleaved, ZeRO 3": pytest.mark.nightly}
+ALL = [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in STEPS]
 
 
 def only(*names):
-    return [parameter for parameter in ALL if (parameter if isinstance(parameter, str) else parameter.values[0]) in names]
+    return [parameter for parameter in ALL if parameter.values[0] in names]
 
 
 @needs_gpu_compiler

@@ -95,8 +95,14 @@ def test_gpipes_memory_grows_by_a_slot_for_each_microbatch_on_cpu():
 
 
 @needs_gpu_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("1f1b", marks=pytest.mark.slow),
+        pytest.param("interleaved", marks=pytest.mark.nightly),
+        pytest.param("gpipe", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_of_an_8b_model_on_eight_h100s(schedule):
     eight, most = (temporary(LLAMA_8B, 8192, schedule, microbatches, **H100) for microbatches in (8, 128))
     if schedule != "gpipe":
@@ -123,14 +129,13 @@ def test_layers_of_both_passes_in_turn_hold_no_residuals_twice():
 @pytest.mark.parametrize(
     ("remat", "parallel"),
     [
-        ("full", H100),
-        ("selective", H100),
-        pytest.param({"mlp_up": "keep", "query": "keep"}, H100, marks=pytest.mark.slow),
-        pytest.param("full", {"pipe": 2, "context": 2, "tensor": 2, "context_method": "ring"}, marks=pytest.mark.slow),
+        pytest.param("full", H100, marks=pytest.mark.slow),
+        pytest.param("selective", H100, marks=pytest.mark.nightly),
+        pytest.param({"mlp_up": "keep", "query": "keep"}, H100, marks=pytest.mark.nightly),
+        pytest.param("full", {"pipe": 2, "context": 2, "tensor": 2, "context_method": "ring"}, marks=pytest.mark.nightly),
         pytest.param("selective", {"pipe": 2, "context": 2, "tensor": 2, "context_method": "ring"}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_a_slot_is_the_sum_of_the_named_tensors(remat, parallel):
     """Under gpipe each microbatch more is a slot more, and nothing else but its finished hidden state: XLA's difference is the
     closed form of cost_model/activations.py. `full` keeps 2 S D / (c t) bytes a layer.

@@ -72,8 +72,13 @@ def test_memory_falls_in_the_order_it_should(results):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unrolled"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scan",
+    [
+        pytest.param("true", marks=pytest.mark.slow, id="scanned"),
+        pytest.param("false", marks=pytest.mark.nightly, id="unrolled"),
+    ],
+)
 def test_memory_falls_on_the_gpu_target(tiny_config, scan):
     sizes = ("model.hidden_size=256", "model.intermediate_size=512", "model.num_layers=6", "train.sequence_length=1024")
 

@@ -402,7 +402,7 @@ def test_what_cannot_be_is_refused(tiny_config):
 # --------------------------------------------------------------------------------------------------------------- what it learns
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_four_replicas_learn_as_well_as_one(tmp_path):
     """H = 50, batch global / K each, after a fifth of synchronous steps: the held-out loss is within 2% of data parallel at

@@ -31,7 +31,8 @@ MESHES = {
     ),
     "offload": ("parallel.data=8", "parallel.offload_state=optimizer"),
 }
-CASES = [pytest.param(mesh, marks=() if mesh in ("zero 1", "pipeline") else pytest.mark.slow) for mesh in MESHES]
+MARKS = {"zero 1": (), "pipeline": (), "interleaved": pytest.mark.nightly}
+CASES = [pytest.param(mesh, marks=MARKS.get(mesh, pytest.mark.slow)) for mesh in MESHES]
 POISON = 200
 """A token that no text here contains: its embedding row is set to NaN."""
 

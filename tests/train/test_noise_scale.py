@@ -172,6 +172,7 @@ MESHES = {
     "unrolled, offload": ((1, 1, 2, 1, 1, 1), "model.scan_layers=false", "parallel.remat=offload"),
 }
 FAST = {"one device", "data ranks", "zero 3, tensor", "pipeline, zero 2, tied", "interleaved, context, tied", "hybrid"}
+NIGHTLY = {"gpipe, tied", "interleaved, zero 3", "unrolled, offload"}
 
 
 def rows_of_parts():
@@ -241,7 +242,13 @@ def variant_of(more):
     return tuple(line for line in more if line.startswith(("model.tie_embeddings", "model.num_layers")))
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MESHES])
+def mesh_cases():
+    for name in MESHES:
+        mark = pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow
+        yield name if name in FAST else pytest.param(name, marks=mark)
+
+
+@pytest.mark.parametrize("name", mesh_cases())
 def test_parts_are_the_same_on_every_mesh(make_run, one_by_one, name):
     """Accumulation, data, pipeline, ZeRO, tensor, context and replicas: parts and their sum match separate gradients."""
     mesh, *more = MESHES[name]
@@ -310,8 +317,9 @@ COMPILED = {
 
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if "zero 3" in name else pytest.mark.slow) for name in COMPILED]
+)
 def test_measuring_sends_next_to_nothing(tiny_config, name):
     """Compiled for eight H100s with four microbatches: in addition to the plain step it needs a few numbers and a pipeline's
     final norm. Outside pipelines it needs no memory either.

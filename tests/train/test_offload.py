@@ -68,8 +68,9 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=pytest.mark.nightly if "zero 2" in mesh else pytest.mark.slow) for mesh in MESHES]
+)
 def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
     dtype = "bfloat16" if "tensor" in mesh else "float32"
     # Also cuts embedding and head into several pieces.
