@@ -214,10 +214,11 @@ def _each_half_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN,
 
 
 def _high_on_low_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS):
-    """Gradients of our high queries with our own low keys."""
+    """Float32 gradients of our high queries with our own low keys."""
     q, o, lse, do, q_segments = (_split(x)[1] for x in (q_BSNH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
     k, v, k_segments = (_split(x)[0] for x in (k_BSKH, v_BSKH, segments_BS))
-    dq, dk, dv = kernel.backward(q, k, v, o, lse, do, Mask(False, q_segments, k_segments))
+    gradients = kernel.backward(q, k, v, o, lse, do, Mask(False, q_segments, k_segments))
+    dq, dk, dv = (g.astype(jnp.float32) for g in gradients)
     return _join(jnp.zeros_like(dq), dq), *(_join(x, jnp.zeros_like(x)) for x in (dk, dv))
 
 
