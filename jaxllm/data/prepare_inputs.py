@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.data.prepared import read_json
 from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
-from jaxllm.data.shards import Origin, Task, is_shard, read_json
+from jaxllm.data.shards import Origin, Task, is_shard
 from jaxllm.data.tokenizer import Tokenizer
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,13 +34,8 @@ class Job:
 
 def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
     """Makes the shards in `count` processes. With 1, in this process."""
-    if count == 1:
-        _run_here(job, tokenizer, tasks, shows)
-    else:
-        _run_workers(job, tasks, count, shows)
-
-
-def _run_here(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: PrepareProgress) -> None:
+    if count > 1:
+        return _run_workers(job, tasks, count, shows)
     with _one_thread_for_tokenizers():
         for task in tasks:
             write_shard(job.folder, task, job.origin, tokenizer, job.strict, shows.advance)
@@ -104,7 +99,7 @@ def _work(connection: Connection, job: Job) -> None:
             # An OSError would look like a full disk.
             raise _ParentGone from None
 
-    try:
+    with suppress(_ParentGone):
         try:
             tokenizer = load_tokenizer(job.tokenizer)
             say("ready")
@@ -116,8 +111,6 @@ def _work(connection: Connection, job: Job) -> None:
         except Exception as error:
             if not isinstance(error, _ParentGone | EOFError | ConnectionResetError):
                 say("failed", traceback.format_exc())
-    except _ParentGone:
-        pass
 
 
 class _ParentGone(Exception):
