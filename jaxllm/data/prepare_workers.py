@@ -39,7 +39,7 @@ def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows
     with _one_thread_for_tokenizers():
         for task in tasks:
             write_shard(job.folder, task, job.origin, tokenizer, job.strict, shows.advance)
-            shows.finished()
+            shows.advance(shards=1)
 
 
 def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
@@ -76,7 +76,7 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
                 if kind == "read":
                     shows.advance(*content)
                 elif kind == "written":
-                    shows.finished()
+                    shows.advance(shards=1)
                 elif kind == "refused":
                     raise ConfigError(content[0])
                 elif kind == "failed":
@@ -168,16 +168,11 @@ class PrepareProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, read: int, tokens: int) -> None:
+    def advance(self, read: int = 0, tokens: int = 0, shards: int = 0) -> None:
+        """Counts bytes of input that were read, tokens that were made of them, and shards that are finished."""
         self._read += read
         self._tokens += tokens
-        self._show()
-
-    def finished(self) -> None:
-        self._finished += 1
-        self._show()
-
-    def _show(self) -> None:
+        self._finished += shards
         now = time.monotonic()
         speed = self._tokens / max(now - self._started, 1e-9)
         text = f"{self._finished}/{self._shards} shards  {speed / 1e6:.2f}M tokens/s"

@@ -77,8 +77,8 @@ class PreparedDocuments(Documents):
             if len(opened.lengths) != shard["documents"]:
                 raise damaged(opened.path.with_name(opened.path.name + ".lengths.npy"), "it has another number of documents")
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
-        self.lengths = _concatenate([shard.lengths for shard in self._shards])
-        self.keys = _concatenate([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
+        self.lengths = np.concatenate([shard.lengths for shard in self._shards])
+        self.keys = np.concatenate([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
         self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest["tokenizer"])
         self.fingerprint = fingerprint(manifest)
         self.description = f"{self._folder.name} (tokenizer {manifest['tokenizer']['name']})"
@@ -264,10 +264,6 @@ def _load(file: Path) -> np.ndarray:
         return np.load(file)
     except (OSError, ValueError) as error:
         raise damaged(file, " ".join(str(error).split())) from None
-
-
-def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _load_tokenizer(folder: Path, recorded: dict[str, Any]) -> Tokenizer:

@@ -71,14 +71,11 @@ class Origin:
 
 def write_shard(
     folder: Path, task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
-) -> dict[str, Any]:
-    """Writes the shard of a task.
+) -> None:
+    """Writes the shard of a task, unless another process finishes it first.
 
     Args:
       report: receives the bytes of input and the tokens since its last call.
-
-    Returns:
-      The content of the shard's .json; that of another process if it finished first.
 
     Raises:
       ConfigError: an input cannot be read, the folder cannot be written, or (strict) a record is broken.
@@ -86,22 +83,18 @@ def write_shard(
     temporary = {ending: temporary_path(folder, task.name + ending) for ending in _DATA}
     try:
         shard = _write(temporary, task, origin, tokenizer, strict, report)
-        quicker = read_shard(folder, task.name)
-        if quicker is not None:
-            return quicker
+        if read_shard(folder, task.name) is not None:
+            return
         final = folder / f"{task.name}.json"
         # The .json of a damaged shard must not vouch for files that are being replaced.
         final.unlink(missing_ok=True)
         for ending in _DATA:
             os.replace(temporary[ending], folder / (task.name + ending))
         replace_json(final, shard)
-        return shard
     except OSError as error:
         # A faster process may have removed these files as leftovers.
-        quicker = read_shard(folder, task.name)
-        if quicker is not None:
-            return quicker
-        raise unwritable(folder, error.strerror or str(error)) from None
+        if read_shard(folder, task.name) is None:
+            raise unwritable(folder, error.strerror or str(error)) from None
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)

@@ -285,10 +285,10 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     for name in dropped:
         del tensors[name]
     expected = {name: entry for entry in entries(section) for name in entry.tensors}
-    stored = _vocabulary(section, tensors)
     if section["tie_embeddings"]:
-        shape = expected.pop(EMBEDDING)
-        expected |= dict.fromkeys(stored, shape)
+        # Usually the embedding is stored, but both or the head only also occur.
+        stored = [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
+        expected |= dict.fromkeys(stored, expected.pop(EMBEDDING))
     for name, entry in expected.items():
         if name not in tensors:
             hint = ", or set tie_word_embeddings to true if it is the embedding" if name == HEAD else ""
@@ -300,16 +300,9 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
             f"{path} holds {extra[0]}{count}, which jaxllm's Llama does not have ({CONFIG} says {section['num_layers']} "
             f"layers): it is another network, or {CONFIG} belongs to another model."
         )
-    if section["tie_embeddings"] and len(stored) == 2:
+    if section["tie_embeddings"] and {EMBEDDING, HEAD} <= tensors.keys():
         _require_equal(path, tensors[EMBEDDING], tensors[HEAD])
     return HuggingFaceFolder(path, str(path), section, path, tensors=tensors, dropped=dropped)
-
-
-def _vocabulary(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names under which a tied matrix is stored. Usually the embedding only, but both names or the head only also occur."""
-    if not section["tie_embeddings"]:
-        return [EMBEDDING, HEAD]
-    return [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
 
 
 def _require(tensor: Tensor, shape: tuple[int, ...]) -> None:
