@@ -112,7 +112,7 @@ def check_same_origin(folder: Path, origin: Origin) -> None:
         # Checked after the inputs, because the default shard size depends on them.
         for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
             if theirs[key] != ours[key]:
-                values = [_megabytes(v) if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
+                values = [f"{v / 2**20:g}" if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
                 raise ConfigError(
                     f"{folder} holds shards made with {flag} {values[0]}, not {values[1]}: "
                     f"choose another --out, or use {flag} {values[0]} again."
@@ -121,7 +121,3 @@ def check_same_origin(folder: Path, origin: Origin) -> None:
 
 def _size(inputs: dict[str, Any]) -> str:
     return f"{inputs['bytes']:,} bytes in {inputs['count']:,} file{'s' if inputs['count'] != 1 else ''}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 2**20:g}"

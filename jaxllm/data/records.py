@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 def is_lines(path: str) -> bool:
-    return _uncompressed(path).endswith(_LINES)
+    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith(_LINES)
 
 
 def is_parquet(path: str) -> bool:
@@ -282,11 +282,6 @@ def _parquet(path: str) -> Any:
 
 class _DamagedFile(Exception):
     """The compressed data is damaged and reading cannot continue."""
-
-
-def _uncompressed(path: str) -> str:
-    lower = path.lower()
-    return lower.removesuffix(".gz").removesuffix(".zst")
 
 
 def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:
