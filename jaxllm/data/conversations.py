@@ -85,13 +85,10 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
         log.warning("Skipped %s", line)
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
-    description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{_skipped(broken, len(ids))})"
+    total = len(broken) + len(ids)
+    skipped = f"; {len(broken):,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
+    description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
     return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, description, scored)
-
-
-def _skipped(broken: Sequence[str], used: int) -> str:
-    count = len(broken)
-    return f"; {count:,} of {count + used:,} lines skipped, the first {broken[0]}" if broken else ""
 
 
 def _files(patterns: Sequence[str]) -> list[str]:
