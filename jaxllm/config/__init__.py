@@ -3,7 +3,7 @@
 from jaxllm.config.checks import all_have_layers, sequence_unit
 from jaxllm.config.config import Config, json_schema, load_config
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.load import config_folder, find_recipe, published_models, with_overrides
+from jaxllm.config.load import config_folder, published_models, with_overrides
 from jaxllm.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -43,7 +43,6 @@ __all__ = [
     "all_have_layers",
     "config_folder",
     "divisors",
-    "find_recipe",
     "json_schema",
     "load_config",
     "published_models",

@@ -141,27 +141,30 @@ class Config(Section):
         return math.ceil(self.model.num_layers / (self.parallel.pipe * self.parallel.virtual_stages))
 
     @property
+    def data_ranks(self) -> int:
+        """Data ranks of all replicas; needs a concrete parallel.data."""
+        return self.parallel.replica * int(self.parallel.data)
+
+    @property
     def microbatch_sequences(self) -> int:
         """Sequences per microbatch on one data rank, in every phase; needs a concrete parallel.data."""
         if self.train.microbatch_sequences is not None:
             return self.train.microbatch_sequences
-        ranks = self.parallel.replica * int(self.parallel.data)
-        if self.train.global_batch_sequences % ranks:
-            raise _batch_does_not_divide(self, ranks)
-        return self.train.global_batch_sequences // ranks
+        if self.train.global_batch_sequences % self.data_ranks:
+            raise _batch_does_not_divide(self)
+        return self.train.global_batch_sequences // self.data_ranks
 
     @property
     def microbatch_rows(self) -> int:
         """Sequences per microbatch on all data ranks of all replicas; needs a concrete parallel.data."""
-        return self.parallel.replica * int(self.parallel.data) * self.microbatch_sequences
+        return self.data_ranks * self.microbatch_sequences
 
     @property
     def num_microbatches(self) -> int:
         """M = global / (replica x data x microbatch), in the first phase; needs a concrete parallel.data."""
-        ranks = self.parallel.replica * int(self.parallel.data)
-        per_microbatch = ranks * self.microbatch_sequences
+        per_microbatch = self.microbatch_rows
         if self.train.global_batch_sequences % per_microbatch:
-            raise _batch_does_not_divide(self, ranks)
+            raise _batch_does_not_divide(self)
         return self.train.global_batch_sequences // per_microbatch
 
     def resolve(self, num_devices: int) -> Config:
@@ -173,30 +176,26 @@ class Config(Section):
         p = self.parallel
         others = {"pipe": p.pipe, "context": p.context, "tensor": p.tensor, "replica": p.replica}
         rest = math.prod(others.values())
-        wanted = "parallel." + " x ".join(f"{axis}={size}" for axis, size in others.items() if size > 1)
-        if p.data == AUTO:
-            if num_devices % rest:
+        data = num_devices // rest if p.data == AUTO else int(p.data)
+        if data * rest != num_devices:
+            if p.data == AUTO:
+                wanted = "parallel." + " x ".join(f"{axis}={size}" for axis, size in others.items() if size > 1)
                 raise ConfigError(
                     f"{wanted} does not divide the {_devices(num_devices)} here: "
                     f"choose axis sizes whose product divides {num_devices}."
                 )
-            data = num_devices // rest
-        else:
-            data = int(p.data)
-            if data * rest != num_devices:
-                factors = "replica x pipe x data x context x tensor"
-                sizes = " x ".join(map(str, (p.replica, p.pipe, data, p.context, p.tensor)))
-                hint = (
-                    f"set parallel.data={num_devices // rest}"
-                    if num_devices % rest == 0
-                    else f"change the axes so that their product is {num_devices}"
-                )
-                raise ConfigError(
-                    f"The mesh {factors} = {sizes} is {_devices(data * rest)}, but there {'is' if num_devices == 1 else 'are'} "
-                    f"{num_devices}: {hint}, or set run.cpu_devices={data * rest} to try it on this machine's CPU."
-                )
-        parallel = self.parallel.model_copy(update={"data": data})
-        config = self.model_copy(update={"parallel": parallel})
+            factors = "replica x pipe x data x context x tensor"
+            sizes = " x ".join(map(str, (p.replica, p.pipe, data, p.context, p.tensor)))
+            hint = (
+                f"set parallel.data={num_devices // rest}"
+                if num_devices % rest == 0
+                else f"change the axes so that their product is {num_devices}"
+            )
+            raise ConfigError(
+                f"The mesh {factors} = {sizes} is {_devices(data * rest)}, but there {'is' if num_devices == 1 else 'are'} "
+                f"{num_devices}: {hint}, or set run.cpu_devices={data * rest} to try it on this machine's CPU."
+            )
+        config = self.model_copy(update={"parallel": p.model_copy(update={"data": data})})
         try:
             _check_microbatches(config)
         except PydanticCustomError as error:
@@ -228,14 +227,13 @@ def _check_microbatches(config: Config) -> None:
     pipeline, or if it has a single part where the noise scale needs two."""
     _check_rounds(config)
     _check_parts(config)
-    ranks = config.parallel.replica * int(config.parallel.data)
-    unit = ranks * config.microbatch_sequences
+    unit = config.microbatch_rows
     for from_tokens, batch in config.train.batch_schedule:
         if batch % unit:
             below, above = batch // unit * unit, (batch // unit + 1) * unit
             raise refuse(
                 f"train.batch_schedule has {batch} sequences from {from_tokens:,} tokens on, which do not divide into data "
-                f"ranks x microbatch = {ranks} x {config.microbatch_sequences} = {unit}: use "
+                f"ranks x microbatch = {config.data_ranks} x {config.microbatch_sequences} = {unit}: use "
                 f"{f'{below} or ' if below else ''}{above}, or change train.microbatch_sequences or parallel.data."
             )
         pipe, M = config.parallel.pipe, batch // unit
@@ -251,7 +249,7 @@ def _check_parts(config: Config) -> None:
     """Raises if a step that measures the noise scale has only one part."""
     if (every := config.log.noise_scale_every) is None:
         return
-    least = min([config.train.global_batch_sequences, *(batch for _, batch in config.train.batch_schedule)])
+    least = min(config.batches)
     # With DiLoCo each replica measures alone.
     own = least // config.parallel.replica if config.train.diloco_steps is not None else least
     if own // config.microbatch_sequences < 2:
@@ -278,12 +276,11 @@ def _check_rounds(config: Config) -> None:
     )
 
 
-def _batch_does_not_divide(config: Config, ranks: int) -> PydanticCustomError:
-    batch, micro = config.train.global_batch_sequences, config.train.microbatch_sequences
+def _batch_does_not_divide(config: Config) -> PydanticCustomError:
+    batch, micro, ranks = config.train.global_batch_sequences, config.train.microbatch_sequences, config.data_ranks
     if micro is None:
-        replica = config.parallel.replica
         step = ranks
-        each = f"parallel.replica x data = {ranks} ranks" if replica > 1 else f"parallel.data={ranks} ranks"
+        each = f"parallel.replica x data = {ranks} ranks" if config.parallel.replica > 1 else f"parallel.data={ranks} ranks"
     else:
         step, each = ranks * micro, f"data ranks x microbatch = {ranks} x {micro} = {ranks * micro}"
     below, above = batch // step * step, (batch // step + 1) * step

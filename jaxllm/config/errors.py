@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -120,6 +121,4 @@ def _literal_choices(root: type[BaseModel], where: Sequence[str | int]) -> str |
 
 def _plain(value: Any) -> str:
     """A value as the user wrote it in YAML."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

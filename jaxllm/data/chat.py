@@ -48,17 +48,36 @@ class ChatTemplate:
     """Whether the template may ask for today's date. False for training, where the text must be the same tomorrow: templates
     then use a fixed date, or refuse."""
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, marks: tuple[str, str] = ("", "")
+    ) -> str:
         """Renders a conversation to text, with special tokens spelled out.
 
         Args:
           messages: objects with `role` and `content`, and any other keys that the template reads.
           add_generation_prompt: end with the text that comes before an assistant's answer.
+          marks: texts to write before and after the content of each {% generation %} block.
 
         Raises:
           ChatTemplateError: the template refuses these messages.
         """
-        return self._render(messages, add_generation_prompt)
+        from jinja2 import TemplateError
+
+        try:
+            return self.compiled.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                generation_marks=marks,
+                # Templates that test whether these are none expect them to exist.
+                tools=None,
+                documents=None,
+                **self.special_tokens,
+            )
+        except TemplateError as error:
+            raise self._refusal(f"refuses the conversation ({line_of(error)})") from None
+        except Exception as error:
+            # The template is foreign code: any exception is a fault of these messages or of the template.
+            raise self._refusal(f"fails on the conversation ({type(error).__name__}: {line_of(error)})") from None
 
     def render_answers(
         self, messages: Sequence[Message], wanted: Collection[int], special_tokens: Sequence[str]
@@ -112,7 +131,7 @@ class ChatTemplate:
         """Finds the wanted answers by the template's {% generation %} marks."""
         if _BEGIN in text or _END in text:
             raise self._refusal("finds a character in the conversation that no text may contain")
-        marked = self._render(messages, False, marks=(_BEGIN, _END))
+        marked = self.render(messages, marks=(_BEGIN, _END))
         spans, parts, at = [], re.split(f"([{_BEGIN}{_END}])", marked), 0
         for part in parts:
             if part == _BEGIN:
@@ -125,25 +144,6 @@ class ChatTemplate:
         if at != len(text) or len(spans) != len(answers):
             raise self._refusal(f"marks {len(spans)} answers in a conversation that has {len(answers)}")
         return [span for number, span in zip(answers, spans, strict=True) if number in wanted]
-
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return self.compiled.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                generation_marks=marks,
-                # Templates that test whether these are none expect them to exist.
-                tools=None,
-                documents=None,
-                **self.special_tokens,
-            )
-        except TemplateError as error:
-            raise self._refusal(f"refuses the conversation ({line_of(error)})") from None
-        except Exception as error:
-            # The template is foreign code: any exception is a fault of these messages or of the template.
-            raise self._refusal(f"fails on the conversation ({type(error).__name__}: {line_of(error)})") from None
 
     def _refusal(self, what: str) -> ChatTemplateError:
         return ChatTemplateError(f"The chat template of {self.origin} {what}: change the messages or name another template.")

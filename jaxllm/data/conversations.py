@@ -22,7 +22,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,8 +67,7 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
       template: None if the tokenizer has none. Then only prompts and completions that are texts can be read.
 
     Raises:
-      ConfigError: no file matches, a file cannot be read or is not JSON lines, messages have no template, or no line is
-        usable.
+      ConfigError: a file cannot be read or is not JSON lines, messages have no template, or no line is usable.
     """
     files = _files(patterns)
     broken: list[str] = []
@@ -87,19 +85,14 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
         log.warning("Skipped %s", line)
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
-    description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{_skipped(broken, len(ids))})"
+    total = len(broken) + len(ids)
+    skipped = f"; {len(broken):,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
+    description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
     return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, description, scored)
-
-
-def _skipped(broken: Sequence[str], used: int) -> str:
-    count = len(broken)
-    return f"; {count:,} of {count + used:,} lines skipped, the first {broken[0]}" if broken else ""
 
 
 def _files(patterns: Sequence[str]) -> list[str]:
     found = sorted({path for pattern in patterns for path in glob.iglob(pattern, recursive=True) if os.path.isfile(path)})
-    if not found:
-        raise ConfigError(f"No file matches {', '.join(patterns)}: check the path (it is relative to {Path.cwd()}).")
     for path in found:
         if not is_lines(path):
             raise ConfigError(f"{path} is not .jsonl: conversations must be JSON lines, one on each line.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -61,12 +61,32 @@ class DocumentsInMemory(Documents):
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        return self._cut(self._ids, documents, starts, stops)
+        return cut(self._ids, self._begins[documents], starts, stops)
 
     def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
-        return None if self._scored is None else self._cut(self._scored, documents, starts, stops)
+        return None if self._scored is None else cut(self._scored, self._begins[documents], starts, stops)
 
-    def _cut(self, array: np.ndarray, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        begins = self._begins[documents]
-        spans = zip((begins + starts).tolist(), (begins + stops).tolist(), strict=True)
-        return [array[start:stop] for start, stop in spans]
+
+def cut(array: np.ndarray, begins: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+    """Parts [start, stop) of the documents that begin at `begins` in an array."""
+    spans = zip((begins + starts).tolist(), (begins + stops).tolist(), strict=True)
+    return [array[start:stop] for start, stop in spans]
+
+
+def gather(
+    firsts: np.ndarray, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray, read: Callable[..., Iterable[np.ndarray]]
+) -> list[np.ndarray]:
+    """Reads ranges of documents that are stored in several parts, each part once.
+
+    Args:
+      firsts: number of the first document of each part.
+      read: reads (part, numbers within the part, starts, stops).
+    """
+    found: list = [None] * len(documents)
+    parts = np.searchsorted(firsts, documents, side="right") - 1
+    for part in np.unique(parts).tolist():
+        here = np.flatnonzero(parts == part)
+        texts = read(part, documents[here] - firsts[part], starts[here], stops[here])
+        for place, text in zip(here.tolist(), texts, strict=True):
+            found[place] = text
+    return found

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import ConfigError
-from jaxllm.data.documents import Documents
+from jaxllm.data.documents import Documents, cut
 from jaxllm.data.tokenizer import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -76,9 +76,7 @@ class MegatronDocuments(Documents):
         self.description = f"Megatron-LM files {name}"
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        begins = self._starts[documents]
-        spans = zip((begins + starts).tolist(), (begins + stops).tolist(), strict=True)
-        return [self._tokens[start:stop] for start, stop in spans]
+        return cut(self._tokens, self._starts[documents], starts, stops)
 
 
 def _fingerprint(index: bytes, tokens: Path, size: int, tokenizer: Tokenizer | None) -> str:

@@ -7,7 +7,7 @@ of documents in each. It reads no text, so samples have random access.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,18 +27,6 @@ class Pieces(NamedTuple):
     stops: np.ndarray
 
 
-class Packing(Protocol):
-    num_tokens: int
-    """Total tokens of all documents. Each token is in exactly one sample."""
-    num_samples: int
-    num_rotations: int
-    """Number of ways to cut the same documents into samples, numbered from 0."""
-
-    def pieces(self, sample: int, rotation: int = 0) -> Pieces:
-        """Pieces that fill one sample, at most S tokens. Samples 0 .. num_samples-1 of one rotation hold each token once."""
-        ...
-
-
 class Concat:
     """Concatenates documents and cuts them where a sequence is full. Only the last sample may have free space."""
 
@@ -55,10 +43,13 @@ class Concat:
         self._ends = np.cumsum(self._lengths)
         self._sequence_length = sequence_length
         self.num_tokens = int(self._ends[-1]) if len(self._ends) else 0
+        """Total tokens of all documents. Each token is in exactly one sample."""
         self.num_samples = -(-self.num_tokens // sequence_length)
         self.num_rotations = max(min(sequence_length, self.num_tokens), 1)
+        """Number of ways to cut the same documents into samples, numbered from 0."""
 
     def pieces(self, sample: int, rotation: int = 0) -> Pieces:
+        """Pieces that fill one sample, at most S tokens. Samples 0 .. num_samples-1 of one rotation hold each token once."""
         # Rotation r moves the first r tokens to the end, so every cut moves.
         first = sample * self._sequence_length + rotation
         last = min((sample + 1) * self._sequence_length, self.num_tokens) + rotation
@@ -80,7 +71,7 @@ class BestFit:
     complete sequences; its remainder is packed like a document.
 
     Packing works within windows of consecutive documents, so neighbours stay close. It packs about a million documents per
-    second, for any sequence length.
+    second, for any sequence length. The interface is that of Concat.
     """
 
     num_rotations = 1

@@ -18,14 +18,13 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
-from jaxllm.data.prepared import FORMAT, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION
+from jaxllm.data.prepared import FORMAT, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION, read_json
 from jaxllm.data.records import InputFile
 from jaxllm.data.shards import (
+    FOR_MANIFEST,
     Origin,
     Task,
-    for_manifest,
     position_of,
-    read_json,
     read_shard,
     remove_leftovers,
     remove_shard,
@@ -153,13 +152,13 @@ def prepare(
         finally:
             remove_leftovers(folder)
 
-    shards = _shards_there(folder, tasks)
+    shards = list(_shards_there(folder, tasks).values())
+    total = {key: sum(shard[key] for shard in shards) for key in _COUNTS}
+    broken = [record for shard in shards for record in shard["broken_records"][:BROKEN_SHOWN]][:BROKEN_SHOWN]
     complete = len(shards) == len(tasks)
     if complete:
         check_same_origin(folder, origin)
-        _finish(folder, [shards[i] for i in range(len(tasks))], loaded, origin)
-    broken = [record for i in sorted(shards) for record in shards[i]["broken_records"][:BROKEN_SHOWN]][:BROKEN_SHOWN]
-    total = {key: sum(found[key] for found in shards.values()) for key in _COUNTS}
+        _finish(folder, shards, total, loaded, origin)
     return Summary(
         folder=str(out),
         **total,
@@ -175,7 +174,8 @@ def prepare(
 def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
     part, parts = shard
     if not 0 <= part < parts:
-        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{max(parts, 1)} to {_last(parts)}.")
+        n = max(parts, 1)
+        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
     at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
     for name, number, unit in at_least_1:
         if number is not None and number < 1:
@@ -223,22 +223,17 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-def _last(parts: int) -> str:
-    return f"{max(parts, 1) - 1}/{max(parts, 1)}"
-
-
-def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin) -> None:
+def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], tokenizer: Tokenizer, origin: Origin) -> None:
     """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
-    documents = sum(shard["documents"] for shard in shards)
-    if not documents:
-        broken, empty = (sum(shard[key] for shard in shards) for key in ("broken", "empty"))
+    if not total["documents"]:
         first = next((record for shard in shards for record in shard["broken_records"]), None)
         hint = f", the first {position_of(first)}: {first['reason']}" if first else ""
         # Empty shards would make the next run with correct options fail.
         for shard in shards:
             remove_shard(folder, shard["name"])
         raise ConfigError(
-            f"The inputs hold no text ({broken:,} broken and {empty:,} empty records{hint}): check them and --text-key."
+            f"The inputs hold no text ({total['broken']:,} broken and {total['empty']:,} empty records{hint}): check them and "
+            f"--text-key."
         )
     manifest = {
         "format": FORMAT,
@@ -251,10 +246,10 @@ def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, or
         },
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "record_tokens": origin.options["record_tokens"],
-        **{key: sum(shard[key] for shard in shards) for key in _COUNTS},
+        **total,
         "inputs": {key: origin.inputs[key] for key in ("count", "bytes")},
         "options": {key: origin.options[key] for key in ("text_key", "shard_bytes")},
-        "shards": [for_manifest(shard) for shard in shards],
+        "shards": [{key: shard[key] for key in FOR_MANIFEST} for shard in shards],
     }
     try:
         remove_leftovers(folder, of_other_hosts=True)

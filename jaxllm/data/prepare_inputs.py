@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.data.prepared import read_json
 from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
-from jaxllm.data.shards import Origin, Task, is_shard, read_json
+from jaxllm.data.shards import Origin, Task, is_shard
 from jaxllm.data.tokenizer import Tokenizer
 
 
@@ -111,7 +112,7 @@ def check_same_origin(folder: Path, origin: Origin) -> None:
         # Checked after the inputs, because the default shard size depends on them.
         for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
             if theirs[key] != ours[key]:
-                values = [_megabytes(v) if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
+                values = [f"{v / 2**20:g}" if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
                 raise ConfigError(
                     f"{folder} holds shards made with {flag} {values[0]}, not {values[1]}: "
                     f"choose another --out, or use {flag} {values[0]} again."
@@ -120,7 +121,3 @@ def check_same_origin(folder: Path, origin: Origin) -> None:
 
 def _size(inputs: dict[str, Any]) -> str:
     return f"{inputs['bytes']:,} bytes in {inputs['count']:,} file{'s' if inputs['count'] != 1 else ''}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 2**20:g}"

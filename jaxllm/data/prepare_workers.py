@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,17 +34,12 @@ class Job:
 
 def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
     """Makes the shards in `count` processes. With 1, in this process."""
-    if count == 1:
-        _run_here(job, tokenizer, tasks, shows)
-    else:
-        _run_workers(job, tasks, count, shows)
-
-
-def _run_here(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], shows: PrepareProgress) -> None:
+    if count > 1:
+        return _run_workers(job, tasks, count, shows)
     with _one_thread_for_tokenizers():
         for task in tasks:
             write_shard(job.folder, task, job.origin, tokenizer, job.strict, shows.advance)
-            shows.finished()
+            shows.advance(shards=1)
 
 
 def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
@@ -81,7 +76,7 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
                 if kind == "read":
                     shows.advance(*content)
                 elif kind == "written":
-                    shows.finished()
+                    shows.advance(shards=1)
                 elif kind == "refused":
                     raise ConfigError(content[0])
                 elif kind == "failed":
@@ -104,7 +99,7 @@ def _work(connection: Connection, job: Job) -> None:
             # An OSError would look like a full disk.
             raise _ParentGone from None
 
-    try:
+    with suppress(_ParentGone):
         try:
             tokenizer = load_tokenizer(job.tokenizer)
             say("ready")
@@ -116,8 +111,6 @@ def _work(connection: Connection, job: Job) -> None:
         except Exception as error:
             if not isinstance(error, _ParentGone | EOFError | ConnectionResetError):
                 say("failed", traceback.format_exc())
-    except _ParentGone:
-        pass
 
 
 class _ParentGone(Exception):
@@ -175,16 +168,11 @@ class PrepareProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, read: int, tokens: int) -> None:
+    def advance(self, read: int = 0, tokens: int = 0, shards: int = 0) -> None:
+        """Counts bytes of input that were read, tokens that were made of them, and shards that are finished."""
         self._read += read
         self._tokens += tokens
-        self._show()
-
-    def finished(self) -> None:
-        self._finished += 1
-        self._show()
-
-    def _show(self) -> None:
+        self._finished += shards
         now = time.monotonic()
         speed = self._tokens / max(now - self._started, 1e-9)
         text = f"{self._finished}/{self._shards} shards  {speed / 1e6:.2f}M tokens/s"

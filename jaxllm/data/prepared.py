@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.documents import Documents
+from jaxllm.data.documents import Documents, gather
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 FORMAT, VERSION = "jaxllm-tokens", 1
@@ -77,8 +77,8 @@ class PreparedDocuments(Documents):
             if len(opened.lengths) != shard["documents"]:
                 raise damaged(opened.path.with_name(opened.path.name + ".lengths.npy"), "it has another number of documents")
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
-        self.lengths = _concatenate([shard.lengths for shard in self._shards])
-        self.keys = _concatenate([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
+        self.lengths = np.concatenate([shard.lengths for shard in self._shards])
+        self.keys = np.concatenate([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
         self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest["tokenizer"])
         self.fingerprint = fingerprint(manifest)
         self.description = f"{self._folder.name} (tokenizer {manifest['tokenizer']['name']})"
@@ -98,17 +98,10 @@ class PreparedDocuments(Documents):
         lengths = self.lengths[documents].astype(np.int64)
         if not np.all((starts >= 0) & (starts <= stops) & (stops <= lengths)):
             raise ValueError("Ranges must be within their documents: 0 <= start <= stop <= length.")
-        found: list[np.ndarray] = [np.empty(0, self._dtype)] * len(documents)
-        places = np.searchsorted(self._first_documents, documents, side="right") - 1
-        for place in np.unique(places):
-            here = np.flatnonzero(places == place)
-            local = documents[here] - self._first_documents[place]
-            for at, ids in zip(here, self._read_shard(self._shards[place], local, starts[here], stops[here]), strict=True):
-                found[at] = ids
-        return found
+        return gather(self._first_documents, documents, starts, stops, self._read_shard)
 
-    def _read_shard(self, shard: _Shard, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Iterator[np.ndarray]:
-        size = self._record_tokens
+    def _read_shard(self, place: int, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Iterator[np.ndarray]:
+        shard, size = self._shards[place], self._record_tokens
         begins = shard.first_tokens[documents]
         begins, ends = begins + starts, begins + stops
         # An empty range needs no record, even if it starts at the start of a record.
@@ -199,10 +192,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder} is not a prepared folder (it has no {MANIFEST}): run jaxllm data prepare, or name another folder."
         )
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise damaged(file, " ".join(str(error).split())) from None
+    manifest: Any = read_json(file)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ConfigError(f"{file} was not written by jaxllm data prepare: name another folder.")
     if manifest.get("version") != VERSION:
@@ -217,6 +207,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if missing:
         raise damaged(file, f"it does not say {missing}")
     return manifest
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Reads the content of a JSON file; None if there is no file."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise damaged(file, " ".join(str(error).split())) from None
 
 
 def missing_key(content: Any, keys: dict[str, Any]) -> str | None:
@@ -264,10 +264,6 @@ def _load(file: Path) -> np.ndarray:
         return np.load(file)
     except (OSError, ValueError) as error:
         raise damaged(file, " ".join(str(error).split())) from None
-
-
-def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _load_tokenizer(folder: Path, recorded: dict[str, Any]) -> Tokenizer:

@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 def is_lines(path: str) -> bool:
-    return _uncompressed(path).endswith(_LINES)
+    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith(_LINES)
 
 
 def is_parquet(path: str) -> bool:
@@ -241,19 +241,13 @@ def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
                     for value in _values(batch.column(batch.schema.get_field_index(text_key))):
                         number += 1
                         read = number * part.size // rows
-                        if isinstance(value, UnicodeDecodeError):
-                            yield Record(None, number, "not UTF-8", read)
-                        else:
-                            yield Record(*_row(number, value, text_key), read)
+                        broken = isinstance(value, UnicodeDecodeError)
+                        text, reason = (None, "not UTF-8") if broken else _check_text(value, text_key)
+                        yield Record(text, number, reason, read)
             except (ArrowException, OSError) as error:
                 # The rest of the group is lost. Numbers of the next group stay right.
                 yield Record(None, number + 1, f"damaged Parquet ({line_of(error)})", read)
                 number = before + parquet.metadata.row_group(group).num_rows
-
-
-def _row(number: int, value: Any, text_key: str) -> tuple[str | None, int, str]:
-    text, reason = _check_text(value, text_key)
-    return text, number, reason
 
 
 def _values(column: Any) -> list[Any]:
@@ -288,11 +282,6 @@ def _parquet(path: str) -> Any:
 
 class _DamagedFile(Exception):
     """The compressed data is damaged and reading cannot continue."""
-
-
-def _uncompressed(path: str) -> str:
-    lower = path.lower()
-    return lower.removesuffix(".gz").removesuffix(".zst")
 
 
 def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:

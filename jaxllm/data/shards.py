@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.prepared import MANIFEST, SHARD_KEYS, TOKENIZER, check_sizes, damaged, missing_key, shard_name
+from jaxllm.data.prepared import MANIFEST, SHARD_KEYS, TOKENIZER, check_sizes, missing_key, read_json, shard_name
 from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
 from jaxllm.data.tokenizer import Tokenizer, token_dtype
 
@@ -30,10 +30,10 @@ _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
 # One record per chunk, so that reading one record decompresses only it. Ids in two or four bytes compress well.
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
 _DATA = (".array_record", ".lengths.npy", ".keys.npy")
-# Keys that the manifest copies from a shard's .json.
-_FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
+FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
+"""Keys that the manifest copies from a shard's .json."""
 _KEYS = {
-    **dict.fromkeys(_FOR_MANIFEST, int),
+    **dict.fromkeys(FOR_MANIFEST, int),
     **SHARD_KEYS,
     "broken_records": list,
     "options": {"tokenizer": {"name": str, "sha256": str}, "text_key": str, "shard_bytes": int, "record_tokens": int},
@@ -71,39 +71,30 @@ class Origin:
 
 def write_shard(
     folder: Path, task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
-) -> dict[str, Any]:
-    """Writes the shard of a task.
+) -> None:
+    """Writes the shard of a task, unless another process finishes it first.
 
     Args:
       report: receives the bytes of input and the tokens since its last call.
 
-    Returns:
-      The content of the shard's .json; that of another process if it finished first.
-
     Raises:
       ConfigError: an input cannot be read, the folder cannot be written, or (strict) a record is broken.
     """
-    temporary = {ending: temporary_path(folder, task.name + ending) for ending in (*_DATA, ".json")}
+    temporary = {ending: temporary_path(folder, task.name + ending) for ending in _DATA}
     try:
         shard = _write(temporary, task, origin, tokenizer, strict, report)
-        quicker = read_shard(folder, task.name)
-        if quicker is not None:
-            return quicker
+        if read_shard(folder, task.name) is not None:
+            return
         final = folder / f"{task.name}.json"
         # The .json of a damaged shard must not vouch for files that are being replaced.
         final.unlink(missing_ok=True)
         for ending in _DATA:
             os.replace(temporary[ending], folder / (task.name + ending))
-        write_json(temporary[".json"], shard)
-        os.replace(temporary[".json"], final)
-        sync_folder(folder)
-        return shard
+        replace_json(final, shard)
     except OSError as error:
         # A faster process may have removed these files as leftovers.
-        quicker = read_shard(folder, task.name)
-        if quicker is not None:
-            return quicker
-        raise unwritable(folder, error.strerror or str(error)) from None
+        if read_shard(folder, task.name) is None:
+            raise unwritable(folder, error.strerror or str(error)) from None
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)
@@ -126,10 +117,6 @@ def is_shard(content: Any) -> bool:
     return missing_key(content, _KEYS) is None
 
 
-def for_manifest(shard: dict[str, Any]) -> dict[str, Any]:
-    return {key: shard[key] for key in _FOR_MANIFEST}
-
-
 def remove_shard(folder: Path, name: str) -> None:
     for ending in (".json", *_DATA):
         (folder / (name + ending)).unlink(missing_ok=True)
@@ -148,33 +135,18 @@ def remove_leftovers(folder: Path, of_other_hosts: bool = False) -> None:
                 path.unlink(missing_ok=True)
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Writes JSON to a file. The file is on the disk when this returns."""
-    with open(file, "w", encoding="utf-8") as opened:
-        # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
-        opened.write(json.dumps(content, indent=1) + "\n")
-        _sync(opened)
-
-
 def replace_json(file: Path, content: dict[str, Any]) -> None:
-    """Writes a file atomically."""
+    """Writes JSON to a file atomically. The file is on the disk when this returns."""
     temporary = temporary_path(file.parent, file.name)
     try:
-        write_json(temporary, content)
+        with open(temporary, "w", encoding="utf-8") as opened:
+            # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
+            opened.write(json.dumps(content, indent=1) + "\n")
+            _sync(opened)
         os.replace(temporary, file)
-        sync_folder(file.parent)
+        _sync_folder(file.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def read_json(file: Path) -> dict[str, Any] | None:
-    """Reads the content of a JSON file; None if there is no file."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise damaged(file, " ".join(str(error).split())) from None
 
 
 def unwritable(folder: Path, reason: str) -> ConfigError:
@@ -241,7 +213,7 @@ def _write(
         **output.counts(),
         "broken": broken,
         "empty": empty,
-        "sha256": output.sha256(),
+        "sha256": output.digest.hexdigest(),
         "files": {task.name + ending: files[ending].stat().st_size for ending in _DATA},
         "broken_records": kept,
         "options": origin.options,
@@ -259,7 +231,8 @@ class _Output:
         self._pending = bytearray()
         self._lengths, self._keys = array("I"), array("Q")
         self._tokens = self._text_bytes = self._records = 0
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()
+        """SHA-256 of all ids and, once closed, of all lengths."""
         self._writer = self._call(lambda: ArrayRecordWriter(str(files[".array_record"]), _WRITER_OPTIONS))
 
     def add(self, text: str, ids: np.ndarray) -> int:
@@ -269,7 +242,7 @@ class _Output:
         self._pending += content
         while len(self._pending) >= self._record_bytes:
             self._write_record()
-        self._digest.update(content)
+        self.digest.update(content)
         self._lengths.append(len(ids))
         self._keys.append(int.from_bytes(hashlib.blake2b(utf8).digest()[:8], "little"))
         self._tokens += len(ids)
@@ -283,8 +256,9 @@ class _Output:
         self._call(self._writer.close)
         with open(self._files[".array_record"], "rb") as file:
             os.fsync(file.fileno())
-        self._lengths_array = np.array(self._lengths, "<u4")
-        for ending, numbers in ((".lengths.npy", self._lengths_array), (".keys.npy", np.array(self._keys, "<u8"))):
+        lengths = np.array(self._lengths, "<u4")
+        self.digest.update(lengths.tobytes())
+        for ending, numbers in ((".lengths.npy", lengths), (".keys.npy", np.array(self._keys, "<u8"))):
             with open(self._files[ending], "wb") as file:
                 np.save(file, numbers)
                 _sync(file)
@@ -302,12 +276,6 @@ class _Output:
             "text_bytes": self._text_bytes,
             "records": self._records,
         }
-
-    def sha256(self) -> str:
-        """SHA-256 of all ids, then of all lengths."""
-        digest = self._digest.copy()
-        digest.update(self._lengths_array.tobytes())
-        return digest.hexdigest()
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:
@@ -344,7 +312,7 @@ def _sync(file: BinaryIO | Any) -> None:
     os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

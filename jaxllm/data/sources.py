@@ -22,7 +22,7 @@ import numpy as np
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
-from jaxllm.data.documents import Documents, DocumentsInMemory
+from jaxllm.data.documents import Documents, DocumentsInMemory, gather
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.megatron import MegatronDocuments
 from jaxllm.data.prepared import PreparedDocuments
@@ -240,14 +240,7 @@ class ChainedDocuments(Documents):
         self.fingerprint = hashlib.sha256("/".join(part.fingerprint for part in parts).encode()).hexdigest()
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        texts: list = [None] * len(documents)
-        home = np.searchsorted(self._firsts, documents, side="right") - 1
-        for number in np.unique(home).tolist():
-            here = np.flatnonzero(home == number)
-            read = self._parts[number].read(documents[here] - self._firsts[number], starts[here], stops[here])
-            for place, text in zip(here.tolist(), read, strict=True):
-                texts[place] = text
-        return texts
+        return gather(self._firsts, documents, starts, stops, lambda part, *spans: self._parts[part].read(*spans))
 
 
 class SplitDocument(Documents):

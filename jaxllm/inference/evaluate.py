@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,8 @@ class Score:
     def to_json(self) -> dict[str, Any]:
         # JSON has no infinity.
         derived = {name: getattr(self, name) for name in ("perplexity", "bits_per_byte")}
-        return {
-            "loss": self.loss,
-            **{name: value if math.isfinite(value) else None for name, value in derived.items()},
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "windows": self.windows,
-            "dropped_tokens": self.dropped_tokens,
-        }
+        finite = {name: value if math.isfinite(value) else None for name, value in derived.items()}
+        return {"loss": self.loss, **finite, **asdict(self)}
 
     def lines(self) -> list[str]:
         plural = "s" if self.windows > 1 else ""

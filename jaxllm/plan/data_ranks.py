@@ -165,7 +165,7 @@ def over_data_ranks(
         peak_bytes = estimate_memory(with_ranks(config, ranks, fastest.microbatches), gpu).peak_bytes
         return fastest if gpu is None else replace(fastest, fits=peak_bytes <= gpu.capacity_bytes)
 
-    replicas, own, rows = config.parallel.replica, ranks_of(config), []
+    replicas, own, rows = config.parallel.replica, config.data_ranks, []
     for data in doublings(int(config.parallel.data)):
         try:
             rows.append(best(replicas * data))
@@ -177,11 +177,6 @@ def over_data_ranks(
     stops, because = verdict(rows)
     last = 2**ROWS_BEYOND * max(own, stops) if stops else MOST_RANKS
     return OverRanks(tuple(one for one in rows if one.data_ranks <= max(own, last)), stops, because)
-
-
-def ranks_of(config: Config) -> int:
-    """Data ranks of a resolved config, over all replicas."""
-    return config.parallel.replica * int(config.parallel.data)
 
 
 def with_ranks(config: Config, ranks: int, microbatches: int) -> Config:

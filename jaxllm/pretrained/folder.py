@@ -262,7 +262,7 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{key}: {path / MODEL} is damaged ({error!r}): convert or export it again.") from None
-    tensors = _tensors(path, files, "convert or export it again")
+    tensors = _tensors(path, files, "convert or export it again", {})
     for name, entry in expected.items():
         if name not in tensors:
             raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
@@ -279,15 +279,16 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
 
 def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     section = model_section(read_json(path / CONFIG), str(path / CONFIG))
-    tensors = _tensors(path, *_files_and_promises(key, path))
+    files, promises = _files_and_promises(key, path)
+    tensors = _tensors(path, files, "get the file again", promises)
     dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
     for name in dropped:
         del tensors[name]
     expected = {name: entry for entry in entries(section) for name in entry.tensors}
-    stored = _vocabulary(section, tensors)
     if section["tie_embeddings"]:
-        shape = expected.pop(EMBEDDING)
-        expected |= dict.fromkeys(stored, shape)
+        # Usually the embedding is stored, but both or the head only also occur.
+        stored = [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
+        expected |= dict.fromkeys(stored, expected.pop(EMBEDDING))
     for name, entry in expected.items():
         if name not in tensors:
             hint = ", or set tie_word_embeddings to true if it is the embedding" if name == HEAD else ""
@@ -299,16 +300,9 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
             f"{path} holds {extra[0]}{count}, which jaxllm's Llama does not have ({CONFIG} says {section['num_layers']} "
             f"layers): it is another network, or {CONFIG} belongs to another model."
         )
-    if section["tie_embeddings"] and len(stored) == 2:
+    if section["tie_embeddings"] and {EMBEDDING, HEAD} <= tensors.keys():
         _require_equal(path, tensors[EMBEDDING], tensors[HEAD])
     return HuggingFaceFolder(path, str(path), section, path, tensors=tensors, dropped=dropped)
-
-
-def _vocabulary(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names under which a tied matrix is stored. Usually the embedding only, but both names or the head only also occur."""
-    if not section["tie_embeddings"]:
-        return [EMBEDDING, HEAD]
-    return [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
 
 
 def _require(tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -334,20 +328,19 @@ def _require_equal(path: Path, one: Tensor, other: Tensor) -> None:
             )
 
 
-def _files_and_promises(key: str, path: Path) -> tuple[list[str], str, dict[str, str]]:
-    """Finds the names of the weight files, the fix for a damaged one, and the file in which the index promises each tensor."""
-    again = "get the file again"
+def _files_and_promises(key: str, path: Path) -> tuple[list[str], dict[str, str]]:
+    """Finds the names of the weight files, and the file in which the index promises each tensor."""
     if (path / SINGLE).is_file():
-        return [SINGLE], again, {}
+        return [SINGLE], {}
     if (path / INDEX).is_file():
         promises = read_json(path / INDEX).get("weight_map")
         if not isinstance(promises, dict) or not promises or not all(isinstance(f, str) for f in promises.values()):
             raise ConfigError(f"{path / INDEX} has no weight_map of tensors and files: get the file again.")
-        return sorted(set(promises.values())), again, promises
+        return sorted(set(promises.values())), promises
     # Some folders also hold the same weights in Mistral's own format.
     found = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if found and not any("-of-" in name for name in found):
-        return found, again, {}
+        return found, {}
     if found:
         raise ConfigError(f"{path} holds shards such as {found[0]} but no {INDEX}: get that file too.")
     if others := sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth")):
@@ -358,8 +351,13 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], str, dict[str,
     raise ConfigError(f"{key}={path} has a {CONFIG} but no *.safetensors: get the weights too.")
 
 
-def _tensors(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Lists all tensors of the files in a folder. Each name must be unique."""
+def _tensors(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str]) -> dict[str, Tensor]:
+    """Lists all tensors of the files in a folder. Each name must be unique.
+
+    Args:
+      again: what to do about a damaged file, for error messages.
+      promises: the file of each tensor as the index says, if there is one.
+    """
     found: dict[str, Tensor] = {}
     for name in files:
         if Path(name).name != name:
@@ -371,7 +369,7 @@ def _tensors(path: Path, files: Sequence[str], again: str, promises: Mapping[str
                 where = found[tensor.name].file.path.name
                 raise ConfigError(f"{path} holds {tensor.name} twice, in {where} and {name}: remove one.")
             found[tensor.name] = tensor
-    for tensor, name in (promises or {}).items():
+    for tensor, name in promises.items():
         if tensor not in found or found[tensor].file.path.name != name:
             raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
     return found

@@ -101,7 +101,6 @@ class TensorFile:
         Raises:
           ConfigError: the file ends too early or cannot be read.
         """
-        assert self._descriptor is not None, "closed"
         view, done = row.data, 0
         while done < len(view):
             try:
@@ -112,14 +111,9 @@ class TensorFile:
                 raise self._damaged("it ends before its last tensor")
             done += got
 
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
     def __del__(self):
-        if getattr(self, "_descriptor", None) is not None:
-            self.close()
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
 
     def _damaged(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.path} is damaged ({reason}): get the file again.")

@@ -27,7 +27,7 @@ from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.cost import DAY_S, HOUR_S
-from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, ranks_of, steps_to_loss, wasted_share, with_ranks
+from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, steps_to_loss, wasted_share, with_ranks
 from jaxllm.plan.noise_scale_text import NoiseEstimate, reading
 from jaxllm.run_report.history import DOWN, TRAINING, History, read_run
 from jaxllm.run_report.svg import number
@@ -61,7 +61,7 @@ class RunReport:
     @property
     def own_ranks(self) -> int:
         """Data ranks of the run, over all replicas."""
-        return ranks_of(self.history.config)
+        return self.history.config.data_ranks
 
     @cached_property
     def tokens_per_s_per_device(self) -> float | None:
@@ -299,7 +299,7 @@ def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None,
     config, peak = history.config, history.last("device_peak_flops")
     if peak is None or peak != gpu.peak_flops(config.model.compute_dtype):
         return None
-    ranks = ranks_of(config)
+    ranks = config.data_ranks
     sequences = config.phase_at(int(history.steps[-1]) - 1).sequences
     as_run = with_ranks(config, ranks, sequences // (ranks * config.microbatch_sequences))
     per_host, _ = choose_gpus_per_host(as_run.devices, None, gpus_per_host or gpu.gpus_per_host)
