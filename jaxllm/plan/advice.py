@@ -16,10 +16,9 @@ from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.plan_result import Memory
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
 
 CHUNK_TOKENS = 1024
@@ -255,7 +254,7 @@ class _Trial:
         tensor = config.parallel.tensor
         return bool(self.gpus_per_host and self.gpus_per_host % tensor and tensor > self.config.parallel.tensor)
 
-    def _estimated(self, config: Config) -> Memory | None:
+    def _estimated(self, config: Config) -> MemoryEstimate | None:
         """The estimate of a config; None if the mesh does not divide a parameter."""
         try:
             return self.estimate(config)

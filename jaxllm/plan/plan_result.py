@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
@@ -13,32 +13,6 @@ from jaxllm.plan.space import Choice, choice_in
 
 FIT_SHARE = 0.95
 """Largest share of the capacity at which an estimated config counts as fitting. The rest covers underestimates."""
-
-
-class Memory(Protocol):
-    """The part of a MemoryEstimate that a search reads."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def host_bytes(self) -> int: ...
-
-
-class Speed(Protocol):
-    """The part of a StepTime that a search reads."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def exposed_communication_share(self) -> float: ...
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float: ...
-
-    @property
-    def tflops_per_gpu(self) -> float: ...
 
 
 @dataclass(frozen=True)
