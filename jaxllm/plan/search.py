@@ -131,7 +131,7 @@ def search(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """Estimates every configuration of space() and ranks those that fit by predicted tokens/s/GPU, then by bytes.
+    """Estimates every configuration of the space (space.py) and ranks those that fit by predicted tokens/s/GPU, then by bytes.
 
     The config gives model, sequence length, global batch and every setting that is not searched. A KeyboardInterrupt stops the
     search, not the program: the plan then holds the results so far and is marked as interrupted.

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import scripts
+from choices import choices_of
 
 from jaxllm.cost_model.hardware import find_gpu
-from jaxllm.cost_model.megatron import megatron_memory_by_stage
-from jaxllm.plan.space import choice_in, choices_of
+from jaxllm.plan.space import choice_in
 
+megatron_memory_by_stage = scripts.load("benchmarks/megatron_stages.py").megatron_memory_by_stage
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SEED = 7
 
