@@ -260,9 +260,9 @@ def schedule(
 
     report = pipeline_report(loaded)
     if out is not None:
-        from jaxllm.plots.schedule import schedule_picture
+        from jaxllm.plots.schedule import save, schedule_figure
 
-        schedule_picture(report.schedule, out, slot_bytes=report.slot_bytes)
+        save(schedule_figure(report.schedule, slot_bytes=report.slot_bytes), out)
     print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
 
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.plots.memory import ACTIVATIONS, CAPACITY, GIB, HUES, PARAMETERS, style_axes
-from jaxllm.plots.schedule import new_figure, save
-
-
-def candidates_picture(candidates: Sequence[Mapping[str, Any]], path: str | Path, **options: Any) -> None:
-    """Writes candidates_figure(candidates, **options)."""
-    save(candidates_figure(candidates, **options), path)
+from jaxllm.plots.schedule import new_figure
 
 
 def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes: int | None = None, title: str = "") -> Any:

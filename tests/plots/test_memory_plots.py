@@ -13,7 +13,7 @@ from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.plan.estimate import estimate
-from jaxllm.plots.candidates import candidates_figure, candidates_picture, frontier
+from jaxllm.plots.candidates import candidates_figure, frontier
 from jaxllm.plots.memory import (
     ACTIVATIONS,
     GIB,
@@ -28,6 +28,7 @@ from jaxllm.plots.memory import (
     variations,
 )
 from jaxllm.plots.memory_timeline import compile_with_buffers, draw_step, step_figure
+from jaxllm.plots.schedule import save
 
 H100 = GPUS["h100-80gb"]
 RECIPE = {
@@ -268,9 +269,10 @@ def test_candidates_are_at_their_compiled_bytes_if_there_are_some(tmp_path):
         {**mesh, "estimate_bytes": 10 * GIB, "compiled_bytes": 12 * GIB, "tokens_per_s_per_gpu": 900.0},
         {**mesh, "estimate_bytes": 20 * GIB, "compiled_bytes": None, "tokens_per_s_per_gpu": 800.0},
     ]
-    (axes,) = candidates_figure(candidates, capacity_bytes=70 * GIB).axes
+    figure = candidates_figure(candidates, capacity_bytes=70 * GIB)
+    (axes,) = figure.axes
     estimated, compiled, best = (collection.get_offsets().tolist() for collection in axes.collections)
     assert (estimated, compiled, best) == ([[20, 800]], [[12, 900]], [[12, 900]])
     assert [text.get_text() for text in axes.texts] == ["fastest: data 4, tensor 2; ZeRO 1, microbatch 2, remat full"]
-    candidates_picture(candidates, tmp_path / "candidates.svg")
+    save(figure, tmp_path / "candidates.svg")
     assert b"<svg" in (tmp_path / "candidates.svg").read_bytes()
