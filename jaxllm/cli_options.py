@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -101,6 +102,16 @@ def fitted(lines: Iterable[str]) -> str:
         )
         for line in lines
     )
+
+
+def print_report(report: Any, as_json: bool, render: Callable[[Any], Any]) -> None:
+    """Prints a report as JSON, or as `render` draws it for a terminal."""
+    if as_json:
+        print(json.dumps(report.to_json()), flush=True)
+        return
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(render(report))
 
 
 def show(text: str, end: str = "\n") -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from jaxllm.compile.inspect import axes_line
 from jaxllm.compile.overlap import total
 from jaxllm.compile.report import CompileReport
-from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
+from jaxllm.cost_model.hardware import capacity_text, fits_text
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import readable
 
@@ -83,17 +83,9 @@ def verdict(report: CompileReport) -> Iterator[Text]:
     if report.capacity_bytes is None:
         yield Text("The memory of this device is not known.")
         return
-    share = f"{report.share_of_capacity:.1%} of the {readable(report.capacity_bytes)} that a step may take"
-    if report.fits:
-        yield Text(f"Fits: {share}", style="bold")
-    else:
-        over = readable(report.total_bytes - report.capacity_bytes)
-        yield Text(f"DOES NOT FIT: {share}, {over} too much", style="bold")
+    yield Text(fits_text(report.total_bytes, report.capacity_bytes), style="bold")
     if report.memory_bytes is not None:
-        yield Text(
-            f"  ({XLA_MEMORY_FRACTION:.0%} of {readable(report.memory_bytes)}, which jaxllm gives XLA, less "
-            f"{readable(RESERVE_BYTES)} kept back)"
-        )
+        yield Text(capacity_text(report.memory_bytes))
     if (real := report.real_memory) is not None:
         if real.rematerialises:
             yield Text(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from jaxllm.config.errors import ConfigError, why_not_yaml
+from jaxllm.display import readable
 
 MIB = 2**20
 TERA = 1e12
@@ -264,3 +265,17 @@ def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
         right, should = is_number(value), "a number above zero; with an exponent, write 1.0e+12"
     if not right:
         raise ConfigError(f"{key}={value} in {path} is not valid: it should be {should}.")
+
+
+def fits_text(size_bytes: int, capacity_bytes: int) -> str:
+    """Whether a step of that size fits into a GPU's capacity."""
+    share = f"{size_bytes / capacity_bytes:.1%} of the {readable(capacity_bytes)} that a step may take"
+    if size_bytes <= capacity_bytes:
+        return f"Fits: {share}"
+    return f"DOES NOT FIT: {share}, {readable(size_bytes - capacity_bytes)} too much"
+
+
+def capacity_text(memory_bytes: int) -> str:
+    """How the capacity follows from a GPU's memory."""
+    share = f"{XLA_MEMORY_FRACTION:.0%} of {readable(memory_bytes)}, which jaxllm gives XLA"
+    return f"  ({share}, less {readable(RESERVE_BYTES)} kept back)"

@@ -238,9 +238,7 @@ def choice_in(config: Config) -> Choice:
 
 
 def remat_text(remat: Remat) -> str:
-    if isinstance(remat, Mapping):
-        return "mapping"
-    return remat
+    return "mapping" if isinstance(remat, Mapping) else remat
 
 
 def schedule_text(schedule: str, virtual_stages: int) -> str:
