@@ -17,7 +17,7 @@ from jaxllm.compile.overlap import total
 from jaxllm.compile.report import CompileReport
 from jaxllm.cost_model.hardware import capacity_text, fits_text
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable
+from jaxllm.display import readable, terminal_table
 
 ROWS = 14
 """Collectives in the table; the JSON has all."""
@@ -112,9 +112,7 @@ def teraflops(flops: int) -> str:
 
 
 def collectives_table(report: CompileReport) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("kind", "over", "dtype", "times", "sent", "how", ""):
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("times", "sent") else "left")
+    table = terminal_table(("kind", "over", "dtype", "times", "sent", "how", ""), right=("times", "sent"), gap=1)
     for row in report.collectives[:ROWS]:
         how = "hidden" if row.behind_matmuls else "bare" if row.asynchronous else "sync"
         axes = " x ".join(row.axes) or "-"
@@ -124,9 +122,8 @@ def collectives_table(report: CompileReport) -> Table:
 
 
 def overlap_table(report: CompileReport) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("kind", "over", "sent", "bare", "shows", "TFLOP behind"):
-        table.add_column(heading, overflow="fold", justify="left" if heading in ("kind", "over") else "right")
+    figures = ("sent", "bare", "shows", "TFLOP behind")
+    table = terminal_table(("kind", "over", *figures), right=figures, gap=1)
     for row in (*report.overlap[:ROWS], total(report.overlap)):
         shares = (f"{row.bare_share:.0%}", f"{row.exposed_share:.0%}")
         flops = teraflops(round(row.flops_behind))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import preformatted, readable, table
+from jaxllm.display import preformatted, readable, table, terminal_table
 from jaxllm.plan.cost import TrainingCost
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
 from jaxllm.plan.search import MESH
@@ -103,9 +103,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
 
 
 def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
-    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for heading in NARROW_HEADINGS if narrow else HEADINGS:
-        grid.add_column(heading, justify="left" if heading in WORDS else "right", overflow="fold")
+    headings = NARROW_HEADINGS if narrow else HEADINGS
+    grid = terminal_table(headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False)
     for number, one in enumerate(plan.candidates[:rows], 1):
         grid.add_row(*(narrow_cells(plan, one) if narrow else cells(plan, number, one)))
     return grid
@@ -164,13 +163,11 @@ def rejected_table(plan: Plan) -> Table:
 
 
 def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
-    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     with_days = any(row.days is not None for row in sweep.rows)
     ways = list(next((row.reduction_s for row in sweep.rows if row.reduction_s), {}))
     headings = ["GPUs", "tokens/s", "efficiency", "exposed", *(["days"] if with_days else []), *ways, "best"]
-    for heading in headings:
-        name = NARROW_SWEEP_HEADINGS.get(heading, heading) if narrow else heading
-        grid.add_column(name, justify="left" if heading == "best" else "right", overflow="fold")
+    names = [NARROW_SWEEP_HEADINGS.get(heading, heading) if narrow else heading for heading in headings]
+    grid = terminal_table(names, right=names[:-1], gap=1, pad_edge=False)
     for row in sweep.rows:
         if row.best is None:
             grid.add_row(f"{row.gpus:,}", *["-"] * (len(headings) - 2), "nothing fits")
