@@ -87,18 +87,13 @@ def inside_bytes_per_s(group: Group, links: Links) -> float:
     return links.link_bytes_per_s * used / links.peers
 
 
-def _ring_latency_s(group: Group, links: Links) -> float:
-    """Latency of one round: one step less than there are ranks, with slower steps between hosts."""
-    across = group.hosts - 1
-    return across * links.network_latency_s + (group.size - 1 - across) * links.link_latency_s
-
-
 def _ring_s(size_bytes: float, group: Group, links: Links) -> float:
-    """Time of n - 1 steps of B / n bytes."""
-    if group.size == 1:
+    """Time of n - 1 steps of B / n bytes, with slower steps between hosts."""
+    n, across = group.size, group.hosts - 1
+    if n == 1:
         return 0.0
-    n = group.size
-    return _ring_latency_s(group, links) + (n - 1) / n * size_bytes / slowest_link(group, links)
+    latency_s = across * links.network_latency_s + (n - 1 - across) * links.link_latency_s
+    return latency_s + (n - 1) / n * size_bytes / slowest_link(group, links)
 
 
 def _hierarchical_s(size_bytes: float, group: Group, links: Links) -> float:

@@ -66,9 +66,6 @@ class Rejected:
     example: str
     """For those that do not fit, the one that needs least."""
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -128,7 +125,7 @@ class Plan:
             "candidates_that_fit": len(self.candidates),
             "confirmed": self.confirmed,
             "unconfirmed_because": self.unconfirmed_because,
-            "rejected": [rejected.to_json() for rejected in self.rejected],
+            "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
             "meshes": self.meshes,
             "configurations": self.configurations,
             "interrupted": self.interrupted,

@@ -168,14 +168,18 @@ def search(
             interrupted = True
         if candidates or interrupted or (MESH, BEYOND_HOST) not in tally.counts:
             break
-    key = _by_microbatch if options.largest_microbatch else _by_speed
+
+    def rank(one: Candidate) -> tuple[float, ...]:
+        by_speed = (-one.tokens_per_s_per_gpu, one.estimate_bytes)
+        return (-one.config.microbatch_sequences, *by_speed) if options.largest_microbatch else by_speed
+
     return Plan(
         config=config,
         gpu=gpu,
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        candidates=tuple(sorted(candidates, key=key)),
+        candidates=tuple(sorted(candidates, key=rank)),
         rejected=tally.rejected(),
         meshes=seen,
         configurations=len(candidates) + tally.count(CONFIGURATION),
@@ -261,14 +265,6 @@ def _timed(config: Config, memory: MemoryEstimate, speed: StepTime) -> Candidate
         tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu,
         tflops_per_gpu=speed.tflops_per_gpu,
     )
-
-
-def _by_speed(candidate: Candidate) -> tuple[float, ...]:
-    return -candidate.tokens_per_s_per_gpu, candidate.estimate_bytes
-
-
-def _by_microbatch(candidate: Candidate) -> tuple[float, ...]:
-    return -candidate.config.microbatch_sequences, *_by_speed(candidate)
 
 
 # ----------------------------------------------------------------------------------------------------- nothing fits
