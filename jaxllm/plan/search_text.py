@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxllm.cost_model.hosts import hosts_text
@@ -152,11 +152,9 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
 
 
 def rejected_table(plan: Plan) -> Table:
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    grid.add_column("count", justify="right")
-    grid.add_column("of", no_wrap=True)
-    grid.add_column("because", overflow="fold")
-    grid.add_column("such as", overflow="fold")
+    first = (Column("count", justify="right"), Column("of", no_wrap=True))
+    rest = (Column("because", overflow="fold"), Column("such as", overflow="fold"))
+    grid = Table(*first, *rest, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for line in plan.rejected:
         grid.add_row(f"{line.count:,}", line.unit, Text(line.reason), Text(line.example))
     return grid
