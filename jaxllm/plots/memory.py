@@ -119,9 +119,8 @@ def _stacked(
         # A background, because the capacity line may cross the label.
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
     axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(0, 1.12 * highest / unit))
-    axes.set_xticks(
-        range(len(columns)), labels, fontsize=8, rotation=30 if max(map(len, labels)) > 11 and len(labels) > 6 else 0
-    )
+    is_crowded = max(map(len, labels)) > 11 and len(labels) > 6
+    axes.set_xticks(range(len(labels)), labels, fontsize=8, rotation=30 if is_crowded else 0)
     if own is not None:
         axes.get_xticklabels()[own].set_fontweight("bold")
     axes.set_xlabel(x_label, fontsize=9)
