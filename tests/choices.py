@@ -15,6 +15,6 @@ def choices_of(config, gpus, gpus_per_host=None, *, keep=(), across_hosts=False)
                         yield group.choice(remat, microbatch)
 
 
-def space(config, gpus):
+def space(config, gpus, **options):
     """The same as resolved configs."""
-    return (choice.applied_to(config) for choice in choices_of(config, gpus))
+    return (choice.applied_to(config) for choice in choices_of(config, gpus, **options))
