@@ -112,8 +112,8 @@ def device_groups(text: str, devices: int) -> list[list[int]]:
         order = _iota(mesh[2], mesh[3]) if mesh[3] else np.arange(math.prod(axes.values()))
         inside = re.findall(r"'([^']+)'", mesh[4])
         across, within = ([i for i, name in enumerate(axes) if (name in inside) == wanted] for wanted in (False, True))
-        devices = order.reshape(tuple(axes.values())).transpose(across + within)
-        return devices.reshape(math.prod(devices.shape[: len(across)]), -1).tolist()
+        dealt = order.reshape(tuple(axes.values())).transpose(across + within)
+        return dealt.reshape(math.prod(dealt.shape[: len(across)]), -1).tolist()
     raise ValueError(f"no replica groups in {text[:200]}")
 
 
