@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jaxlib
 
 from jaxllm.compile import aot
-from jaxllm.compile.hlo import COLLECTIVES, Module
+from jaxllm.compile.hlo import COLLECTIVES, PASSING, Module
 from jaxllm.config import Config, load_config
 from jaxllm.mesh import axis_sizes
 
@@ -46,6 +46,8 @@ STEPS: Mapping[str, tuple[int, Sequence[str]]] = {
     "tensor-fp8": (8, ("parallel.tensor=2", "model.matmul_dtype=fp8")),
 }
 """Name -> (number of H100s, overrides)."""
+NO_KERNELS = (*PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
+"""Operations that launch nothing. The done of an asynchronous one launches nothing either."""
 
 
 def configured(name: str) -> Config:
@@ -53,15 +55,25 @@ def configured(name: str) -> Config:
     return load_config({"model": SHAPE, "train": TRAIN, "data": {"mask_documents": False}}, overrides).resolve(gpus)
 
 
+def launches(module: Module) -> list[tuple[str, int]]:
+    """(HLO's name of the operation, executions in one run) of every kernel, copy, library call and collective; an asynchronous
+    one counts once."""
+    return [
+        (at.instruction.op, at.executed)
+        for at in module.walk()
+        if at.instruction.op not in NO_KERNELS and not at.instruction.op.endswith(("-done", "-update"))
+    ]
+
+
 def counts(config: Config) -> dict[str, int]:
     """Counts of one compiled step. Instructions are counted once each, launches as often as they run."""
     compiled = aot.compile_step(config, aot.gpu_devices(1, config.devices))
     module = Module(compiled.as_text(), axis_sizes(config.parallel))
-    launches = module.launches()
-    by_op = Counter(launch.op.removesuffix("-start") for launch in launches)
+    launched = launches(module)
+    by_op = Counter(op.removesuffix("-start") for op, _ in launched)
     found = {
-        "kernels": len(launches),
-        "launches": sum(launch.executed for launch in launches),
+        "kernels": len(launched),
+        "launches": sum(executed for _, executed in launched),
         "fusions": by_op["fusion"],
         "library calls": by_op["custom-call"],
         "copies": by_op["copy"],

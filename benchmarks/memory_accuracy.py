@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron_stages import megatron_memory_by_stage
 
 from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
-from jaxllm.cost_model.megatron import megatron_memory_by_stage
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.plan.search import HOST_BYTES_PER_GPU
 from jaxllm.plan.space import REMATS, Choice, choice_in, groups, meshes, why_not

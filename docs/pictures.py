@@ -24,9 +24,9 @@ from jaxllm.plan.data_ranks import StepsToLoss
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.pipeline_report import pipeline_report
 from jaxllm.plan.search import search
-from jaxllm.plots.candidates import candidates_picture
-from jaxllm.plots.memory import estimate_picture, over_picture
-from jaxllm.plots.schedule import new_figure, save, schedule_picture
+from jaxllm.plots.candidates import candidates_figure
+from jaxllm.plots.memory import estimate_picture, over_figure
+from jaxllm.plots.schedule import new_figure, save, schedule_figure
 from jaxllm.plots.zigzag import picture as zigzag_picture
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ def zero(path: Path) -> None:
     """Bytes per device on 8 H100s for Llama 3.1 8B at each ZeRO level, by the estimate."""
     points = [(level, _terms(llama_8b(zero=level).resolve(8))) for level in (0, 1, 2, 3)]
     title = "llama-3.1-8b on 8 x h100-80gb, data 8, S 8192, remat selective"
-    over_picture(points, path, x_label="parallel.zero", capacity_bytes=GPU.capacity_bytes, title=title)
+    save(over_figure(points, x_label="parallel.zero", capacity_bytes=GPU.capacity_bytes, title=title), path)
 
 
 def remat(path: Path) -> None:
@@ -84,7 +84,7 @@ def remat(path: Path) -> None:
     policies = ("none", "selective", "offload", "full")
     points = [(policy, _terms(llama_8b(zero=3, remat=policy).resolve(8))) for policy in policies]
     title = "llama-3.1-8b on 8 x h100-80gb, data 8, ZeRO 3, S 8192"
-    over_picture(points, path, x_label="parallel.remat", capacity_bytes=GPU.capacity_bytes, title=title)
+    save(over_figure(points, x_label="parallel.remat", capacity_bytes=GPU.capacity_bytes, title=title), path)
 
 
 def memory(path: Path) -> None:
@@ -97,7 +97,7 @@ def plan(path: Path) -> None:
     found = search(llama_8b(), GPU, 64)
     title = f"llama-3.1-8b on 64 x h100-80gb: {len(found.candidates):,} of {found.configurations:,} configurations fit"
     candidates = [candidate.to_json() for candidate in found.candidates]
-    candidates_picture(candidates, path, capacity_bytes=found.capacity_bytes, title=title)
+    save(candidates_figure(candidates, capacity_bytes=found.capacity_bytes, title=title), path)
 
 
 def batch(path: Path) -> None:
@@ -176,7 +176,7 @@ def batch_study(path: Path) -> None:
 
 def _schedule(config: Config, path: Path) -> None:
     report = pipeline_report(config)
-    schedule_picture(report.schedule, path, slot_bytes=report.slot_bytes)
+    save(schedule_figure(report.schedule, slot_bytes=report.slot_bytes), path)
 
 
 def _terms(config: Config) -> Mapping[str, int]:

@@ -17,7 +17,19 @@ import typer
 
 from jaxllm import __version__
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
-from jaxllm.cli_options import AsJson, CacheDir, GpuCount, GpusPerHost, NoCache, Recipe, epilog, example, fitted, load
+from jaxllm.cli_options import (
+    AsJson,
+    CacheDir,
+    GpuCount,
+    GpusPerHost,
+    NoCache,
+    Recipe,
+    epilog,
+    example,
+    fitted,
+    load,
+    print_report,
+)
 from jaxllm.config import ConfigError, json_schema
 from jaxllm.runtime import exit_codes
 from jaxllm.stderr import print_sentence
@@ -86,12 +98,7 @@ def inspect(
         from jaxllm.plots.zigzag import picture as draw
 
         draw(loaded.parallel.context, picture)
-    if as_json:
-        print(json.dumps(report.to_json()))
-        return
-    from rich.console import Console
-
-    Console(highlight=False, markup=False).print(render(report))
+    print_report(report, as_json, render)
 
 
 @app.command(**example("estimate quickstart --gpu h100-80gb --gpus 8"))
@@ -164,12 +171,7 @@ def compile_(
 
     folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
     report = compile_report(loaded, found, gpus, gpus_per_host, real_memory=real_memory, cache=folder)
-    if as_json:
-        print(json.dumps(report.to_json()))
-        return
-    from rich.console import Console
-
-    Console(highlight=False, markup=False).print(render(report))
+    print_report(report, as_json, render)
 
 
 @app.command(**example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
@@ -260,9 +262,9 @@ def schedule(
 
     report = pipeline_report(loaded)
     if out is not None:
-        from jaxllm.plots.schedule import schedule_picture
+        from jaxllm.plots.schedule import save, schedule_figure
 
-        schedule_picture(report.schedule, out, slot_bytes=report.slot_bytes)
+        save(schedule_figure(report.schedule, slot_bytes=report.slot_bytes), out)
     print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
 
 
@@ -318,12 +320,8 @@ def doctor(
     given = recipe or []
     loaded, parallel, run = read([one for one in given if "=" not in one], [one for one in given if "=" in one])
     report = examine(run, parallel, loaded, found)
-    if report.is_shown_here and as_json:
-        print(json.dumps(report.to_json()), flush=True)
-    elif report.is_shown_here:
-        from rich.console import Console
-
-        Console(highlight=False, markup=False).print(render(report))
+    if report.is_shown_here:
+        print_report(report, as_json, render)
     if report.failed:
         raise typer.Exit(1)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand
@@ -103,12 +104,22 @@ def fitted(lines: Iterable[str]) -> str:
     )
 
 
-def show(text: str, end: str = "\n") -> None:
-    """Prints on the main process only."""
+def print_report(report: Any, as_json: bool, render: Callable[[Any], Any]) -> None:
+    """Prints a report as JSON, or as `render` draws it for a terminal."""
+    if as_json:
+        print(json.dumps(report.to_json()), flush=True)
+        return
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(render(report))
+
+
+def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Prints on the main process only; default: to standard output."""
     from jaxllm.runtime.distributed import is_main_process
 
     if is_main_process():
-        print(text, end=end, flush=True)
+        print(text, end=end, file=file, flush=True)
 
 
 def show_at_once(text: str) -> None:
@@ -117,10 +128,7 @@ def show_at_once(text: str) -> None:
 
 def tell(line: str) -> None:
     """Prints a line to standard error on the main process only."""
-    from jaxllm.runtime.distributed import is_main_process
-
-    if is_main_process():
-        print(line, file=sys.stderr, flush=True)
+    show(line, file=sys.stderr)
 
 
 def load(recipe: list[str]) -> Config:

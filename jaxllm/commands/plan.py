@@ -89,12 +89,8 @@ def plan(
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)
     options = SearchOptions(**{"largest_microbatch": objective == "microbatch", **rules})
-    if objective == "gpus":
-        result = smallest_cluster(config, kind, count, gpus_per_host, options, progress=progress)
-    elif objective == "sequence":
-        result = longest_sequence(config, kind, count, gpus_per_host, options, progress=progress)
-    else:
-        result = search(config, kind, count, gpus_per_host, options, progress=progress)
+    way = {"gpus": smallest_cluster, "sequence": longest_sequence}.get(objective, search)
+    result = way(config, kind, count, gpus_per_host, options, progress=progress)
     if not result.candidates and not result.interrupted:
         raise ConfigError(why_nothing(result, options))
     if compile and not result.interrupted:

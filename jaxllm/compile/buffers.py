@@ -33,11 +33,6 @@ class StepMemory:
     phases: tuple[str, ...]
     """forward, backward or update, for each instruction."""
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes in use at once."""
-        return int(self.used_bytes.max(initial=0))
-
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Yields (phase, first instruction, one past the last) for each stretch of one phase."""
         for phase, group in groupby(range(len(self.phases)), key=self.phases.__getitem__):

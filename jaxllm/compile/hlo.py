@@ -1,5 +1,5 @@
-"""Reads XLA's optimised HLO text: which collectives run, how often and over which mesh axes; copies between device and host;
-the instructions between the start and the done of either; the number of kernels. Plain text processing, no JAX.
+"""Reads XLA's optimised HLO text: which collectives run, how often and over which mesh axes; the instructions between the start
+and the done of one; the arrays that instructions produce. Plain text processing, no JAX.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxllm.compile.hlo_text import (
     BUFFER,
     OPERAND,
@@ -17,7 +19,6 @@ from jaxllm.compile.hlo_text import (
     Instruction,
     attention_flops,
     byte_size,
-    coordinates_of,
     device_groups,
     matmul_flops,
     parsed,
@@ -32,12 +33,10 @@ _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 ON_HOST = "S(5)"
 """XLA's mark for arrays in host memory."""
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
+PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _RUNNING = ("while", "call", "conditional", "async-start")
 """Operations that run other computations instruction by instruction."""
-NO_KERNELS = (*_PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
-"""Operations that launch nothing. The done of an asynchronous one launches nothing either."""
 
 
 @dataclass(frozen=True)
@@ -96,30 +95,6 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One operation that the device launches."""
-
-    op: str
-    """HLO's name: fusion, custom-call, copy, all-gather-start, ..."""
-    executed: int
-    """Executions in one run of the program."""
-
-
-@dataclass(frozen=True)
-class HostCopy:
-    """One copy between device memory and host memory, which XLA marks with `S(5)`."""
-
-    to_host: bool
-    buffer: tuple[str, tuple[int, ...]]
-    """dtype and shape of the copied array."""
-    executed: int
-    loops: tuple[int, ...]
-    asynchronous: bool
-    spans_matmul: bool
-    """The last four fields are as in Collective."""
-
-
-@dataclass(frozen=True)
 class Result:
     """An array that an instruction produces."""
 
@@ -164,19 +139,17 @@ class Module:
 
     def collectives(self) -> list[Collective]:
         kinds = {op: kind for kind in COLLECTIVES for op in (kind, f"{kind}-start")}
-        found = [at for at in self._walk(self.entry, 1, ()) if at.instruction.op in kinds]
+        found = [at for at in self.walk() if at.instruction.op in kinds]
         return [self._collective(kinds[at.instruction.op], at) for at in found]
 
     def loops_without_trip_count(self) -> int:
         """Number of loops with collectives for which XLA gives no trip count; everything in them counts once. Our own loops
         have one. The loop that XLA's collective pipeliner makes of the loop over microbatches has none (JAX 0.10.2)."""
-        loops = (occurrence.instruction for occurrence in self._walk(self.entry, 1, ()) if occurrence.instruction.op == "while")
+        loops = (occurrence.instruction for occurrence in self.walk() if occurrence.instruction.op == "while")
         return sum(not TRIPS.search(loop.text) and self._has_collective(loop) for loop in loops)
 
     def _has_collective(self, loop: Instruction) -> bool:
-        inside = (
-            occurrence.instruction.op.removesuffix("-start") for name in loop.called for occurrence in self._walk(name, 1, ())
-        )
+        inside = (occurrence.instruction.op.removesuffix("-start") for name in loop.called for occurrence in self.walk(name))
         return any(op in COLLECTIVES for op in inside)
 
     def running(self) -> list[str]:
@@ -193,27 +166,15 @@ class Module:
         visit(self.entry)
         return list(order)
 
-    def launches(self) -> list[Launch]:
-        """Every kernel, copy, library call and collective; an asynchronous one counts once."""
-        return [
-            Launch(occurrence.instruction.op, occurrence.executed)
-            for occurrence in self._walk(self.entry, 1, ())
-            if occurrence.instruction.op not in NO_KERNELS and not occurrence.instruction.op.endswith(("-done", "-update"))
-        ]
-
-    def host_copies(self) -> list[HostCopy]:
-        """Slices of arrays in host memory that are copied to or from the device."""
-        return [copy for occurrence in self._walk(self.entry, 1, ()) if (copy := self._host_copy(occurrence))]
-
     def results(self) -> list[Result]:
         """Every array that an instruction produces. Arrays that are only passed on (arguments, results of loops and calls,
         tuples), values inside fusions, and arrays in host memory are left out. An array updated in place appears once per
         update.
         """
         results = []
-        for occurrence in self._walk(self.entry, 1, ()):
+        for occurrence in self.walk():
             instruction = occurrence.instruction
-            if instruction.op in _PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
+            if instruction.op in PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
                 continue
             argument, op_name = self._argument(occurrence), _OP_NAME.search(instruction.text)
             name = op_name[1] if op_name else instruction.name
@@ -256,24 +217,26 @@ class Module:
         inside = sum(self.flops(name) for name in instruction.called)
         return inside * trip_count(instruction)
 
-    def _walk(self, computation: str, executed: int, loops: tuple[int, ...]) -> Iterator[_Occurrence]:
+    def walk(self, computation: str | None = None, executed: int = 1, loops: tuple[int, ...] = ()) -> Iterator[_Occurrence]:
+        """Every instruction that a computation runs, in order, with those of its loops and calls; default: of the entry."""
+        computation = self.entry if computation is None else computation
         instructions = self.computations[computation]
         for position, instruction in enumerate(instructions):
             yield _Occurrence(instructions, position, executed, loops, computation)
             if instruction.op == "while":
                 trips = trip_count(instruction)
                 for name in instruction.called:
-                    yield from self._walk(name, executed * trips, (*loops, trips))
+                    yield from self.walk(name, executed * trips, (*loops, trips))
             elif instruction.op in _RUNNING:
                 for name in instruction.called:
-                    yield from self._walk(name, executed, loops)
+                    yield from self.walk(name, executed, loops)
 
     def _collective(self, kind: str, occurrence: _Occurrence) -> Collective:
         start = occurrence.instruction
         asynchronous = start.op.endswith("-start")
         between, end = occurrence.until(f"{kind}-done") if asynchronous else ([], start)
         buffers = tuple((dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(end.result))
-        spans = [instruction for instruction in between if self._has_matmul(instruction)]
+        spans = [instruction for instruction in between if self.has_matmul(instruction)]
         types = {instruction.name: instruction.result for instruction in occurrence.among if spans}
         return Collective(
             kind,
@@ -289,38 +252,19 @@ class Module:
             computation=occurrence.computation,
         )
 
-    def _host_copy(self, occurrence: _Occurrence) -> HostCopy | None:
-        """The copy of a slice between device and host, if the instruction is one. XLA fuses the slice with the copy, and starts
-        it as `fusion-start` if it can."""
-        start = occurrence.instruction
-        asynchronous = start.op == "fusion-start"
-        if not asynchronous and start.op not in ("fusion", "copy", "dynamic-slice", "dynamic-update-slice"):
-            return None
-        between, end = occurrence.until("fusion-done") if asynchronous else ([], start)
-        to_host = ON_HOST in end.result
-        inputs = occurrence.inputs()
-        if not to_host and not any(ON_HOST in instruction.result for instruction in inputs):
-            return None
-        # What is written: the one large input that is not the array it goes into.
-        moved = [instruction.result for instruction in inputs if ON_HOST not in instruction.result] if to_host else [end.result]
-        buffers = [(dtype, shape_of(dims)) for result in moved for dtype, dims in BUFFER.findall(result)]
-        largest = max(buffers, key=lambda buffer: math.prod(buffer[1]))
-        spans = any(self._has_matmul(instruction) for instruction in between)
-        return HostCopy(to_host, largest, occurrence.executed, occurrence.loops, asynchronous, spans)
-
-    def _has_matmul(self, instruction: Instruction) -> bool:
+    def has_matmul(self, instruction: Instruction) -> bool:
+        """Whether it is a matmul or fused attention, or a loop or call with one."""
         target = _TARGET.search(instruction.text)
         if instruction.op == "dot" or (target and re.search(r"gemm|cublas|cudnn", target[1])):
             return True
         inner = itertools.chain.from_iterable(self.computations.get(name, []) for name in instruction.called)
-        return any(self._has_matmul(i) for i in inner)
+        return any(self.has_matmul(i) for i in inner)
 
     def _axes_of(self, text: str) -> tuple[str, ...]:
         """The axes along which the devices of a group differ."""
         names, sizes = tuple(self.axes), tuple(self.axes.values())
-        groups = device_groups(text, math.prod(sizes))
         varying = set()
-        for group in groups:
-            coordinates = [coordinates_of(device, sizes) for device in group]
-            varying |= {name for i, name in enumerate(names) if len({c[i] for c in coordinates}) > 1}
+        for group in device_groups(text, math.prod(sizes)):
+            coordinates = np.unravel_index(np.array(group, int), sizes)
+            varying |= {name for name, places in zip(names, coordinates, strict=True) if len(set(places.tolist())) > 1}
         return tuple(name for name in names if name in varying)

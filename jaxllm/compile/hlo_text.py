@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
 BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -104,33 +105,19 @@ def device_groups(text: str, devices: int) -> list[list[int]]:
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text):
         return [list(shape_of(group)) for group in re.findall(r"\{([\d,]*)\}", listed[1])] or [list(range(devices))]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, dims = shape_of(iota[1]), shape_of(iota[2])
-        order = _transposed(dims, shape_of(iota[3]) if iota[3] else tuple(range(len(dims))))
-        size = shape[-1]
-        return [order[i : i + size] for i in range(0, len(order), size)]
+        return _iota(iota[2], iota[3]).reshape(-1, shape_of(iota[1])[-1]).tolist()
     if mesh := _MESH_GROUPS.search(text):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         # The device order, if it is not sequential: an iota of other dims, transposed.
-        order = _transposed(shape_of(mesh[2]), shape_of(mesh[3])) if mesh[3] else list(range(math.prod(axes.values())))
-        inside = set(re.findall(r"'([^']+)'", mesh[4]))
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for position, device in enumerate(order):
-            at = dict(zip(axes, coordinates_of(position, tuple(axes.values())), strict=True))
-            groups.setdefault(tuple(c for name, c in at.items() if name not in inside), []).append(device)
-        return list(groups.values())
+        order = _iota(mesh[2], mesh[3]) if mesh[3] else np.arange(math.prod(axes.values()))
+        inside = re.findall(r"'([^']+)'", mesh[4])
+        across, within = ([i for i, name in enumerate(axes) if (name in inside) == wanted] for wanted in (False, True))
+        dealt = order.reshape(tuple(axes.values())).transpose(across + within)
+        return dealt.reshape(math.prod(dealt.shape[: len(across)]), -1).tolist()
     raise ValueError(f"no replica groups in {text[:200]}")
 
 
-def coordinates_of(device: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    coordinates = []
-    for size in reversed(sizes):
-        coordinates.append(device % size)
-        device //= size
-    return tuple(reversed(coordinates))
-
-
-def _transposed(dims: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """iota over `dims`, transposed to `order`, flat."""
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    ranges = [[index * strides[axis] for index in range(dims[axis])] for axis in order]
-    return [sum(parts) for parts in itertools.product(*ranges)]
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """iota over `dims`, transposed to `order`."""
+    shape = shape_of(dims)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(shape_of(order) if order else range(len(shape)))

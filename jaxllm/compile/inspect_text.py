@@ -21,7 +21,7 @@ from rich.text import Text
 from jaxllm.compile.inspect import REACHED, REFERENCE_GPU, Report, axes_line
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable
+from jaxllm.display import readable, terminal_table
 from jaxllm.mesh import CONTEXT, TENSOR
 from jaxllm.parallel.zigzag import table_text
 
@@ -56,9 +56,7 @@ def render(report: Report) -> Group:
 
 
 def precision_lines(report: Report) -> Padding:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("", "inputs", "sums", "result"):
-        table.add_column(heading, overflow="fold")
+    table = terminal_table(("", "inputs", "sums", "result"))
     for row in report.precision:
         table.add_row(row.what, row.inputs, row.sums, row.result)
     return Padding(table, (0, 0, 0, 2))
@@ -69,9 +67,8 @@ def in_columns(rendered: Group) -> str:
     # In a notebook, rich would also display an empty output of its own.
     file = io.StringIO()
     console = Console(width=WIDTH, file=file, color_system=None, force_jupyter=False, highlight=False, markup=False)
-    with console.capture() as captured:
-        console.print(rendered)
-    return captured.get()
+    console.print(rendered)
+    return file.getvalue()
 
 
 def mesh_drawing(report: Report) -> Iterator[Padding]:
@@ -125,9 +122,7 @@ def elided(items: list[Any], most: int) -> list[Any]:
 
 def layout_table(report: Report) -> Table:
     """A row for each dim of each parameter; stacked layers show one layer."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("parameter", "dim", "size", "compute", "master"):
-        table.add_column(heading, overflow="fold", justify="right" if heading == "size" else "left")
+    table = terminal_table(("parameter", "dim", "size", "compute", "master"), right=("size",))
     for parameter in report.parameters:
         stacked = parameter.dims[0] == "layers"
         shape = parameter.shape[1:] if stacked else parameter.shape

@@ -44,14 +44,28 @@ def walk(jaxpr: Any) -> Iterator[Visit]:
     yield from _walk(_open(jaxpr), 1, (), 1, frozenset())
 
 
-def matmul_flops(jaxpr: Any) -> int:
+def matmul_flops(jaxpr: Any, manual: Axes = frozenset()) -> int:
     """FLOPs of all matmuls (dot_general; a multiply and an add are two) in one run, over all ranks. A `cond` counts as its most
     expensive branch. Kernels of other libraries, such as cuDNN's attention, are not counted.
+
+    Args:
+      manual: mesh axes that are manual around the program already.
 
     Raises:
       ValueError: a matmul is in a `while`, whose iteration count is unknown.
     """
-    return _flops(_open(jaxpr), frozenset())
+    total = 0
+    for equation in _open(jaxpr).eqns:
+        if equation.primitive.name == "dot_general":
+            total += dot_flops(equation)
+        split = _newly_manual(equation, manual)
+        inner = [matmul_flops(program, manual | split.keys()) for program in _programs(equation)]
+        once = max(inner) if equation.primitive.name == "cond" else sum(inner)
+        trips = _trip_count(equation)
+        if trips is None and once:
+            raise ValueError("A matmul runs in a `while` loop, whose iteration count is unknown: use a scan.")
+        total += once * (trips or 1) * math.prod(split.values())
+    return total
 
 
 def dot_flops(equation: Any) -> int:
@@ -69,21 +83,6 @@ def _walk(jaxpr: Any, executed: int, loops: tuple[int | None, ...], ranks: int, 
         for program in _programs(equation):
             more = math.prod(split.values())
             yield from _walk(program, executed * (trips or 1), inside, ranks * more, manual | split.keys())
-
-
-def _flops(jaxpr: Any, manual: Axes) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            total += dot_flops(equation)
-        split = _newly_manual(equation, manual)
-        inner = [_flops(program, manual | split.keys()) for program in _programs(equation)]
-        once = max(inner) if equation.primitive.name == "cond" else sum(inner)
-        trips = _trip_count(equation)
-        if trips is None and once:
-            raise ValueError("A matmul runs in a `while` loop, whose iteration count is unknown: use a scan.")
-        total += once * (trips or 1) * math.prod(split.values())
-    return total
 
 
 def _trip_count(equation: Any) -> int | None:

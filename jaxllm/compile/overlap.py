@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from jaxllm.compile.hlo import Collective, Module
 from jaxllm.compile.hlo_text import Instruction, byte_size, trip_count
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.network import Links, all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
+from jaxllm.cost_model.network import all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
 
 
@@ -32,14 +32,8 @@ from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
 class Transfer:
     """One collective instruction and its simulated time. Bytes and seconds are per execution and device."""
 
-    kind: str
-    axes: tuple[str, ...]
-    executed: int
-    in_loops: bool
-    asynchronous: bool
+    collective: Collective
     sent_bytes: float
-    flops_behind: int
-    """FLOPs of matmuls and attention between start and done."""
     transfer_s: float
     """Duration on an idle link."""
     exposed_s: float
@@ -85,7 +79,7 @@ def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
     """Groups transfers by kind and axes, those that send most first."""
     groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
     for transfer in transfers:
-        groups.setdefault((transfer.kind, transfer.axes), []).append(transfer)
+        groups.setdefault((transfer.collective.kind, transfer.collective.axes), []).append(transfer)
     rows = [_sum(*key, members) for key, members in groups.items()]
     return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
 
@@ -108,16 +102,16 @@ _SUMMED = ("count", "sent_bytes", "bare_bytes", "exposed_bytes", "flops_behind",
 
 def _sum(kind: str, axes: tuple[str, ...], members: Sequence[Transfer]) -> Overlap:
     def over_step(value) -> float:
-        return sum(transfer.executed * value(transfer) for transfer in members)
+        return sum(transfer.collective.executed * value(transfer) for transfer in members)
 
     return Overlap(
         kind,
         axes,
-        count=sum(transfer.executed for transfer in members),
+        count=sum(transfer.collective.executed for transfer in members),
         sent_bytes=over_step(lambda t: t.sent_bytes),
-        bare_bytes=over_step(lambda t: 0 if t.flops_behind else t.sent_bytes),
+        bare_bytes=over_step(lambda t: 0 if t.collective.flops_behind else t.sent_bytes),
         exposed_bytes=over_step(lambda t: t.sent_bytes * min(1.0, t.exposed_s / t.transfer_s) if t.transfer_s else 0),
-        flops_behind=over_step(lambda t: t.flops_behind),
+        flops_behind=over_step(lambda t: t.collective.flops_behind),
         transfer_s=over_step(lambda t: t.transfer_s),
         exposed_s=over_step(lambda t: t.exposed_s),
     )
@@ -154,17 +148,8 @@ class _Simulation:
     def transfer(self, collective: Collective) -> Transfer:
         size = sum(byte_size(*buffer) for buffer in collective.buffers)
         ranks = math.prod(self.module.axes[axis] for axis in collective.axes)
-        return Transfer(
-            collective.kind,
-            collective.axes,
-            collective.executed,
-            bool(collective.loops),
-            collective.asynchronous,
-            sent_bytes(collective.kind, size, ranks),
-            collective.flops_behind,
-            self.transfer_s(collective),
-            self.exposed_s[collective.computation, collective.name],
-        )
+        exposed_s = self.exposed_s[collective.computation, collective.name]
+        return Transfer(collective, sent_bytes(collective.kind, size, ranks), self.transfer_s(collective), exposed_s)
 
     def run(self, computation: str) -> float:
         """Seconds of one run of a computation. The computations that it calls must be simulated already."""
@@ -194,7 +179,23 @@ class _Simulation:
             clock.now_s = arrives_s
 
     def transfer_s(self, collective: Collective) -> float:
-        return transfer_s(collective, self.module.axes, self.gpus_per_host, self.links)
+        """Seconds of one execution on an idle link; 0 without participants. Axes that are not adjacent in the mesh count as if
+        they were."""
+        if not collective.axes:
+            return 0.0
+        axes, names = self.module.axes, list(self.module.axes)
+        n = math.prod(axes[axis] for axis in collective.axes)
+        inner = names[max(names.index(axis) for axis in collective.axes) + 1 :]
+        group = group_of(n, math.prod(axes[axis] for axis in inner), self.gpus_per_host)
+        size = sum(byte_size(*buffer) for buffer in collective.buffers)
+        if collective.kind == "all-reduce":
+            return all_reduce_s(size, group, self.links)
+        if collective.kind == "reduce-scatter":
+            return reduce_scatter_s(n * size, group, self.links)
+        if collective.kind == "collective-permute":
+            return permute_s(size, group, self.links)
+        # An all-to-all sends as much as an all-gather, less its own part.
+        return all_gather_s(size, group, self.links)
 
 
 def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | None:
@@ -202,23 +203,3 @@ def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | N
     if not instruction.op.endswith("-done"):
         return None
     return next((name for name in re.findall(r"%([\w.\-]+)", instruction.text.split("(", 1)[1]) if name in under_way), None)
-
-
-def transfer_s(collective: Collective, axes: Mapping[str, int], gpus_per_host: int, links: Links) -> float:
-    """Seconds of one execution on an idle link; 0 without participants. Axes that are not adjacent in the mesh count as if they
-    were."""
-    if not collective.axes:
-        return 0.0
-    names = list(axes)
-    n = math.prod(axes[axis] for axis in collective.axes)
-    inner = names[max(names.index(axis) for axis in collective.axes) + 1 :]
-    group = group_of(n, math.prod(axes[axis] for axis in inner), gpus_per_host)
-    size = sum(byte_size(*buffer) for buffer in collective.buffers)
-    if collective.kind == "all-reduce":
-        return all_reduce_s(size, group, links)
-    if collective.kind == "reduce-scatter":
-        return reduce_scatter_s(n * size, group, links)
-    if collective.kind == "collective-permute":
-        return permute_s(size, group, links)
-    # An all-to-all sends as much as an all-gather, less its own part.
-    return all_gather_s(size, group, links)

@@ -72,16 +72,11 @@ def largest_results(module: Module) -> tuple[LargeResult, ...]:
     share memory at different times.
     """
     groups: dict[tuple, list[bool]] = {}
-    sizes: dict[tuple, int] = {}
     for result in module.results():
-        key = (result.dtype, result.shape, origin(result.argument, result.op_name))
+        key = (result.size_bytes, result.dtype, result.shape, origin(result.argument, result.op_name))
         groups.setdefault(key, []).append(result.in_loop)
-        sizes[key] = result.size_bytes
-    largest = sorted(groups, key=lambda key: -sizes[key])[:LARGEST]
-    return tuple(
-        LargeResult(sizes[key], *key, len(groups[key]), all(groups[key]))  # type: ignore[call-arg]
-        for key in largest
-    )
+    largest = sorted(groups, key=lambda key: -key[0])[:LARGEST]
+    return tuple(LargeResult(*key, len(groups[key]), all(groups[key])) for key in largest)  # type: ignore[call-arg]
 
 
 def origin(argument: str, op_name: str) -> str:

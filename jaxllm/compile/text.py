@@ -15,9 +15,9 @@ from rich.text import Text
 from jaxllm.compile.inspect import axes_line
 from jaxllm.compile.overlap import total
 from jaxllm.compile.report import CompileReport
-from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION
+from jaxllm.cost_model.hardware import capacity_text, fits_text
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable
+from jaxllm.display import readable, terminal_table
 
 ROWS = 14
 """Collectives in the table; the JSON has all."""
@@ -83,17 +83,9 @@ def verdict(report: CompileReport) -> Iterator[Text]:
     if report.capacity_bytes is None:
         yield Text("The memory of this device is not known.")
         return
-    share = f"{report.share_of_capacity:.1%} of the {readable(report.capacity_bytes)} that a step may take"
-    if report.fits:
-        yield Text(f"Fits: {share}", style="bold")
-    else:
-        over = readable(report.total_bytes - report.capacity_bytes)
-        yield Text(f"DOES NOT FIT: {share}, {over} too much", style="bold")
+    yield Text(fits_text(report.total_bytes, report.capacity_bytes), style="bold")
     if report.memory_bytes is not None:
-        yield Text(
-            f"  ({XLA_MEMORY_FRACTION:.0%} of {readable(report.memory_bytes)}, which jaxllm gives XLA, less "
-            f"{readable(RESERVE_BYTES)} kept back)"
-        )
+        yield Text(capacity_text(report.memory_bytes))
     if (real := report.real_memory) is not None:
         if real.rematerialises:
             yield Text(
@@ -120,9 +112,7 @@ def teraflops(flops: int) -> str:
 
 
 def collectives_table(report: CompileReport) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("kind", "over", "dtype", "times", "sent", "how", ""):
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("times", "sent") else "left")
+    table = terminal_table(("kind", "over", "dtype", "times", "sent", "how", ""), right=("times", "sent"), gap=1)
     for row in report.collectives[:ROWS]:
         how = "hidden" if row.behind_matmuls else "bare" if row.asynchronous else "sync"
         axes = " x ".join(row.axes) or "-"
@@ -132,9 +122,8 @@ def collectives_table(report: CompileReport) -> Table:
 
 
 def overlap_table(report: CompileReport) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("kind", "over", "sent", "bare", "shows", "TFLOP behind"):
-        table.add_column(heading, overflow="fold", justify="left" if heading in ("kind", "over") else "right")
+    figures = ("sent", "bare", "shows", "TFLOP behind")
+    table = terminal_table(("kind", "over", *figures), right=figures, gap=1)
     for row in (*report.overlap[:ROWS], total(report.overlap)):
         shares = (f"{row.bare_share:.0%}", f"{row.exposed_share:.0%}")
         flops = teraflops(round(row.flops_behind))

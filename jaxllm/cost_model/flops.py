@@ -52,8 +52,7 @@ def train_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool
     return 6 * matmul_parameters(model) + 3 * attention_flops_per_token(model, sequence_length, causal)
 
 
-def mfu(
-    tokens_per_s_per_device: float, model: ModelConfig, sequence_length: int, peak_flops: float, causal: bool = True
-) -> float:
-    """Model FLOPs utilisation, as a fraction of `peak_flops` (FLOP/s: the dense peak of the compute dtype)."""
-    return tokens_per_s_per_device * train_flops_per_token(model, sequence_length, causal) / peak_flops
+def mfu(tokens_per_s_per_device: float, model: ModelConfig, sequence_length: int, peak_flops: float) -> float:
+    """Model FLOPs utilisation with causal attention, as a fraction of `peak_flops` (FLOP/s: the dense peak of the compute
+    dtype)."""
+    return tokens_per_s_per_device * train_flops_per_token(model, sequence_length) / peak_flops

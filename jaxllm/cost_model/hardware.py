@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from jaxllm.config.errors import ConfigError, why_not_yaml
+from jaxllm.display import readable
 
 MIB = 2**20
 TERA = 1e12
@@ -132,122 +133,63 @@ class _Links(NamedTuple):
 
 _A100_TFLOPS = {"bfloat16": 312, "tf32": 156, "float32": 19.5}
 _H100_TFLOPS = {"bfloat16": 989, "tf32": 494, "float32": 67}
+_NVL_TFLOPS = {"bfloat16": 835, "tf32": 417, "float32": 60}
+_B200_TFLOPS = {"bfloat16": 2250, "tf32": 1100, "float32": 80}
 _DGX_A100 = _Links(8, 300, 200, 32)
 _DGX_H100 = _Links(8, 450, 400, 64)
 
-
-def _gpu(
-    name: str,
-    *,
-    memory_mib: int,
-    memory_gb_per_s: float,
-    tflops: Mapping[str, float],
-    links: _Links,
-    chip: Chip,
-    source: str,
-    device_kind: str = "",
-) -> Gpu:
-    return Gpu(
-        name=name,
-        memory_bytes=memory_mib * MIB,
-        dense_flops=MappingProxyType({dtype: speed * TERA for dtype, speed in tflops.items()}),
-        memory_bandwidth_bytes_per_s=memory_gb_per_s * GIGA,
-        gpus_per_host=links.gpus_per_host,
-        link_bandwidth_bytes_per_s=links.nvlink_gb_per_s * GIGA,
-        link_latency_s=NVLINK_LATENCY_S,
-        network_bandwidth_bytes_per_s=links.network_gbit_per_s * GIGA / 8,
-        network_latency_s=NETWORK_LATENCY_S,
-        host_bandwidth_bytes_per_s=links.pcie_gb_per_s * GIGA * PCIE_SHARE,
-        chip=chip,
-        source=source,
-        device_kind=device_kind,
-    )
-
-
-# memory_mib is nvidia-smi's "total". The GB of a name is a GiB up to Hopper ("80gb": 79.6 GiB); "192gb" is decimal.
+# Name, device_kind, memory in MiB, memory bandwidth in GB/s, TFLOP/s, links, chip. The memory is nvidia-smi's "total". The GB
+# of a name is a GiB up to Hopper ("80gb": 79.6 GiB); "192gb" is decimal.
 _TABLE = (
-    _gpu(
-        "a100-40gb",
-        device_kind="NVIDIA A100-SXM4-40GB",
-        memory_mib=40960,
-        memory_gb_per_s=1555,
-        tflops=_A100_TFLOPS,
-        links=_DGX_A100,
-        chip=A100,
-        source="NVIDIA A100 Tensor Core GPU data sheet, A100 40GB SXM; network: NVIDIA DGX A100 data sheet",
-    ),
-    _gpu(
-        "a100-80gb",
-        device_kind="NVIDIA A100-SXM4-80GB",
-        memory_mib=81920,
-        memory_gb_per_s=2039,
-        tflops=_A100_TFLOPS,
-        links=_DGX_A100,
-        chip=A100,
-        source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM; network: NVIDIA DGX A100 data sheet",
-    ),
-    _gpu(
-        "h100-80gb",
-        device_kind="NVIDIA H100 80GB HBM3",
-        memory_mib=81559,
-        memory_gb_per_s=3350,
-        tflops=_H100_TFLOPS,
-        links=_DGX_H100,
-        chip=H100,
-        source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; network: NVIDIA DGX H100 data sheet",
-    ),
+    ("a100-40gb", "NVIDIA A100-SXM4-40GB", 40960, 1555, _A100_TFLOPS, _DGX_A100, A100),
+    ("a100-80gb", "NVIDIA A100-SXM4-80GB", 81920, 2039, _A100_TFLOPS, _DGX_A100, A100),
+    ("h100-80gb", "NVIDIA H100 80GB HBM3", 81559, 3350, _H100_TFLOPS, _DGX_H100, H100),
     # The SXM5 board with HBM2e, four per host: more memory than the 80 GB board, and slower. The H100 NVL below is another
     # card.
-    _gpu(
-        "h100-94gb",
-        memory_mib=95830,
-        memory_gb_per_s=2396,
-        tflops=_H100_TFLOPS,
-        links=_Links(4, 450, 200, 64),
-        chip=H100,
-        source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; memory and network: TSUBAME4.0 hardware description",
-    ),
+    ("h100-94gb", "", 95830, 2396, _H100_TFLOPS, _Links(4, 450, 200, 64), H100),
     # A PCIe card. NVLink bridges connect two; more of them in a host communicate over PCIe. The network is a guess: no
     # reference system exists.
-    _gpu(
-        "h100-nvl-94gb",
-        device_kind="NVIDIA H100 NVL",
-        memory_mib=95830,
-        memory_gb_per_s=3900,
-        tflops={"bfloat16": 835, "tf32": 417, "float32": 60},
-        links=_Links(2, 300, 200, 64),
-        chip=H100_NVL,
-        source="NVIDIA H100 Tensor Core GPU data sheet, H100 NVL",
-    ),
-    _gpu(
-        "h200-141gb",
-        device_kind="NVIDIA H200",
-        memory_mib=143771,
-        memory_gb_per_s=4800,
-        tflops=_H100_TFLOPS,
-        links=_DGX_H100,
-        chip=H100,
-        source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM; network: NVIDIA DGX H200 data sheet",
-    ),
-    _gpu(
-        "b200-192gb",
-        device_kind="NVIDIA B200",
-        memory_mib=183359,
-        memory_gb_per_s=8000,
-        tflops={"bfloat16": 2250, "tf32": 1100, "float32": 80},
-        links=_Links(8, 900, 400, 64),
-        chip=B200,
-        source="NVIDIA Blackwell Architecture Technical Brief, HGX B200; network: NVIDIA DGX B200 data sheet",
-    ),
+    ("h100-nvl-94gb", "NVIDIA H100 NVL", 95830, 3900, _NVL_TFLOPS, _Links(2, 300, 200, 64), H100_NVL),
+    ("h200-141gb", "NVIDIA H200", 143771, 4800, _H100_TFLOPS, _DGX_H100, H100),
+    ("b200-192gb", "NVIDIA B200", 183359, 8000, _B200_TFLOPS, _Links(8, 900, 400, 64), B200),
 )
+_SOURCES = {
+    "a100-40gb": "NVIDIA A100 Tensor Core GPU data sheet, A100 40GB SXM; network: NVIDIA DGX A100 data sheet",
+    "a100-80gb": "NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM; network: NVIDIA DGX A100 data sheet",
+    "h100-80gb": "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; network: NVIDIA DGX H100 data sheet",
+    "h100-94gb": "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM; memory and network: TSUBAME4.0 hardware description",
+    "h100-nvl-94gb": "NVIDIA H100 Tensor Core GPU data sheet, H100 NVL",
+    "h200-141gb": "NVIDIA H200 Tensor Core GPU data sheet, H200 SXM; network: NVIDIA DGX H200 data sheet",
+    "b200-192gb": "NVIDIA Blackwell Architecture Technical Brief, HGX B200; network: NVIDIA DGX B200 data sheet",
+}
 
-GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _TABLE})
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        name: Gpu(
+            name=name,
+            memory_bytes=memory_mib * MIB,
+            dense_flops=MappingProxyType({dtype: speed * TERA for dtype, speed in tflops.items()}),
+            memory_bandwidth_bytes_per_s=memory_gb_per_s * GIGA,
+            gpus_per_host=links.gpus_per_host,
+            link_bandwidth_bytes_per_s=links.nvlink_gb_per_s * GIGA,
+            link_latency_s=NVLINK_LATENCY_S,
+            network_bandwidth_bytes_per_s=links.network_gbit_per_s * GIGA / 8,
+            network_latency_s=NETWORK_LATENCY_S,
+            host_bandwidth_bytes_per_s=links.pcie_gb_per_s * GIGA * PCIE_SHARE,
+            chip=chip,
+            source=_SOURCES[name],
+            device_kind=device_kind,
+        )
+        for name, device_kind, memory_mib, memory_gb_per_s, tflops, links, chip in _TABLE
+    }
+)
 """All kinds, by the name that `--gpu` accepts."""
 
 
 def gpu_from_device_kind(kind: str) -> Gpu | None:
     """The GPU whose `jax.Device.device_kind` is `kind`; None for a CPU and for a GPU that is not in the table."""
-    return next((gpu for gpu in _TABLE if kind and gpu.device_kind == kind), None)
+    return next((gpu for gpu in GPUS.values() if kind and gpu.device_kind == kind), None)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -323,3 +265,17 @@ def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
         right, should = is_number(value), "a number above zero; with an exponent, write 1.0e+12"
     if not right:
         raise ConfigError(f"{key}={value} in {path} is not valid: it should be {should}.")
+
+
+def fits_text(size_bytes: int, capacity_bytes: int) -> str:
+    """Whether a step of that size fits into a GPU's capacity."""
+    share = f"{size_bytes / capacity_bytes:.1%} of the {readable(capacity_bytes)} that a step may take"
+    if size_bytes <= capacity_bytes:
+        return f"Fits: {share}"
+    return f"DOES NOT FIT: {share}, {readable(size_bytes - capacity_bytes)} too much"
+
+
+def capacity_text(memory_bytes: int) -> str:
+    """How the capacity follows from a GPU's memory."""
+    share = f"{XLA_MEMORY_FRACTION:.0%} of {readable(memory_bytes)}, which jaxllm gives XLA"
+    return f"  ({share}, less {readable(RESERVE_BYTES)} kept back)"

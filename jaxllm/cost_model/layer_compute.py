@@ -32,6 +32,7 @@ class LayerCompute:
         self.config, self.model, self.parallel, self.gpu = config, model, parallel, gpu
         self.fitted = fitted
         self.policy = policy_of(parallel.remat)
+        self.fuses_attention = takes_cudnn(model)
         self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
         self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
         replica_devices = self.P * self.d * self.c * self.t
@@ -46,7 +47,7 @@ class LayerCompute:
                 f"model.matmul_dtype=fp8 needs a GPU of Ada, Hopper or later, and {gpu.name} is older: set "
                 f"model.matmul_dtype=compute_dtype, or choose another --gpu."
             )
-        self.block_flops = self.matmul_flops * (float8_flops / self.peak_flops if self.is_fp8 and float8_flops else 1.0)
+        self.fp8_flops = self.matmul_flops * ((float8_flops or 0.0) / self.peak_flops)
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
         self.links = links_of(gpu, BANDWIDTH_SHARE)
 
@@ -74,20 +75,17 @@ class LayerCompute:
         widths = {"query": self.query_width, "key": self.key_width, "value": self.key_width}
         return widths | {"mlp_gate": self.mlp_width, "mlp_up": self.mlp_width}
 
-    def matmul_s(self, rows: int, columns: int, length: int) -> float:
-        """Time of a rows x columns matmul in which each element sums `length` products."""
+    def matmul_s(self, rows: int, columns: int, length: int, is_fp8: bool = False) -> float:
+        """Time of a rows x columns matmul in which each element sums `length` products. FP8 is faster by the ratio of the peaks
+        and has inputs of one byte. That it reaches the same share of its peak as bfloat16 is a guess."""
         share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
-        traffic = self.itemsize * (rows * length + length * columns + rows * columns)
-        return max(2 * rows * columns * length / (self.matmul_flops * share), self.moved_s(traffic))
+        traffic = (1 if is_fp8 else self.itemsize) * (rows * length + length * columns) + self.itemsize * rows * columns
+        flops_per_s = (self.fp8_flops if is_fp8 else self.matmul_flops) * share
+        return max(2 * rows * columns * length / flops_per_s, self.moved_s(traffic))
 
     def block_matmul_s(self, rows: int, columns: int, length: int) -> float:
-        """The same for a matmul of a block: in FP8, if the config asks for it, faster by the ratio of the peaks and with inputs
-        of one byte. That FP8 reaches the same share of its peak as bfloat16 is a guess."""
-        if not self.is_fp8:
-            return self.matmul_s(rows, columns, length)
-        share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
-        traffic = rows * length + length * columns + self.itemsize * rows * columns
-        return max(2 * rows * columns * length / (self.block_flops * share), self.moved_s(traffic))
+        """The same for a matmul of a block: in FP8, if the config asks for it."""
+        return self.matmul_s(rows, columns, length, self.is_fp8)
 
     def rounding_s(self) -> float:
         """FP8 rounding, forward and backward: an array is read for its maximum, then read again and written in one byte. This
@@ -127,10 +125,6 @@ class LayerCompute:
         scores_s = self.moved_s(4 * 4 * self.rows * self.S * heads)
         square_s = square / self.matmul_flops
         return 2 * square_s + scores_s, (5 if self.c > 1 else 4) * square_s + 2 * scores_s
-
-    @property
-    def fuses_attention(self) -> bool:
-        return takes_cudnn(self.model)
 
     def moves_s(self) -> tuple[float, float]:
         """(forward, backward) time of memory-bound kernels.

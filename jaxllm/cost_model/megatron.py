@@ -17,7 +17,7 @@ sequences of a microbatch, M microbatches; p, d, c and t ranks of pipe, data, co
 from __future__ import annotations
 
 from jaxllm.config import Config, ModelConfig
-from jaxllm.cost_model.flops import matmul_parameters, train_flops_per_token
+from jaxllm.cost_model.flops import layer_matmul_parameters, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory
 
@@ -51,48 +51,18 @@ def megatron_memory(config: Config) -> MemoryEstimate:
     model, parallel = config.model, config.parallel
     p, c, t = parallel.pipe, parallel.context, parallel.tensor
     D, L = model.hidden_size, model.num_layers
-    parameters = (_layers_matrices(model) + 2 * D * L) / (p * t) + model.vocab_size * D / t
+    parameters = (L * layer_matmul_parameters(model) + 2 * D * L) / (p * t) + model.vocab_size * D / t
     if p == 1:
         parameters += D + (0 if model.tie_embeddings else model.vocab_size * D / t)
     x = config.train.sequence_length * config.microbatch_sequences / (c * t)
-    activations = x * (L * _activation_bytes(model) + 8 * D * p)
+    activations = x * (L * activation_bytes(model) + 8 * D * p)
     if parallel.virtual_stages > 1:
         activations *= 1 + (p - 1) / (p * parallel.virtual_stages)
     else:
         activations *= min(1, config.num_microbatches / p)
     logits = x * 4 * (D + model.vocab_size) if p == 1 else 0
-    return _estimate(config, [(parameters, activations, logits)])
-
-
-def megatron_memory_by_stage(config: Config) -> MemoryEstimate:
-    """The same for every stage, with rules of the same kind for the parts that the published formula leaves out.
-
-    Stage i holds min(p - i, M) microbatches of its layers (gpipe: M; interleaved over v virtual stages: min((v - 1) p +
-    2 (p - i - 1) + 1, M v) chunks of L / (p v) layers). The first stage also holds the embedding and token ids in int32, the
-    last the head and its logits. Norms are replicated over tensor ranks. remat=full keeps 2 S b D / (c t) of each layer, and
-    all of one layer.
-
-    Args:
-      config: resolved.
-    """
-    model, parallel = config.model, config.parallel
-    p, c, t, chunks = parallel.pipe, parallel.context, parallel.tensor, parallel.virtual_stages
-    D, M, layers = model.hidden_size, config.num_microbatches, model.num_layers / p
-    tokens = config.train.sequence_length * config.microbatch_sequences / c
-    layer, vocabulary = tokens / t * _activation_bytes(model), model.vocab_size * D / t
-    stages = []
-    for i in range(p):
-        first, last = i == 0, i == p - 1
-        parameters = _layers_matrices(model) / (p * t) + 2 * D * layers + first * vocabulary + last * D
-        parameters += last * (0 if p == 1 and model.tie_embeddings else vocabulary)
-        if chunks > 1:
-            held = min((chunks - 1) * p + 2 * (p - i - 1) + 1, M * chunks) / chunks * layers
-        else:
-            held = (M if parallel.schedule == "gpipe" and p > 1 else min(p - i, M)) * layers
-        activations = held * 2 * D * tokens / t + layer if parallel.remat == "full" else held * layer
-        activations += first * 4 * tokens * min(p, M)
-        stages.append((parameters, activations, last * tokens / t * 4 * (D + model.vocab_size)))
-    return _estimate(config, stages)
+    stage = stage_memory(config, 0, parameters, activations, logits)
+    return MemoryEstimate(config.devices, (stage,), host_bytes=0)
 
 
 def megatron_fits(config: Config, gpu: Gpu) -> bool:
@@ -118,30 +88,22 @@ def megatron_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return float(train_flops_per_token(model, sequence_length, causal=False))
 
 
-def _layers_matrices(model: ModelConfig) -> int:
-    """Parameters of all layers' matrices: L m."""
-    return matmul_parameters(model) - model.vocab_size * model.hidden_size
-
-
-def _activation_bytes(model: ModelConfig) -> int:
+def activation_bytes(model: ModelConfig) -> int:
     """Activation bytes of one token in one layer, bfloat16: inputs and outputs of both norms, query, key, value, attention's
     output, and four of the feed-forward's width (a fused SwiGLU would keep three).
     """
     return 8 * model.hidden_size + 4 * model.head_dim * (model.num_heads + model.num_kv_heads) + 8 * model.intermediate_size
 
 
-def _estimate(config: Config, stages: list[tuple[float, float, float]]) -> MemoryEstimate:
-    """Builds the estimate from each stage's parameters, bytes of activations and bytes of logits."""
+def stage_memory(config: Config, stage: int, parameters: float, activations: float, logits: float) -> StageMemory:
+    """Terms of a stage from its number of parameters and its bytes of activations and logits."""
     parallel = config.parallel
     shards = int(parallel.data) * parallel.context if parallel.zero else 1
-    estimates = []
-    for stage, (parameters, activations, logits) in enumerate(stages):
-        terms = {
-            "weights": WEIGHT_BYTES * parameters,
-            "gradients": GRADIENT_BYTES * parameters,
-            "optimizer": OPTIMIZER_BYTES * parameters / shards,
-            "activations": activations,
-            "logits": logits,
-        }
-        estimates.append(StageMemory(stage, {name: round(size) for name, size in terms.items()}))
-    return MemoryEstimate(devices=config.devices, stages=tuple(estimates), host_bytes=0)
+    terms = {
+        "weights": WEIGHT_BYTES * parameters,
+        "gradients": GRADIENT_BYTES * parameters,
+        "optimizer": OPTIMIZER_BYTES * parameters / shards,
+        "activations": activations,
+        "logits": logits,
+    }
+    return StageMemory(stage, {name: round(size) for name, size in terms.items()})

@@ -24,6 +24,11 @@ class MegatronStep(StepModel):
         super().__init__(config, gpu, gpus_per_host, fitted)
         # No activations are offloaded.
         self.policy = policy_of("none")
+        self.fuses_attention, self.context_method = True, "ring"
+        self.key_gradient_itemsize = self.itemsize
+        self.sends_by_layer, self.paired_share = False, 0.0
+        # 1F1B waits for each message.
+        self.bare_messages = 1.0
 
     def input_widths(self) -> dict[str, int]:
         return {"query_key_value": self.query_width + 2 * self.key_width, "mlp_gate_up": 2 * self.mlp_width}
@@ -39,32 +44,6 @@ class MegatronStep(StepModel):
     def gradient_sums_s(self) -> float:
         """Zero, because Megatron accumulates inside the matmul."""
         return 0.0
-
-    @property
-    def fuses_attention(self) -> bool:
-        return True
-
-    @property
-    def paired_share(self) -> float:
-        return 0.0
-
-    @property
-    def bare_messages(self) -> float:
-        """1, because 1F1B waits for each message."""
-        return 1.0
-
-    @property
-    def sends_by_layer(self) -> bool:
-        return False
-
-    @property
-    def context_method(self) -> str:
-        return "ring"
-
-    @property
-    def key_gradient_itemsize(self) -> int:
-        """Bytes of the compute dtype."""
-        return self.itemsize
 
     def head_parts(self) -> tuple[int, int, int]:
         return self.t, 10, 1

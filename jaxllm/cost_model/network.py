@@ -87,28 +87,18 @@ def inside_bytes_per_s(group: Group, links: Links) -> float:
     return links.link_bytes_per_s * used / links.peers
 
 
-def _ring_latency_s(group: Group, links: Links) -> float:
-    """Latency of one round: one step less than there are ranks, with slower steps between hosts."""
-    across = group.hosts - 1
-    return across * links.network_latency_s + (group.size - 1 - across) * links.link_latency_s
-
-
 def _ring_s(size_bytes: float, group: Group, links: Links) -> float:
-    """Time of n - 1 steps of B / n bytes."""
-    if group.size == 1:
+    """Time of n - 1 steps of B / n bytes, with slower steps between hosts."""
+    n, across = group.size, group.hosts - 1
+    if n == 1:
         return 0.0
-    n = group.size
-    return _ring_latency_s(group, links) + (n - 1) / n * size_bytes / slowest_link(group, links)
-
-
-def _split(group: Group) -> tuple[Group, Group]:
-    """(the ranks of one host, one rank of each host)."""
-    return Group(group.inside, 1), Group(1, group.hosts)
+    latency_s = across * links.network_latency_s + (n - 1 - across) * links.link_latency_s
+    return latency_s + (n - 1) / n * size_bytes / slowest_link(group, links)
 
 
 def _hierarchical_s(size_bytes: float, group: Group, links: Links) -> float:
     """A ring inside each host, then rings across hosts: one for each rank of a host, with its share of the bytes."""
-    within, across = _split(group)
+    within, across = Group(group.inside, 1), Group(1, group.hosts)
     return _ring_s(size_bytes, within, links) + _ring_s(size_bytes / group.inside, across, links)
 
 
@@ -137,8 +127,7 @@ def tree_all_reduce_s(size_bytes: float, group: Group, links: Links) -> float:
 
 def hierarchical_all_reduce_s(size_bytes: float, group: Group, links: Links) -> float:
     """Reduce-scatter inside hosts, all-reduce of the shares across hosts, all-gather inside."""
-    within, across = _split(group)
-    return 2 * _ring_s(size_bytes, within, links) + ring_all_reduce_s(size_bytes / group.inside, across, links)
+    return 2 * _hierarchical_s(size_bytes, group, links)
 
 
 ALL_REDUCES = {"ring": ring_all_reduce_s, "tree": tree_all_reduce_s, "hierarchical": hierarchical_all_reduce_s}

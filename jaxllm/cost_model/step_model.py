@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from jaxllm.config import Config
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_compute import LayerCompute
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
 from jaxllm.cost_model.step_parts import (
     KERNEL_S,
     STEP_KERNELS,
+    Fitted,
     StepTime,
     Transfers,
     add_times,
@@ -26,6 +29,21 @@ class StepModel(LayerCompute):
     hidden_collectives = (3, 1)
     """(gathers, scatters) over tensor that overlap with a matmul, per layer (70B at tensor 4, compiled for 1,024 H100s; assumed
     to be those of the backward pass)."""
+
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
+        super().__init__(config, gpu, gpus_per_host, fitted)
+        self.context_method = context_method(config)
+        self.key_gradient_itemsize = 4
+        """Bytes per element of the keys' gradients between context ranks: float32."""
+        self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1
+        """Whether gradients, and with ZeRO 3 also weights, travel over data x context layer by layer."""
+        pairs = self.P > 1 and self.parallel.overlap_passes and not self.sends_by_layer
+        self.paired_share = max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1)) if pairs else 0.0
+        """Share of the forward ticks that also run backward, layer by layer: all but the first P V. 0 with ZeRO 2 and 3, whose
+        own transfers use the overlap (a compiled step gained nothing)."""
+        self.bare_messages = self.paired_share / 2
+        """Exposed share of a tick's messages between stages. Of those sent at the tick's start, behind the head, half are
+        exposed (by compiled steps)."""
 
     # ------------------------------------------------------------------------------------------------------- the whole step
 
@@ -138,20 +156,6 @@ class StepModel(LayerCompute):
         forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
         backward.add("tensor_skew", self.fitted.sync_s, times=layers * (gathers + scatters))
 
-    @property
-    def paired_share(self) -> float:
-        """Share of the forward ticks that also run backward, layer by layer: all but the first P V. 0 with ZeRO 2 and 3, whose
-        own transfers use the overlap (a compiled step gained nothing)."""
-        if self.P == 1 or not self.parallel.overlap_passes or self.sends_by_layer:
-            return 0.0
-        return max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1))
-
-    @property
-    def bare_messages(self) -> float:
-        """Exposed share of a tick's messages between stages. Of those sent at the tick's start, behind the head, half are
-        exposed (by compiled steps)."""
-        return self.paired_share / 2
-
     def add_context(
         self, forward: Transfers, backward: Transfers, layers: int, attention_s: tuple[float, float], again: bool
     ) -> None:
@@ -170,20 +174,6 @@ class StepModel(LayerCompute):
             scatter_s = reduce_scatter_s(returned * self.c, self.context_group, self.links)
             forward.add("context", gather_s, times=layers)
             backward.add("context", (1 + again) * gather_s + scatter_s, times=layers)
-
-    @property
-    def context_method(self) -> str:
-        return context_method(self.config)
-
-    @property
-    def key_gradient_itemsize(self) -> int:
-        """Bytes per element of the keys' gradients between context ranks: float32."""
-        return 4
-
-    @property
-    def sends_by_layer(self) -> bool:
-        """Whether gradients, and with ZeRO 3 also weights, travel over data x context layer by layer."""
-        return self.parallel.zero >= 2 and self.data_group.size > 1
 
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer. ZeRO 2 scatters its gradients behind the backward of the layer before it; ZeRO 3 also

@@ -19,7 +19,6 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.plan_result import Memory
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
 
 CHUNK_TOKENS = 1024
@@ -222,8 +221,12 @@ class _Trial:
         """Yields the key -> value mappings that make a valid config that fits; the others are skipped."""
         for keys in ladder:
             config = changed(self.config, keys)
-            memory = None if config is None or self._leaves_host(config) else self._estimated(config)
-            if config is None or memory is None:
+            if config is None or self._leaves_host(config):
+                continue
+            try:
+                memory = self.estimate(config)
+            except ConfigError:
+                # The mesh does not divide a parameter.
                 continue
             if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
@@ -254,13 +257,6 @@ class _Trial:
         """Whether tensor ranks would cross hosts although they do not now."""
         tensor = config.parallel.tensor
         return bool(self.gpus_per_host and self.gpus_per_host % tensor and tensor > self.config.parallel.tensor)
-
-    def _estimated(self, config: Config) -> Memory | None:
-        """The estimate of a config; None if the mesh does not divide a parameter."""
-        try:
-            return self.estimate(config)
-        except ConfigError:
-            return None
 
     def _step_s(self, config: Config) -> float | None:
         if self.gpu is None or self.gpus_per_host is None:

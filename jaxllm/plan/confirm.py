@@ -30,11 +30,23 @@ CompileBytes = Callable[[Config], int]
 """Bytes of one device that the compiled step of a config needs."""
 
 
+class InlineExecutor(Executor):
+    """An executor that runs each call immediately, in the calling thread."""
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 def confirm(
     plan: Plan,
     count: int,
     compile_bytes: CompileBytes,
-    start: Callable[[], Executor] | None = None,
+    start: Callable[[], Executor] = InlineExecutor,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> Plan:
@@ -47,10 +59,9 @@ def confirm(
     Args:
       compile_bytes: takes a resolved config. ConfigError and RuntimeError (including XLA's own) reject the candidate.
       start: makes an executor that runs compile_bytes. If a worker dies, the executor is replaced and each candidate that was
-        in it runs alone, to find the one that kills it. None: compile in this process, one after another.
+        in it runs alone, to find the one that kills it. Default: compile in this process, one after another.
       workers: compilations at the same time.
     """
-    start = start or InlineExecutor
     executor = start()
     waiting = deque(range(len(plan.candidates)))
     running: dict[Future, int] = {}
@@ -128,15 +139,3 @@ def _with_figures(
         confirmed=len(confirmed),
         unconfirmed_because=because,
     )
-
-
-class InlineExecutor(Executor):
-    """An executor that runs each call immediately, in the calling thread."""
-
-    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future

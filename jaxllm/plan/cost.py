@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
@@ -26,20 +25,18 @@ HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 YEAR_S = 365.25 * DAY_S
 
-BOARD_WATTS: Mapping[str, float] = MappingProxyType(
-    {
-        "a100-40gb": 400.0,
-        "a100-80gb": 400.0,
-        "h100-80gb": 700.0,
-        "h100-94gb": 700.0,
-        "h100-nvl-94gb": 400.0,
-        "h200-141gb": 700.0,
-        "b200-192gb": 1000.0,
-    }
-)
+BOARD_WATTS: Mapping[str, float] = {
+    "a100-40gb": 400.0,
+    "a100-80gb": 400.0,
+    "h100-80gb": 700.0,
+    "h100-94gb": 700.0,
+    "h100-nvl-94gb": 400.0,
+    "h200-141gb": 700.0,
+    "b200-192gb": 1000.0,
+}
 """Maximum power of a board, by NVIDIA's data sheets: A100 SXM (400 W), H100 SXM (up to 700 W; the 94 GB board differs only in
 memory), H100 NVL (350 to 400 W), H200 SXM (up to 700 W), HGX B200 (up to 1,000 W)."""
-_LIKE: Mapping[tuple[int, int], str] = MappingProxyType({(8, 0): "a100-80gb", (9, 0): "h100-80gb", (10, 0): "b200-192gb"})
+_LIKE: Mapping[tuple[int, int], str] = {(8, 0): "a100-80gb", (9, 0): "h100-80gb", (10, 0): "b200-192gb"}
 """Compute capability -> the listed board whose power is assumed for a kind that is not in the table."""
 OVERHEAD = 1.5
 """Factor for a GPU's share of the host (processors, memory, network cards, fans), of switches and of cooling. By data sheets a
@@ -124,10 +121,8 @@ def training_cost(
 
 def board_watts(gpu: Gpu) -> float | None:
     """Maximum power of a board: by its name, else that of its compute capability; None if neither is known."""
-    if gpu.name in BOARD_WATTS:
-        return BOARD_WATTS[gpu.name]
-    like = _LIKE.get(gpu.chip.compute_capability)
-    return None if like is None else BOARD_WATTS[like]
+    like = _LIKE.get(gpu.chip.compute_capability, "")
+    return BOARD_WATTS.get(gpu.name, BOARD_WATTS.get(like))
 
 
 def parse_tokens(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
-from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, find_gpu
+from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
@@ -202,17 +202,10 @@ class Estimate:
     def _own_verdict(self, own: Verdict) -> Iterator[str]:
         if own.capacity_bytes is None or self.gpu is None:
             return
-        share = f"{own.share_of_capacity:.1%} of the {readable(own.capacity_bytes)} that a step may take"
-        if own.fits:
-            yield f"Fits: {share}"
-            if own.memory.peak_bytes > FIT_SHARE * own.capacity_bytes:
-                yield f"  (above {FIT_SHARE:.0%}, where the estimate alone is not enough: check with `jaxllm compile`)"
-        else:
-            yield f"DOES NOT FIT: {share}, {readable(own.memory.peak_bytes - own.capacity_bytes)} too much"
-        yield (
-            f"  ({XLA_MEMORY_FRACTION:.0%} of {readable(self.gpu.memory_bytes)}, which jaxllm gives XLA, less "
-            f"{readable(RESERVE_BYTES)} kept back)"
-        )
+        yield fits_text(own.memory.peak_bytes, own.capacity_bytes)
+        if own.fits and own.memory.peak_bytes > FIT_SHARE * own.capacity_bytes:
+            yield f"  (above {FIT_SHARE:.0%}, where the estimate alone is not enough: check with `jaxllm compile`)"
+        yield capacity_text(self.gpu.memory_bytes)
         if self.changes:
             yield "What would fit, cheapest first"
             for change in self.changes[:MOST_CHANGES]:

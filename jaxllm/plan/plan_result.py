@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
@@ -13,32 +13,6 @@ from jaxllm.plan.space import Choice, choice_in
 
 FIT_SHARE = 0.95
 """Largest share of the capacity at which an estimated config counts as fitting. The rest covers underestimates."""
-
-
-class Memory(Protocol):
-    """The part of a MemoryEstimate that a search reads."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def host_bytes(self) -> int: ...
-
-
-class Speed(Protocol):
-    """The part of a StepTime that a search reads."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def exposed_communication_share(self) -> float: ...
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float: ...
-
-    @property
-    def tflops_per_gpu(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -91,9 +65,6 @@ class Rejected:
     count: int
     example: str
     """For those that do not fit, the one that needs least."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -154,7 +125,7 @@ class Plan:
             "candidates_that_fit": len(self.candidates),
             "confirmed": self.confirmed,
             "unconfirmed_because": self.unconfirmed_because,
-            "rejected": [rejected.to_json() for rejected in self.rejected],
+            "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
             "meshes": self.meshes,
             "configurations": self.configurations,
             "interrupted": self.interrupted,

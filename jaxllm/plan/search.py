@@ -15,8 +15,11 @@ from functools import partial
 from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
+from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
+from jaxllm.cost_model.step_parts import StepTime
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Memory, Plan, Rejected, Speed
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan, Rejected
 from jaxllm.plan.space import (
     BEYOND_HOST,
     Choice,
@@ -40,8 +43,8 @@ _LEANER = {"selective": "full", "none": "selective"}
 """Remat policy -> a policy that never needs more memory."""
 
 
-EstimateMemory = Callable[[Config], Memory]
-EstimateTime = Callable[[Config, Gpu, int], Speed]
+EstimateMemory = Callable[[Config], MemoryEstimate]
+EstimateTime = Callable[[Config, Gpu, int], StepTime]
 """Takes a resolved config, a kind of GPU and the GPUs per host."""
 Progress = Callable[[str, int, int], None]
 """Called with (description of the work, amount done, total amount)."""
@@ -55,7 +58,7 @@ class Limits:
     """Limit for the estimate."""
     host_bytes: float
 
-    def broken_by(self, memory: Memory) -> str | None:
+    def broken_by(self, memory: MemoryEstimate) -> str | None:
         """The reason for rejection; None if it fits."""
         if memory.peak_bytes > self.device_bytes:
             return DOES_NOT_FIT
@@ -76,7 +79,7 @@ class _Tally:
     def count(self, unit: str) -> int:
         return sum(count for (counted, _), (count, _) in self.counts.items() if counted == unit)
 
-    def see(self, choice: Choice, memory: Memory) -> None:
+    def see(self, choice: Choice, memory: MemoryEstimate) -> None:
         """Records one that does not fit. add() counts it."""
         if self.leanest is None or memory.peak_bytes < self.leanest[1]:
             self.leanest = choice, memory.peak_bytes
@@ -106,8 +109,7 @@ class SearchOptions:
     """Whether to rank by microbatch first."""
     estimate: EstimateMemory | None = None
     """Default: estimate_memory."""
-    step_time: EstimateTime | None = None
-    """Default: estimate_step_time."""
+    step_time: EstimateTime = estimate_step_time
     prune: bool = True
     """Whether to skip what needs more than a rejected neighbour: larger microbatches, and remat that keeps more."""
 
@@ -129,7 +131,7 @@ def search(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """Estimates every configuration of space() and ranks those that fit by predicted tokens/s/GPU, then by bytes.
+    """Estimates every configuration of the space (space.py) and ranks those that fit by predicted tokens/s/GPU, then by bytes.
 
     The config gives model, sequence length, global batch and every setting that is not searched. A KeyboardInterrupt stops the
     search, not the program: the plan then holds the results so far and is marked as interrupted.
@@ -141,7 +143,7 @@ def search(
       ConfigError: gpus_per_host does not divide gpus, or `keep` has a name that is not KEEPABLE.
     """
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate, step_time = options.estimate or _real_memory(gpu), options.step_time or _real_time()
+    estimate = options.estimate or partial(estimate_memory, gpu=gpu)
     keep, limits = options.keep, options.limits(gpu)
     candidates: list[Candidate] = []
     for across in options.reaches():
@@ -159,21 +161,25 @@ def search(
                     tally.add(MESH, reason, 1, str(mesh))
                 for group in left:
                     for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
-                        candidates.append(_timed(candidate, memory, step_time(candidate, gpu, per_host)))
+                        candidates.append(_timed(candidate, memory, options.step_time(candidate, gpu, per_host)))
                 if progress is not None:
                     progress("meshes", seen, len(every))
         except KeyboardInterrupt:
             interrupted = True
         if candidates or interrupted or (MESH, BEYOND_HOST) not in tally.counts:
             break
-    key = _by_microbatch if options.largest_microbatch else _by_speed
+
+    def rank(one: Candidate) -> tuple[float, ...]:
+        by_speed = (-one.tokens_per_s_per_gpu, one.estimate_bytes)
+        return (-one.config.microbatch_sequences, *by_speed) if options.largest_microbatch else by_speed
+
     return Plan(
         config=config,
         gpu=gpu,
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        candidates=tuple(sorted(candidates, key=key)),
+        candidates=tuple(sorted(candidates, key=rank)),
         rejected=tally.rejected(),
         meshes=seen,
         configurations=len(candidates) + tally.count(CONFIGURATION),
@@ -187,7 +193,7 @@ def any_fits(
 ) -> bool:
     """Whether the search would find a candidate. It stops at the first, and tries meshes that need least memory first."""
     per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
-    keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or _real_memory(gpu)
+    keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or partial(estimate_memory, gpu=gpu)
     every = list(meshes(config, gpus, keep))
     # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
@@ -202,7 +208,7 @@ def any_fits(
 
 def _fitting(
     config: Config, group: Group, limits: Limits, estimate: EstimateMemory, tally: _Tally, prune: bool
-) -> Iterator[tuple[Config, Memory]]:
+) -> Iterator[tuple[Config, MemoryEstimate]]:
     """The configurations of a group that fit; the others are counted."""
     if refused := group.refused_microbatches:
         example = group.choice(group.remats[0], refused[0])
@@ -222,7 +228,7 @@ def _fitting_of(
     estimate: EstimateMemory,
     tally: _Tally,
     prune: bool,
-) -> Iterator[tuple[Config, Memory]]:
+) -> Iterator[tuple[Config, MemoryEstimate]]:
     """The same for some of the microbatch sizes, ascending."""
     first_over: dict[str, tuple[int, str]] = {}
     for remat in group.remats:
@@ -249,7 +255,7 @@ def _fitting_of(
             first_over[name] = end, reason
 
 
-def _timed(config: Config, memory: Memory, speed: Speed) -> Candidate:
+def _timed(config: Config, memory: MemoryEstimate, speed: StepTime) -> Candidate:
     return Candidate(
         config=config,
         estimate_bytes=memory.peak_bytes,
@@ -259,26 +265,6 @@ def _timed(config: Config, memory: Memory, speed: Speed) -> Candidate:
         tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu,
         tflops_per_gpu=speed.tflops_per_gpu,
     )
-
-
-def _by_speed(candidate: Candidate) -> tuple[float, ...]:
-    return -candidate.tokens_per_s_per_gpu, candidate.estimate_bytes
-
-
-def _by_microbatch(candidate: Candidate) -> tuple[float, ...]:
-    return -candidate.config.microbatch_sequences, *_by_speed(candidate)
-
-
-def _real_memory(gpu: Gpu) -> EstimateMemory:
-    from jaxllm.cost_model.memory import estimate_memory
-
-    return partial(estimate_memory, gpu=gpu)
-
-
-def _real_time() -> EstimateTime:
-    from jaxllm.cost_model.step_time import estimate_step_time
-
-    return estimate_step_time
 
 
 # ----------------------------------------------------------------------------------------------------- nothing fits

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import preformatted, readable, table
+from jaxllm.display import preformatted, readable, table, terminal_table
 from jaxllm.plan.cost import TrainingCost
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
 from jaxllm.plan.search import MESH
@@ -103,9 +103,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
 
 
 def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
-    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for heading in NARROW_HEADINGS if narrow else HEADINGS:
-        grid.add_column(heading, justify="left" if heading in WORDS else "right", overflow="fold")
+    headings = NARROW_HEADINGS if narrow else HEADINGS
+    grid = terminal_table(headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False)
     for number, one in enumerate(plan.candidates[:rows], 1):
         grid.add_row(*(narrow_cells(plan, one) if narrow else cells(plan, number, one)))
     return grid
@@ -153,24 +152,20 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
 
 
 def rejected_table(plan: Plan) -> Table:
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    grid.add_column("count", justify="right")
-    grid.add_column("of", no_wrap=True)
-    grid.add_column("because", overflow="fold")
-    grid.add_column("such as", overflow="fold")
+    first = (Column("count", justify="right"), Column("of", no_wrap=True))
+    rest = (Column("because", overflow="fold"), Column("such as", overflow="fold"))
+    grid = Table(*first, *rest, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for line in plan.rejected:
         grid.add_row(f"{line.count:,}", line.unit, Text(line.reason), Text(line.example))
     return grid
 
 
 def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
-    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     with_days = any(row.days is not None for row in sweep.rows)
     ways = list(next((row.reduction_s for row in sweep.rows if row.reduction_s), {}))
     headings = ["GPUs", "tokens/s", "efficiency", "exposed", *(["days"] if with_days else []), *ways, "best"]
-    for heading in headings:
-        name = NARROW_SWEEP_HEADINGS.get(heading, heading) if narrow else heading
-        grid.add_column(name, justify="left" if heading == "best" else "right", overflow="fold")
+    names = [NARROW_SWEEP_HEADINGS.get(heading, heading) if narrow else heading for heading in headings]
+    grid = terminal_table(names, right=names[:-1], gap=1, pad_edge=False)
     for row in sweep.rows:
         if row.best is None:
             grid.add_row(f"{row.gpus:,}", *["-"] * (len(headings) - 2), "nothing fits")

@@ -1,8 +1,9 @@
 """All ways to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, remat.
 
-    for candidate in space(config, gpus=64): ...       resolved configs, as if loaded from YAML
-    choices = list(choices_of(config, gpus=64))        the same, smaller, for sampling: random.Random(seed).sample(choices, 40)
-    choices[0].applied_to(config)
+    for mesh in meshes(config, gpus=64):
+        if why_not(config, mesh, gpus_per_host=8) is None:
+            for group in groups(config, mesh): ...
+    group.choice("full", 1).applied_to(config)         a resolved config, as if loaded from YAML
 
 Divisibility is plain arithmetic here, with the same rules that Config checks, so that a config costs microseconds.
 """
@@ -27,7 +28,6 @@ from jaxllm.config import (
     divisors,
     sequence_unit,
 )
-from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.parameters import parameters
 from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
@@ -110,52 +110,11 @@ class Group:
         return Choice(self.mesh, self.zero, self.schedule, self.virtual_stages, remat, microbatch_sequences)
 
 
-def space(
-    config: Config,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    *,
-    keep: Collection[str] = (),
-    across_hosts: bool = False,
-) -> Iterator[Config]:
-    """Every config of the search, resolved, whether it fits or not; the parameters are those of choices_of()."""
-    for choice in choices_of(config, gpus, gpus_per_host, keep=keep, across_hosts=across_hosts):
-        yield choice.applied_to(config)
-
-
-def choices_of(
-    config: Config,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    *,
-    keep: Collection[str] = (),
-    across_hosts: bool = False,
-) -> Iterator[Choice]:
-    """Every choice that divides, in a fixed order.
-
-    Args:
-      config: gives model, sequence length, global batch and every setting that is not searched.
-      gpus_per_host: default: the largest divisor of gpus not above 8.
-      keep: names of KEEPABLE; these settings stay as the config has them.
-      across_hosts: context x tensor may cross hosts (tensor alone never).
-
-    Raises:
-      ConfigError: gpus_per_host does not divide gpus; `keep` has a name that is not KEEPABLE.
-    """
-    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host)
-    for mesh in meshes(config, gpus, keep):
-        if why_not(config, mesh, per_host, across_hosts) is None:
-            for group in groups(config, mesh, keep):
-                for remat in group.remats:
-                    for microbatch in group.microbatches:
-                        yield group.choice(remat, microbatch)
-
-
 def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Mesh]:
     """All products pipe x data x context x tensor = gpus, those with fewer stages and fewer tensor and context ranks first.
 
     Raises:
-      ConfigError: as choices_of().
+      ConfigError: `keep` has a name that is not KEEPABLE, or one whose value the config leaves open.
     """
     check_keep(config, keep)
     kept = {axis: getattr(config.parallel, axis) for axis in ("pipe", "data", "context", "tensor") if axis in keep}
@@ -279,9 +238,7 @@ def choice_in(config: Config) -> Choice:
 
 
 def remat_text(remat: Remat) -> str:
-    if isinstance(remat, Mapping):
-        return "mapping"
-    return remat
+    return "mapping" if isinstance(remat, Mapping) else remat
 
 
 def schedule_text(schedule: str, virtual_stages: int) -> str:

@@ -8,7 +8,6 @@ longest_sequence(config, gpu, 64)               the plan of the longest sequence
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -283,8 +282,4 @@ def host_size(gpus: int, gpus_per_host: int | None) -> int | None:
 
 def _doubling(most: int) -> list[int]:
     """1, 2, 4 ... and `most`."""
-    return sorted({*_powers(most), most})
-
-
-def _powers(most: int) -> Iterator[int]:
-    return (2**power for power in range(most.bit_length()))
+    return sorted({*(2**power for power in range(most.bit_length())), most})

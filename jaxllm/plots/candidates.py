@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.plots.memory import ACTIVATIONS, CAPACITY, GIB, HUES, PARAMETERS, style_axes
-from jaxllm.plots.schedule import new_figure, save
-
-
-def candidates_picture(candidates: Sequence[Mapping[str, Any]], path: str | Path, **options: Any) -> None:
-    """Writes candidates_figure(candidates, **options)."""
-    save(candidates_figure(candidates, **options), path)
+from jaxllm.plots.schedule import new_figure
 
 
 def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes: int | None = None, title: str = "") -> Any:
@@ -31,9 +25,9 @@ def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes
     axes = figure.add_subplot()
     if title:
         figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    memory = np.array([c.get("compiled_bytes") or c["estimate_bytes"] for c in candidates], float) / GIB
+    memory = np.array([c["compiled_bytes"] or c["estimate_bytes"] for c in candidates], float) / GIB
     speed = np.array([c["tokens_per_s_per_gpu"] for c in candidates], float)
-    compiled = np.array([bool(c.get("compiled_bytes")) for c in candidates], bool)
+    compiled = np.array([bool(c["compiled_bytes"]) for c in candidates], bool)
     axes.scatter(memory[~compiled], speed[~compiled], 12, color=(0.6, 0.65, 0.72), linewidth=0, label="candidate, estimated")
     if compiled.any():
         axes.scatter(memory[compiled], speed[compiled], 34, color=HUES[PARAMETERS], label="candidate, compiled", zorder=3)
@@ -72,10 +66,6 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _name(candidate: Mapping[str, Any]) -> str:
-    axes = ", ".join(
-        f"{axis} {candidate[axis]}" for axis in ("pipe", "data", "context", "tensor") if candidate.get(axis, 1) > 1
-    )
-    rest = [f"ZeRO {candidate['zero']}"] if "zero" in candidate else []
-    rest += [f"microbatch {candidate['microbatch_sequences']}"] if "microbatch_sequences" in candidate else []
-    rest += [f"remat {candidate['remat']}"] if "remat" in candidate else []
-    return "; ".join(filter(None, (axes, ", ".join(rest))))
+    axes = ", ".join(f"{axis} {candidate[axis]}" for axis in ("pipe", "data", "context", "tensor") if candidate[axis] > 1)
+    rest = f"ZeRO {candidate['zero']}, microbatch {candidate['microbatch_sequences']}, remat {candidate['remat']}"
+    return f"{axes}; {rest}" if axes else rest

@@ -1,9 +1,9 @@
 """Figures of device memory: its contents, over stages, settings or one step, beside the capacity. All are drawn from plain
 data.
 
-    stage_picture(estimate.memory.stages, "stages.png", capacity_bytes=estimate.capacity_bytes)
+    save(stage_figure(estimate.memory.stages, capacity_bytes=estimate.capacity_bytes), "stages.png")
 
-Each *_figure returns a matplotlib Figure (a notebook shows it); each *_picture writes it to a .png or .svg. GiB are 2^30 bytes.
+Each *_figure returns a matplotlib Figure (a notebook shows it). GiB are 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -62,11 +62,6 @@ def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------------------- stacked
 
 
-def stage_picture(stages: Sequence[StageMemory], path: str | Path, **options: Any) -> None:
-    """Writes stage_figure(stages, **options)."""
-    save(stage_figure(stages, **options), path)
-
-
 def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = None, title: str = "") -> Any:
     """A stacked bar of terms for each stage, with the capacity as a line. Above MOST_STAGES stages, equal neighbours share one
     bar.
@@ -77,11 +72,6 @@ def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = 
     columns = fold(stages) if len(stages) > MOST_STAGES else [(f"stage {stage.stage}", stage) for stage in stages]
     labels = [label if len(stages) > 1 else "each device" for label, _ in columns]
     return _stacked(labels, fold_slivers([stage.terms_bytes for _, stage in columns]), "", capacity_bytes, title)
-
-
-def over_picture(points: Sequence[tuple[int | str, Mapping[str, int]]], path: str | Path, **options: Any) -> None:
-    """Writes over_figure(points, **options)."""
-    save(over_figure(points, **options), path)
 
 
 def over_figure(
@@ -120,32 +110,42 @@ def _stacked(
     axes = figure.add_subplot()
     if title:
         figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    terms = list(dict.fromkeys(term for column in columns for term in column))
-    # Memory that persists between steps is at the bottom.
-    terms.sort(key=lambda term: GROUPS.index(group_of(term)))
-    colors = colors_of(terms)
     highest = y_limit(max(sum(column.values()) for column in columns), capacity_bytes)
     unit, unit_name = display_unit(highest)
-    bottom, x = np.zeros(len(columns)), np.arange(len(columns))
-    for term in terms:
-        heights = np.array([column.get(term, 0) for column in columns]) / unit
-        axes.bar(x, heights, 0.62, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
-        bottom += heights
+    tops = draw_stacks(axes, columns, unit, 0.62)
     draw_capacity(axes, capacity_bytes, highest, unit)
-    for i, top in enumerate(bottom):
+    for i, top in enumerate(tops):
         label = axes.text(i, top + 0.008 * highest / unit, short_number(top), ha="center", va="bottom", fontsize=8, zorder=5)
         # A background, because the capacity line may cross the label.
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
     axes.set(xlim=(-0.6, len(columns) - 0.4), ylim=(0, 1.12 * highest / unit))
-    axes.set_xticks(x, labels, fontsize=8, rotation=30 if max(map(len, labels)) > 11 and len(labels) > 6 else 0)
+    is_crowded = max(map(len, labels)) > 11 and len(labels) > 6
+    axes.set_xticks(range(len(labels)), labels, fontsize=8, rotation=30 if is_crowded else 0)
     if own is not None:
         axes.get_xticklabels()[own].set_fontweight("bold")
     axes.set_xlabel(x_label, fontsize=9)
     style_axes(axes, f"{unit_name} on one device")
-    handles, names = axes.get_legend_handles_labels()
-    # In the order of the bars, from top to bottom.
-    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    legend_beside(axes, 1.01)
     return figure
+
+
+def draw_stacks(axes: Any, columns: Sequence[Mapping[str, int]], unit: int, width: float) -> np.ndarray:
+    """Draws one stacked bar of terms per column, at 0, 1, 2 ..., and returns the heights of the bars."""
+    terms = list(dict.fromkeys(term for column in columns for term in column))
+    # Memory that persists between steps is at the bottom.
+    terms.sort(key=lambda term: GROUPS.index(group_of(term)))
+    colors, bottom, x = colors_of(terms), np.zeros(len(columns)), np.arange(len(columns))
+    for term in terms:
+        heights = np.array([column.get(term, 0) for column in columns]) / unit
+        axes.bar(x, heights, width, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
+        bottom += heights
+    return bottom
+
+
+def legend_beside(axes: Any, x: float) -> None:
+    """A legend to the right of the axes, in the order of the bars, from top to bottom."""
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(x, 1), fontsize=8, frameon=False)
 
 
 def fold_slivers(columns: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
@@ -211,13 +211,14 @@ def estimate_picture(estimate: Estimate, path: str | Path, over: str | None = No
     title, capacity = title_of(estimate), estimate.by_convention["jaxllm"].capacity_bytes
     memory = estimate.by_convention["jaxllm"].memory
     if over is None:
-        stage_picture(memory.stages, path, capacity_bytes=capacity, title=title)
+        figure = stage_figure(memory.stages, capacity_bytes=capacity, title=title)
     elif over in OVER:
         points, own = variations(estimate.config, over, capacity, estimate.gpu)
         x_label = {"sequence": "sequence length, tokens", "microbatch": "sequences of a microbatch"}[over]
-        over_picture(points, path, x_label=x_label, capacity_bytes=capacity, own=own, title=title)
+        figure = over_figure(points, x_label=x_label, capacity_bytes=capacity, own=own, title=title)
     else:
         raise ConfigError(f"--over={over} is not one of the choices: use {', '.join((*OVER, 'step'))}.")
+    save(figure, path)
 
 
 def variations(

@@ -20,14 +20,13 @@ from jaxllm.cost_model.memory import StageMemory
 from jaxllm.plan.estimate import Estimate
 from jaxllm.plots.memory import (
     ACTIVATIONS,
-    GROUPS,
     HUES,
     OPTIMIZER,
-    colors_of,
     display_unit,
     draw_capacity,
+    draw_stacks,
     fold_slivers,
-    group_of,
+    legend_beside,
     short_number,
     style_axes,
     title_of,
@@ -55,7 +54,7 @@ def draw_step(estimate: Estimate, path: str | Path) -> None:
     curve, memory = compile_with_buffers(estimate.config, estimate.gpu, estimate.gpus_per_host)
     held_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     options = {"capacity_bytes": own.capacity_bytes, "title": title_of(estimate)}
-    step_picture(curve, held_bytes, own.memory.peak_stage, path, **options)
+    save(step_figure(curve, held_bytes, own.memory.peak_stage, **options), path)
 
 
 def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[StepMemory, Any]:
@@ -73,11 +72,6 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
         except FileNotFoundError:
             raise ConfigError(f"XLA of JAX {jax.__version__} dumps no buffer assignment: use JAX 0.10 to draw one.") from None
     return curve, compiled.memory_analysis()
-
-
-def step_picture(curve: StepMemory, held_bytes: int, stage: StageMemory, path: str | Path, **options: Any) -> None:
-    """Writes step_figure(curve, held_bytes, stage, **options)."""
-    save(step_figure(curve, held_bytes, stage, **options), path)
 
 
 def step_figure(
@@ -125,19 +119,12 @@ def step_figure(
 
 def _draw_terms(axes: Any, stage: StageMemory, unit: int) -> None:
     """One stacked bar, with its legend beside it."""
-    (terms,) = fold_slivers([stage.terms_bytes])
-    order = sorted(terms, key=lambda term: GROUPS.index(group_of(term)))
-    colors, bottom = colors_of(order), 0.0
-    for term in order:
-        height = terms[term] / unit
-        axes.bar(0, height, 0.7, bottom, color=colors[term], label=term.replace("_", " "), edgecolor="white", linewidth=0.4)
-        bottom += height
+    draw_stacks(axes, fold_slivers([stage.terms_bytes]), unit, 0.7)
     axes.set_xticks([0], ["estimate"], fontsize=8)
     axes.set_xlim(-0.6, 0.6)
     axes.tick_params(labelleft=False, left=False)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1), fontsize=8, frameon=False)
+    legend_beside(axes, 1.0)
 
 
 def _long_spans(curve: StepMemory) -> list[tuple[str, int, int]]:

@@ -53,15 +53,6 @@ def save(figure: Any, path: str | Path) -> None:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another file.") from None
 
 
-def schedule_picture(schedule: Schedule, path: str | Path, **options: Any) -> None:
-    """Writes schedule_figure(schedule, **options) to a .png or .svg.
-
-    Raises:
-      ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
-    save(schedule_figure(schedule, **options), path)
-
-
 def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backward_cost: float = 2.0) -> Any:
     """Timeline of every stage, with its residual slots in use over time and their maximum.
 

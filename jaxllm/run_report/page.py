@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import ConfigError
-from jaxllm.plan.data_ranks import RankRow
+from jaxllm.plan.data_ranks import OverRanks, RankRow
 from jaxllm.run_report.history import COMPILING, DATA, DOWN, EVALUATING, REDONE, SAVING, STARTING, TRAINING, History
 from jaxllm.run_report.summary import COMPILED, ESTIMATE, IN_USE, RunReport, duration
 from jaxllm.run_report.svg import (
@@ -100,8 +100,8 @@ def page(report: RunReport) -> str:
     if times_s:
         parts += ["<h2>Where the time went</h2>", f'<div class="bar">{time_bar(times_s)}</div>', _time_table(times_s)]
     parts += ["<h2>Effect of more data ranks</h2>", *_paragraphs(report.verdict())]
-    if report.over_ranks is not None:
-        parts += [_grid(rank_charts(report)), f'<div class="wide">{_rank_table(report)}</div>']
+    if (over := report.over_ranks) is not None:
+        parts += [_grid(rank_charts(report, over)), f'<div class="wide">{_rank_table(report, over)}</div>']
         parts.append(f'<p class="small">{escape(CAVEAT)}</p>')
     return _HEAD.replace("TITLE", name) + "\n".join(parts) + "\n</body>\n</html>\n"
 
@@ -163,11 +163,8 @@ def time_bar(times_s: dict[str, float]) -> str:
     return parts_bar("From the first start to the last step", [(name, s, _PART_COLORS[name]) for name, s in times_s.items()])
 
 
-def rank_charts(report: RunReport) -> list[str]:
+def rank_charts(report: RunReport, over: OverRanks) -> list[str]:
     """Hours and GPU-hours to the loss against data ranks that fit, with a band for the noise scale's interval."""
-    over = report.over_ranks
-    if over is None:
-        return []
     marks = [Mark(report.own_ranks, "this run", GREY)]
     if over.stops_paying is not None:
         marks.append(Mark(over.stops_paying, "stops paying", RED))
@@ -212,10 +209,7 @@ def _time_table(times_s: dict[str, float]) -> str:
     return _table(["", "time", "share"], rows, numbers=True)
 
 
-def _rank_table(report: RunReport) -> str:
-    over = report.over_ranks
-    if over is None:
-        return ""
+def _rank_table(report: RunReport, over: OverRanks) -> str:
     heading = ["data ranks", "GPUs", "microbatches", "batch, tokens", "steps", "tokens", "a step", "hours", "GPU-hours", ""]
     rows, classes = [], []
     for row in over.rows:

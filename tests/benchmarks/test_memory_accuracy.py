@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import scripts
+from choices import choices_of
 
-from jaxllm.plan.space import REMATS, choice_in, choices_of
+from jaxllm.plan.space import REMATS, choice_in
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLES = ("memory_calibration.csv", "memory_accuracy.csv")

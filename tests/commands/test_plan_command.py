@@ -20,9 +20,10 @@ from jaxllm.commands import plan as plan_command
 from jaxllm.commands.plan import Compiler, Request, outcome, plan, processes
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.config import ConfigError, config_folder, load_config
-from jaxllm.cost_model import memory
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.plan import search as search_module
 from jaxllm.plan.confirm import InlineExecutor
 from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.recipe import recipe as recipe_of
@@ -188,7 +189,7 @@ def test_the_table_shows_candidates_and_reasons(recipe):
 
 
 def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
-    real, calls = memory.estimate_memory, []
+    real, calls = estimate_memory, []
 
     def stopped(config, gpu=None):
         calls.append(config)
@@ -196,7 +197,7 @@ def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(memory, "estimate_memory", stopped)
+    monkeypatch.setattr(search_module, "estimate_memory", stopped)
     out = tmp_path / "best.yaml"
     result = run(recipe, "--gpus", "16", "--compile", "8", "--json", "--out", str(out))
     assert result.exit_code == 130
@@ -211,14 +212,14 @@ KEEP = ["--keep", "schedule", "--keep", "zero", "--keep", "remat"]
 
 
 def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
-    real = memory.estimate_memory
+    real = estimate_memory
 
     def stopped(config, gpu=None):
         if config.devices == 4:
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(memory, "estimate_memory", stopped)
+    monkeypatch.setattr(search_module, "estimate_memory", stopped)
     arguments = [recipe, "--gpus", "16", "--compile", "0", "--sweep", "gpus", *KEEP]
     result = run(*arguments, "--json")
     assert result.exit_code == 130
@@ -278,7 +279,7 @@ def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     def stopped(config, gpu=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(memory, "estimate_memory", stopped)
+    monkeypatch.setattr(search_module, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "16")
     assert result.exit_code == 130
     assert "interrupted before any config that fits was found" in result.stderr

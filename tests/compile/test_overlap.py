@@ -1,6 +1,7 @@
 """Simulated overlap of hand-written HLO, and the hidden share of the transfers in the real 4D step."""
 
 import pytest
+import scripts
 
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.overlap import by_kind, simulate_overlap, total
@@ -9,6 +10,7 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import all_gather_s, group_of, links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
 
+launches_of = scripts.load("benchmarks/hlo_budget.py").launches
 H100 = GPUS["h100-80gb"]
 AXES = {"pipe": 1, "data": 4, "context": 1, "tensor": 2}
 FLOPS_PER_S = 989e12 * FITTED.hopper_matmul_share
@@ -60,16 +62,19 @@ MATMUL, SMALL_MATMUL = 2 * 8192**3, 2 * 1024**3
 
 @pytest.fixture
 def played():
-    return {(t.kind, t.in_loops, t.asynchronous): t for t in simulate_overlap(Module(TEXT, AXES), H100, 8)}
+    return {
+        (t.collective.kind, bool(t.collective.loops), t.collective.asynchronous): t
+        for t in simulate_overlap(Module(TEXT, AXES), H100, 8)
+    }
 
 
 def test_flops_are_counted_where_they_lie(played):
     module = Module(TEXT, AXES)
     assert module.flops("fused") == module.flops("body") == SMALL_MATMUL
     assert module.flops(module.entry) == MATMUL + 5 * SMALL_MATMUL
-    assert played["all-gather", False, True].flops_behind == MATMUL
-    assert played["all-reduce", False, True].flops_behind == 0
-    assert played["all-gather", True, True].flops_behind == SMALL_MATMUL
+    assert played["all-gather", False, True].collective.flops_behind == MATMUL
+    assert played["all-reduce", False, True].collective.flops_behind == 0
+    assert played["all-gather", True, True].collective.flops_behind == SMALL_MATMUL
 
 
 def test_a_loop_of_unknown_turns_is_said():
@@ -88,7 +93,7 @@ def test_a_loop_of_unknown_turns_is_said():
 def test_fp8_counts_as_any_other():
     text = TEXT.replace("%b.1 = bf16[8192,8192]", "%b.1 = f8e4m3fn[8192,8192]").replace("$gemm", "$lt$matmul$f8")
     assert Module(text, AXES).flops("main") == MATMUL + 5 * SMALL_MATMUL
-    faster = {t.flops_behind: t for t in simulate_overlap(Module(text, AXES), H100, 8, fp8=True)}
+    faster = {t.collective.flops_behind: t for t in simulate_overlap(Module(text, AXES), H100, 8, fp8=True)}
     assert faster[SMALL_MATMUL].exposed_s > 0
     assert faster[MATMUL].exposed_s == 0
 
@@ -142,19 +147,19 @@ def test_two_transfers_over_one_link_take_turns():
     start = "  %s.9 = (bf16[2048,4096]{1,0}, bf16[8192,4096]{1,0}) all-gather-start(%a.1), " + DATA + ", dimensions={0}\n"
     done = "  %s.8 = bf16[8192,4096]{1,0} all-gather-done(%s.9)\n"
     text = TEXT.replace("  %m.1 =", start + "  %m.1 =").replace("  %r.1 =", done + "  %r.1 =")
-    first, second = [t for t in simulate_overlap(Module(text, AXES), H100, 8) if t.flops_behind == MATMUL]
+    first, second = [t for t in simulate_overlap(Module(text, AXES), H100, 8) if t.collective.flops_behind == MATMUL]
     assert first.exposed_s == 0
     assert second.exposed_s == pytest.approx(max(0, 2 * second.transfer_s - MATMUL / FLOPS_PER_S))
 
 
 def test_kernels_are_counted_once_and_as_often_as_they_run():
-    launches = Module(TEXT, AXES).launches()
-    ops = sorted(launch.op for launch in launches)
+    launches = launches_of(Module(TEXT, AXES))
+    ops = sorted(op for op, _ in launches)
     # The condition's comparison is a kernel too.
     assert ops == sorted(
         ["all-gather-start", "custom-call", "all-reduce-start", "all-gather-start", "fusion", "all-gather", "compare"]
     )
-    assert sum(launch.executed for launch in launches) == 3 + 5 * 4
+    assert sum(executed for _, executed in launches) == 3 + 5 * 4
 
 
 # ----------------------------------------------------------------------------------------------------------- the real step

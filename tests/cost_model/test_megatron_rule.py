@@ -13,10 +13,10 @@ from jaxllm.cost_model.megatron import (
     megatron_fits,
     megatron_flops_per_token,
     megatron_memory,
-    megatron_memory_by_stage,
     nominal_bytes,
 )
 
+megatron_memory_by_stage = scripts.load("benchmarks/megatron_stages.py").megatron_memory_by_stage
 GIB = 2**30
 HALF_DIGIT = 0.00501
 """Tolerance for figures printed with two digits; some are midway between two of them, as 10.375 is."""

@@ -8,6 +8,7 @@ import random
 
 import jax
 import pytest
+from choices import choices_of, space
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
@@ -42,10 +43,8 @@ from jaxllm.plan.space import (
     ZEROS,
     Mesh,
     choice_in,
-    choices_of,
     meshes,
     schedules,
-    space,
     why_not,
     zero_divides,
 )

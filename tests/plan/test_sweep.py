@@ -5,6 +5,7 @@ import itertools
 import math
 
 import pytest
+from choices import space
 from plan_stand_ins import Memory, Time, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, load_config
@@ -14,7 +15,6 @@ from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, ring_all_
 from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.search_text import sweep_lines
-from jaxllm.plan.space import space
 from jaxllm.plan.sweep import (
     MOST_TOKENS,
     gradient_reduction_s,

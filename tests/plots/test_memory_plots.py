@@ -13,7 +13,7 @@ from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.plan.estimate import estimate
-from jaxllm.plots.candidates import candidates_figure, candidates_picture, frontier
+from jaxllm.plots.candidates import candidates_figure, frontier
 from jaxllm.plots.memory import (
     ACTIVATIONS,
     GIB,
@@ -28,6 +28,7 @@ from jaxllm.plots.memory import (
     variations,
 )
 from jaxllm.plots.memory_timeline import compile_with_buffers, draw_step, step_figure
+from jaxllm.plots.schedule import save
 
 H100 = GPUS["h100-80gb"]
 RECIPE = {
@@ -213,7 +214,7 @@ def test_bytes_in_use_are_those_that_any_live_buffer_covers():
     curve = step_memory(ASSIGNMENT, LIVES, PROGRAM)
     # b and c share memory; d overlaps a; host memory, parameters and a kernel's own buffers do not count.
     assert curve.used_bytes.tolist() == [0, 100, 300, 260, 260, 50]
-    assert (curve.peak_bytes, curve.allocated_bytes) == (300, 350)
+    assert (curve.used_bytes.max(), curve.allocated_bytes) == (300, 350)
     assert curve.phases == (FORWARD, FORWARD, BACKWARD, BACKWARD, UPDATE, UPDATE)
     assert list(curve.spans()) == [(FORWARD, 0, 2), (BACKWARD, 2, 4), (UPDATE, 4, 6)]
 
@@ -229,7 +230,7 @@ def test_the_curve_stands_on_what_is_held_beside_the_estimate():
     curve, stage = step_memory(ASSIGNMENT, LIVES, PROGRAM), StageMemory(1, {"moments": 700, "logits": 600})
     axes, beside = step_figure(curve, 1000, stage, capacity_bytes=1500).axes
     drawn = max(patch.get_data().values.max() for patch in axes.patches if hasattr(patch, "get_data"))
-    assert drawn * 2**20 == pytest.approx(1000 + curve.peak_bytes)
+    assert drawn * 2**20 == pytest.approx(1000 + curve.used_bytes.max())
     assert sorted(round(y * 2**20) for y in horizontal(axes)) == [1300, 1350, 1500]
     assert [height * 2**20 for height in heights(beside)] == [pytest.approx(1300)]
 
@@ -239,7 +240,7 @@ def test_the_curve_of_a_compiled_step_peaks_where_xla_says():
     """Gaps between buffers are a hundredth at most; nothing else is allocated."""
     curve, memory = compile_with_buffers(load_config(TINY).resolve(2), H100, 2)
     assert curve.allocated_bytes == memory.temp_size_in_bytes
-    assert 0.99 * curve.allocated_bytes <= curve.peak_bytes <= curve.allocated_bytes
+    assert 0.99 * curve.allocated_bytes <= curve.used_bytes.max() <= curve.allocated_bytes
     assert len(curve.phases) == len(curve.used_bytes)
     firsts = [curve.phases.index(phase) for phase in (FORWARD, BACKWARD, UPDATE)]
     assert firsts == sorted(firsts)
@@ -268,9 +269,10 @@ def test_candidates_are_at_their_compiled_bytes_if_there_are_some(tmp_path):
         {**mesh, "estimate_bytes": 10 * GIB, "compiled_bytes": 12 * GIB, "tokens_per_s_per_gpu": 900.0},
         {**mesh, "estimate_bytes": 20 * GIB, "compiled_bytes": None, "tokens_per_s_per_gpu": 800.0},
     ]
-    (axes,) = candidates_figure(candidates, capacity_bytes=70 * GIB).axes
+    figure = candidates_figure(candidates, capacity_bytes=70 * GIB)
+    (axes,) = figure.axes
     estimated, compiled, best = (collection.get_offsets().tolist() for collection in axes.collections)
     assert (estimated, compiled, best) == ([[20, 800]], [[12, 900]], [[12, 900]])
     assert [text.get_text() for text in axes.texts] == ["fastest: data 4, tensor 2; ZeRO 1, microbatch 2, remat full"]
-    candidates_picture(candidates, tmp_path / "candidates.svg")
+    save(figure, tmp_path / "candidates.svg")
     assert b"<svg" in (tmp_path / "candidates.svg").read_bytes()

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.config import ConfigError
 from jaxllm.pipeline_schedule import forward_only, idle_share, make_schedule
-from jaxllm.plots.schedule import schedule_figure, schedule_picture
+from jaxllm.plots.schedule import save, schedule_figure
 
 PIPELINES = [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 8, 2), ("1f1b", 2, 1, 1)]
 
@@ -47,9 +47,9 @@ def test_the_grey_that_is_left_is_the_idle_share(pipeline, backward_cost):
 
 @pytest.mark.usefixtures("needs_matplotlib")
 def test_pictures_are_written_large_and_small(tmp_path):
-    schedule_picture(make_schedule("interleaved", 4, 64, 4), tmp_path / "large.png", slot_bytes=2**28)
+    save(schedule_figure(make_schedule("interleaved", 4, 64, 4), slot_bytes=2**28), tmp_path / "large.png")
     assert (tmp_path / "large.png").read_bytes().startswith(b"\x89PNG")
-    schedule_picture(forward_only(2, 3), tmp_path / "evaluation.svg")
+    save(schedule_figure(forward_only(2, 3)), tmp_path / "evaluation.svg")
     assert b"<svg" in (tmp_path / "evaluation.svg").read_bytes()
 
 
@@ -71,11 +71,11 @@ def test_bytes_stand_beside_slots_and_crowded_labels_are_left_out():
 )
 def test_files_that_cannot_be_are_refused(tmp_path, name, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        schedule_picture(make_schedule("1f1b", 2, 2), tmp_path / name)
+        save(schedule_figure(make_schedule("1f1b", 2, 2)), tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[notebook\]'"):
-        schedule_picture(make_schedule("1f1b", 2, 2), tmp_path / "timeline.png")
+        schedule_figure(make_schedule("1f1b", 2, 2))
