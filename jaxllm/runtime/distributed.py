@@ -17,8 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +29,7 @@ from jaxllm.runtime import exit_codes, launchers, xla_flags
 from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.initialize import JoinedRun, initialize
 from jaxllm.runtime.launchers import LaunchInfo
+from jaxllm.runtime.peer_link import Member
 from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.runtime.rendezvous_checks import too_few_gpus
 from jaxllm.stderr import flush, print_sentence
@@ -111,15 +111,6 @@ def cache_folder() -> Path:
 def is_main_process() -> bool:
     """Whether this is the one process that writes logs, metrics and the config."""
     return jax.process_index() == 0
-
-
-@dataclass(frozen=True)
-class Member:
-    """One process of a run."""
-
-    rank: int
-    host: str
-    pid: int
 
 
 def launch_info() -> LaunchInfo:
@@ -314,10 +305,8 @@ def _close_monitor() -> None:
 def _leave(code: int) -> None:
     if _monitor is not None:
         _monitor.leave(code)
-    try:
+    with suppress(Exception):
         coordination_client().wait_at_barrier("jaxllm/failed", ERROR_BARRIER_MS)
-    except Exception:
-        pass
     flush()
     if is_main_process():
         time.sleep(LAST_TO_LEAVE_S)

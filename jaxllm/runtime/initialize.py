@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import socket
-import threading
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -24,6 +23,7 @@ from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
 from jaxllm.runtime.rendezvous import Answer, RendezvousError
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.socket_messages import connect, listen
+from jaxllm.runtime.time_limit import time_limit
 from jaxllm.stderr import print_sentence
 
 JAX_START_S = 60
@@ -90,10 +90,7 @@ def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_t
     jax.config.update("jax_enable_preemption_service", False)
     # After its own limit JAX aborts the process from C++ with a stack trace: print the message before it does.
     limit_s = min(launch.start_timeout_s, JAX_START_S)
-    timer = threading.Timer(limit_s, _exit_unstarted, [launch, answer, limit_s, exit_code])
-    timer.daemon = True
-    timer.start()
-    try:
+    with time_limit(limit_s, _exit_unstarted, launch, answer, limit_s, exit_code):
         jax.distributed.initialize(
             launch.address,
             launch.num_processes,
@@ -104,8 +101,6 @@ def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_t
             heartbeat_timeout_seconds=max(round(2 * peer_timeout_s), 2),
             shutdown_timeout_seconds=max(round(2 * peer_timeout_s), LEAST_SHUTDOWN_S),
         )
-    finally:
-        timer.cancel()
 
 
 def _exit_unstarted(launch: Launch, answer: Answer, limit_s: float, exit_code: int) -> None:

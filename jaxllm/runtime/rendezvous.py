@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import selectors
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,7 +102,8 @@ def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> sock
         except OSError as error:
             kind = ConfigError
             if error.errno != errno.EADDRINUSE:
-                why = f"cannot be opened ({error.strerror})"
+                # The error's own text also has the address that was tried.
+                why = f"cannot be opened ({os.strerror(error.errno or 0)})"
             elif time.monotonic() < until_s:
                 time.sleep(0.5)
                 continue
@@ -271,13 +274,11 @@ class _Connection:
             return True
 
     def send(self, text: str) -> None:
-        try:
+        # A process that is gone or frozen is detected when its next message does not come.
+        with suppress(OSError):
             self.socket.settimeout(SEND_S)
             self.socket.sendall(f"{MAGIC}{text}\n".encode())
             self.socket.setblocking(False)
-        except OSError:
-            # The process is gone or frozen: detected when its next message does not come.
-            pass
 
 
 # ---------------------------------------------------------------------------------------------------------------- the others

@@ -48,10 +48,6 @@ class Fit:
     """Bytes that a step may use on one device."""
 
     @property
-    def fits(self) -> bool:
-        return self.memory.peak_bytes <= self.capacity_bytes
-
-    @property
     def line(self) -> str:
         """Line in the header of a run."""
         share = self.memory.peak_bytes / self.capacity_bytes
@@ -94,17 +90,16 @@ def check_memory(
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = estimate or partial(estimate_memory, gpu=gpu)
     fit = Fit(estimate(config), capacity_bytes)
-    if fit.fits:
+    if fit.memory.peak_bytes <= capacity_bytes:
         return fit
     too_much = (
         f"A step needs {readable(fit.memory.peak_bytes)} on a device by the estimate, and may take "
         f"{readable(fit.capacity_bytes)}"
     )
-    if fit.memory.peak_bytes <= (1 + DOUBT) * capacity_bytes:
-        log.warning("%s: the run starts anyway, because the estimate may be off by this much.", too_much)
-        return fit
-    if config.run.allow_overcommit:
-        log.warning("%s: the run starts anyway, because of run.allow_overcommit=true.", too_much)
+    in_doubt = fit.memory.peak_bytes <= (1 + DOUBT) * capacity_bytes
+    if in_doubt or config.run.allow_overcommit:
+        because = "the estimate may be off by this much" if in_doubt else "of run.allow_overcommit=true"
+        log.warning("%s: the run starts anyway, because %s.", too_much, because)
         return fit
     cure = _cheapest(config, capacity_bytes, gpu, estimate)
     raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start anyway.")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -65,11 +66,9 @@ class JsonLines:
             raise _unwritable(self._path, error) from None
 
     def close(self) -> None:
-        try:
+        # `write` has reported an error. Closing tries to flush again.
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            # `write` has reported the error. Closing tries to flush again.
-            pass
 
 
 class Spikes:
