@@ -144,10 +144,8 @@ def initial_weights(config: Config) -> WeightsSource | None:
     ours_said = config.model.model_dump(mode="json")
     for key in MAY_DIFFER:
         if key in source.model and source.model[key] != ours_said[key]:
-            log.warning(
-                "The weights of train.init_from come from a model with model.%s=%s; this run sets %s.",
-                *(key, source.model[key], ours_said[key]),
-            )
+            differs = (key, source.model[key], ours_said[key])
+            log.warning("The weights of train.init_from come from a model with model.%s=%s; this run sets %s.", *differs)
     return source
 
 

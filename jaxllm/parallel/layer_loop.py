@@ -73,9 +73,8 @@ class Ring:
     def _moved(self, tree: Tree, space: Any) -> Tree:
         """`tree` with the leaves that wait on the host moved to `space`."""
         leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten(
-            [jax.device_put(x, space) if away else x for x, away in zip(leaves, self.on_host, strict=True)]
-        )
+        moved = [jax.device_put(x, space) if away else x for x, away in zip(leaves, self.on_host, strict=True)]
+        return structure.unflatten(moved)
 
 
 class Pass(NamedTuple):

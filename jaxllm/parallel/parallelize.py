@@ -43,16 +43,13 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         return reduction.run(plain, params, batch)[:2]
 
-    def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:
-        return reduction.run(measuring, params, batch)
-
     def without_gradients(region: Any, params: Params, batch: Batch) -> Any:
         on_ranks = ctx.on_ranks(region, in_specs=(ctx.weight_specs, ctx.batch_spec), out_specs=PartitionSpec())
         return on_ranks(ctx.compute_copy(params), batch)
 
     return Parallelized(
         value_and_grad=value_and_grad,
-        value_grad_and_parts=value_grad_and_parts,
+        value_grad_and_parts=partial(reduction.run, measuring),
         loss_sum=partial(without_gradients, loss),
         layer_norms=partial(without_gradients, norms),
         initialize=partial(initial_params, config),
@@ -69,7 +66,6 @@ class GradientReduction:
     def __init__(self, ctx: ParallelContext):
         self._ctx = ctx
         per_replica: SpecTransform = partial(replica_spec, replicas=ctx.config.parallel.replica)
-        self._per_replica = per_replica
         # Gradients of several replicas leave the region apart. With DiLoCo weights, gradients and loss are all per replica.
         self._has_replicas = ctx.is_diloco or ctx.config.parallel.replica > 1
         self._weight_transform = per_replica if ctx.is_diloco else shared_by_replicas
@@ -107,6 +103,6 @@ class GradientReduction:
         gradients = {name: g if self._ctx.is_zero_sharded(name, 2) else total(g) for name, g in gradients.items()}
         if self._has_replicas and not self._ctx.is_diloco:
             # Pinned first, or XLA would all-reduce full gradients over all replicas and scatter them afterwards.
-            gradients = self._ctx.pin(gradients, self._ctx.master_specs, self._per_replica)
+            gradients = self._ctx.pin(gradients, self._ctx.master_specs, self._gradient_transform)
             gradients = jax.tree.map(lambda g: g.sum(0), gradients)
         return gradients

@@ -288,18 +288,16 @@ def _start_monitor(joined: JoinedRun, rank: int, silence_s: float) -> None:
     # `rank` is an argument: JAX would start its devices to find it, which waits for all others, and these must be watched by
     # then.
     _monitor = PeerMonitor(rank, members(), joined.listener or (joined.answer.address, joined.answer.monitor_port), silence_s)
-    atexit.register(_close_monitor)
+    atexit.register(_close_monitor, _monitor)
 
 
-def _close_monitor() -> None:
+def _close_monitor(monitor: PeerMonitor) -> None:
     """Runs at exit, before JAX waits for the others."""
-    if _monitor is None:
-        return
     # Python printed it, so nothing caught it: the others would wait for this process in vain.
     if (error := getattr(sys, "last_value", None)) is not None and not hasattr(sys, "ps1"):
-        _monitor.announce_failure(_as_sentence(error), 1)
+        monitor.announce_failure(_as_sentence(error), 1)
         _leave(1)
-    _monitor.close_gracefully()
+    monitor.close_gracefully()
 
 
 def _leave(code: int) -> None:

@@ -219,9 +219,8 @@ def _open_mpi(environ: Mapping[str, str]) -> _LauncherVariables | None:
     size, here = environ.get("OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if not size or not environ.get("OMPI_COMM_WORLD_RANK"):
         return None
-    return _LauncherVariables(
-        "open mpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", several_hosts=bool(here) and here != size
-    )
+    several_hosts = bool(here) and here != size
+    return _LauncherVariables("open mpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", several_hosts=several_hosts)
 
 
 def _slurm(environ: Mapping[str, str]) -> _LauncherVariables | None:

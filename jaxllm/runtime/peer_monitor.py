@@ -199,12 +199,12 @@ class PeerMonitor:
                 self._receive_notice(StopNotice(sentence, exit_codes.LOST))
             last_s = now
             self._check_timeouts(now)
-            if self._notice is not None and self._stop(self._notice):
-                return
+            if self._notice is not None:
+                return self._stop(self._notice)
 
-    def _stop(self, notice: StopNotice) -> bool:
-        """Prints the notice and ends the process, unless the process fails by itself. Returns True when nothing is left to
-        watch (if `end` returns).
+    def _stop(self, notice: StopNotice) -> None:
+        """Prints the notice and ends the process, unless the process fails by itself. Nothing is left to watch afterwards (if
+        `end` returns).
         """
         until_s = time.monotonic() + notice.wait_s
         while not self._failing and (left_s := until_s - time.monotonic()) > 0:
@@ -212,7 +212,7 @@ class PeerMonitor:
         if self._failing:
             # The main thread or the watchdog prints its own message and exits; here only the others' exits are watched.
             self._wait_for_disconnects(LEAVE_S)
-            return True
+            return
         self._print(notice.sentence)
         if notice.stuck:
             if where := self.status_by_process():
@@ -222,7 +222,6 @@ class PeerMonitor:
             self._wait_for_disconnects(LEAVE_S)
         flush()
         self._end(notice.code)
-        return True
 
     def _wait_for_disconnects(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s

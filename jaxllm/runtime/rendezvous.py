@@ -211,7 +211,7 @@ class _Rendezvous:
             self.selector.register(connection, selectors.EVENT_READ, _Connection(connection))
 
     def _read(self, connection: _Connection) -> None:
-        messages = connection.receive()
+        messages = connection.reader.receive(connection.socket)
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
@@ -257,13 +257,6 @@ class _Connection:
         self.info: ProcessInfo | None = None
         self.ready = False
         """The process has confirmed that it is still there."""
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """New messages; None if the other end closed, or does not speak this protocol."""
-        try:
-            return self.reader.receive(self.socket)
-        except ValueError:
-            return None
 
     def hung_up(self) -> bool:
         try:

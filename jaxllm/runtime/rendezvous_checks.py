@@ -147,10 +147,8 @@ def missing(launch: Launch, infos: Mapping[int, ProcessInfo], there: Collection[
         names += f" ({_some([launch.hosts[rank] for rank in absent])})"
     left = [str(infos[rank]) for rank in absent if rank in infos]
     gone = f", where {_some(left)} disconnected again" if left else ""
-    came = [
-        f"{spans([info.rank for info in on_host])} on {on_host[0].host}"
-        for on_host in group_by_host([infos[r] for r in sorted(there)])
-    ]
+    hosts = group_by_host([infos[rank] for rank in sorted(there)])
+    came = [f"{spans([info.rank for info in on_host])} on {on_host[0].host}" for on_host in hosts]
     hint = ""
     if is_loopback(launch.host):
         hint = f"; only processes of this host reach {launch.host}"

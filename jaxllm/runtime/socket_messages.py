@@ -21,18 +21,14 @@ class Reader:
         self._longest_bytes, self._prefix, self._buffer = longest_bytes, prefix.encode(), b""
 
     def receive(self, connection: socket.socket) -> list[dict[str, Any]] | None:
-        """Messages that have come, of a socket that does not block; None if the other end is closed.
-
-        Raises:
-          ValueError: what came is not a message.
-        """
+        """Messages that have come, of a socket that does not block; None if the other end is closed or sends anything else."""
         try:
             received = connection.recv(65536)
+            return self.read(received) if received else None
         except BlockingIOError:
             return []
-        except OSError:
+        except (OSError, ValueError):
             return None
-        return self.read(received) if received else None
 
     def read(self, received: bytes) -> list[dict[str, Any]]:
         """Messages that are complete with these bytes.

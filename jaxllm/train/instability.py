@@ -10,7 +10,6 @@ losses and norms are then part of the state, so that a resumed run skips the sam
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.sharding import stack_dims
+from jaxllm.train.metrics_lines import metrics_lines
 
 WINDOW = 128
 """Number of past steps that define the usual level."""
@@ -123,12 +123,8 @@ class Watch:
 
     def recall(self, metrics: Path) -> None:
         """Restores the usual level from the last lines of a run's metrics.jsonl."""
-        if not metrics.exists():
-            return
-        with metrics.open(encoding="utf-8") as lines:
-            # Other lines, such as those of evaluations, are in between.
-            last = [json.loads(line) for line in deque(lines, maxlen=4 * WINDOW)]
-        for line in last:
+        # Other lines, such as those of evaluations, are in between.
+        for line in map(json.loads, metrics_lines(metrics)[-4 * WINDOW :]):
             if line.get("loss") is not None and line.get("grad_norm") is not None:
                 self._recent = self._recent.after(np.array([line["loss"], line["grad_norm"]]), np)
 

@@ -140,15 +140,13 @@ class OutOfMemoryAdvice:
     trainer: Any = None
     """The run's Trainer, once it exists."""
     capacity_of: Callable[[jax.Device], int | None] = field(default=capacity_of)
-    estimate: EstimateMemory | None = None
-    """Default: estimate_memory, for the local kind of GPU."""
 
     def text(self, error: BaseException) -> str:
         """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less."""
         device = jax.local_devices()[0]
         config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
         gpu = gpu_from_device_kind(device.device_kind)
-        estimate = self.estimate or partial(estimate_memory, gpu=gpu)
+        estimate = partial(estimate_memory, gpu=gpu)
         capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
         target = round(SAFER_SHARE * memory.peak_bytes)
         if capacity_bytes is not None:

@@ -16,6 +16,7 @@ from typing import Protocol
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
 from jaxllm.train.instability import spike_line
+from jaxllm.train.metrics_lines import metrics_lines
 
 Record = dict[str, float | int]
 
@@ -44,7 +45,7 @@ class JsonLines:
             raise _unwritable(path, error) from None
 
     def _begin(self, path: Path, last_step: int) -> None:
-        before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        before = metrics_lines(path)
         kept = [line for line in before if _step_of(line) <= last_step]
         if len(kept) < len(before):
             new = path.with_suffix(".new")
