@@ -55,7 +55,6 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         initialize=partial(initial_params, config),
         master_shardings=named(mesh, ctx.master_specs),
         table=ctx.table,
-        layouts=ctx.layouts,
         attention=ctx.attention,
     )
 

@@ -67,7 +67,5 @@ class Parallelized:
     master_shardings: Any
     table: Any
     """Nested dict of Parameter."""
-    layouts: Any
-    """Nested dict of Layout."""
     attention: str
     """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""

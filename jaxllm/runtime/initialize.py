@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -35,19 +34,11 @@ SPARE_FILES = 512
 """File descriptors of a process besides its connections to the others."""
 
 
-@dataclass(frozen=True)
-class JoinedRun:
-    """Result of the start-up in this process."""
-
-    answer: Answer
-    listener: socket.socket | None
-    """On process 0, the socket that listens on answer.monitor_port."""
-
-
 def initialize(
     launch: Launch, launch_info: LaunchInfo, environ: MutableMapping[str, str], *, cpu: bool, flags: str, peer_timeout_s: float
-) -> JoinedRun:
-    """Runs the rendezvous and starts `jax.distributed`.
+) -> tuple[Answer, socket.socket | None]:
+    """Runs the rendezvous and starts `jax.distributed`. Returns its answer and, on process 0, the socket that listens on
+    answer.monitor_port.
 
     Args:
       environ: of this process. Its proxy variables are changed to let JAX through.
@@ -81,7 +72,7 @@ def initialize(
         raise
     devices = answer.devices if answer.devices is None or chosen is None else [chosen[index] for index in answer.devices]
     _start_jax(launch, answer, devices, peer_timeout_s, exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT)
-    return JoinedRun(answer, listener)
+    return answer, listener
 
 
 def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_timeout_s: float, exit_code: int) -> None:

@@ -58,11 +58,6 @@ class Launch:
     """Host of each rank, where the launcher gives them and each host has one process."""
 
     @property
-    def by(self) -> str:
-        """The launcher's name, for messages."""
-        return LAUNCHERS[self.launcher]
-
-    @property
     def address(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
