@@ -180,22 +180,16 @@ def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
 class Board:
     """Key-value store shared by all processes of a run: each sees a text as soon as another has put it; nothing waits.
 
-    Every process must make its boards in the same order. With one process a board is a dict.
+    Every process must make its boards in the same order. A run of one process makes boards too, but must not use them.
     """
 
     def __init__(self) -> None:
         self._folder = f"jaxllm/board/{next(_boards)}/"
-        self._alone: dict[str, str] = {}
 
     def put(self, name: str, text: str) -> None:
-        if jax.distributed.is_initialized():
-            coordination_client().key_value_set(self._folder + name, text, allow_overwrite=True)
-        else:
-            self._alone[name] = text
+        coordination_client().key_value_set(self._folder + name, text, allow_overwrite=True)
 
     def read(self) -> dict[str, str]:
-        if not jax.distributed.is_initialized():
-            return dict(self._alone)
         return {key.rpartition("/")[2]: text for key, text in coordination_client().key_value_dir_get(self._folder)}
 
 
