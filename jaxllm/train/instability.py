@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.sharding import stack_dims
-from jaxllm.train.metrics_lines import metrics_lines
 
 WINDOW = 128
 """Number of past steps that define the usual level."""
@@ -150,6 +149,11 @@ class Watch:
             f"(train.max_skips_in_a_row={self._most}): lower optimizer.learning_rate, or look at the samples that "
             f"run.dir/spikes.jsonl names; the weights are those from before."
         )
+
+
+def metrics_lines(path: Path) -> list[str]:
+    """Lines of a run's metrics.jsonl with their ends; a crash may have truncated the last one. Empty if there is no file."""
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
 
 
 def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] | None:

@@ -15,8 +15,7 @@ from typing import Protocol
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.instability import spike_line
-from jaxllm.train.metrics_lines import metrics_lines
+from jaxllm.train.instability import metrics_lines, spike_line
 
 Record = dict[str, float | int]
 

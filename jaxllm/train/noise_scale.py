@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.plan.noise_scale_text import NoiseEstimate
-from jaxllm.train.metrics_lines import metrics_lines
+from jaxllm.train.instability import metrics_lines
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0

@@ -14,7 +14,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
-from jaxllm.train.metrics_lines import metrics_lines
+from jaxllm.train.instability import metrics_lines
 from jaxllm.train.trainer import Trainer
 
 
