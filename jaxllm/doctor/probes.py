@@ -91,10 +91,6 @@ class Facts:
     cpus: int
     environment: dict[str, str]
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Facts:
-        return cls(**{**values, "cards": [Card(**card) for card in values["cards"]]})
-
 
 def facts(driver: str | None, cards: list[Card]) -> Facts:
     """Facts of this process, once JAX runs; the driver's part was asked before (`gpu_cards`)."""
@@ -123,7 +119,8 @@ def facts(driver: str | None, cards: list[Card]) -> Facts:
 
 def gather(here: Facts) -> list[Facts]:
     """Facts of all processes, by rank; every process must call it."""
-    return [Facts.from_json(values) for values in gather_json(asdict(here))]
+    found = gather_json(asdict(here))
+    return [Facts(**{**values, "cards": [Card(**card) for card in values["cards"]]}) for values in found]
 
 
 def gather_json(here: Any) -> list[Any]:
