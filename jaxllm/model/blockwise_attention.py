@@ -222,8 +222,9 @@ def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 
         for size in reversed(sizes):
             q, k, v, segments, *found = (_cut(x, size) for x in (*inputs, *found))
             early, late = slice(0, size // 2), slice(size // 2, size)
-            ends = Mask(False, segments[:, late], segments[:, early])
-            block = off_diagonal.forward(q[:, late], k[:, early], v[:, early], ends)
+            block = off_diagonal.forward(
+                q[:, late], k[:, early], v[:, early], Mask(False, segments[:, late], segments[:, early])
+            )
             merged = merge(Partial(*(x[:, late] for x in found)), block)
             both = (jnp.concatenate([x[:, early], y], axis=1) for x, y in zip(found, merged, strict=True))
             found = [_uncut(x, shape) for x in both]

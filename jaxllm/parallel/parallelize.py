@@ -43,13 +43,16 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         return reduction.run(plain, params, batch)[:2]
 
+    def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:
+        return reduction.run(measuring, params, batch)
+
     def without_gradients(region: Any, params: Params, batch: Batch) -> Any:
         on_ranks = ctx.on_ranks(region, in_specs=(ctx.weight_specs, ctx.batch_spec), out_specs=PartitionSpec())
         return on_ranks(ctx.compute_copy(params), batch)
 
     return Parallelized(
         value_and_grad=value_and_grad,
-        value_grad_and_parts=partial(reduction.run, measuring),
+        value_grad_and_parts=value_grad_and_parts,
         loss_sum=partial(without_gradients, loss),
         layer_norms=partial(without_gradients, norms),
         initialize=partial(initial_params, config),
