@@ -48,6 +48,10 @@ class Fit:
     """Bytes that a step may use on one device."""
 
     @property
+    def fits(self) -> bool:
+        return self.memory.peak_bytes <= self.capacity_bytes
+
+    @property
     def line(self) -> str:
         """Line in the header of a run."""
         share = self.memory.peak_bytes / self.capacity_bytes
@@ -90,7 +94,7 @@ def check_memory(
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = estimate or partial(estimate_memory, gpu=gpu)
     fit = Fit(estimate(config), capacity_bytes)
-    if fit.memory.peak_bytes <= capacity_bytes:
+    if fit.fits:
         return fit
     too_much = (
         f"A step needs {readable(fit.memory.peak_bytes)} on a device by the estimate, and may take "
