@@ -215,9 +215,8 @@ def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Calla
 
     def mapped(*inputs: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
-        return jax.shard_map(function, mesh=mesh, axis_names={TENSOR}, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-            *inputs
-        )
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(function, mesh=mesh, axis_names={TENSOR}, **specs, check_vma=False)(*inputs)
 
     return mapped
 

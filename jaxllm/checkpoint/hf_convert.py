@@ -26,7 +26,7 @@ from jaxllm.pretrained.folder import INDEX, TOKENIZER, Folder, HuggingFaceFolder
 from jaxllm.pretrained.names import EMBEDDING, HEAD, Entry
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
-from jaxllm.pretrained.streaming import LARGEST_FILE, Advance, Layout, Move, describe_model, in_files, stream
+from jaxllm.pretrained.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream
 
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
 """Name, dtype and shape of each tensor in a set of files."""
@@ -104,9 +104,8 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     with new_folder(destination, layout.total_bytes, force) as aside:
         with progress(moves, "from Hugging Face") as advance:
             stream(moves, layout, aside, advance)
-        (aside / MODEL).write_text(
-            describe_model(folder.model, folder.description, folder.common_dtype, layout, {"hugging_face": _remembered(folder)})
-        )
+        more = {"hugging_face": _remembered(folder)}
+        (aside / MODEL).write_text(describe_model(folder.model, folder.description, folder.common_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
         agreement = require_agreement(folder.path, aside) if verify else None
     names = tuple(sorted({move.dtype.name for move in moves}))
@@ -163,7 +162,8 @@ def to_hf(
         with progress(moves, "to Hugging Face") as advance:
             stream(moves, layout, aside, advance)
         if len(layout.files) > 1:
-            (aside / INDEX).write_text(_index(layout))
+            index = {"metadata": {"total_size": layout.total_bytes}, "weight_map": layout.home}
+            (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         copy_companions(folder.companions, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Rounding to another dtype makes another model.
@@ -253,10 +253,6 @@ def _in_their_order(folder: Folder, tensors: Tensors) -> Tensors:
     first = [name for name in (EMBEDDING,) if name in tensors]
     last = [name for name in tensors if name not in {*layered, *first}]
     return {name: tensors[name] for name in (*first, *layered, *last)}
-
-
-def _index(layout: Layout) -> str:
-    return json.dumps({"metadata": {"total_size": layout.total_bytes}, "weight_map": layout.home}, indent=2) + "\n"
 
 
 def _config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, object]:

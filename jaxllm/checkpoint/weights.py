@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.arrays import read_arrays, restacked
-from jaxllm.checkpoint.files import META, STATE, damage, newest_whole, read_meta, why
-from jaxllm.checkpoint.orbax_reader import OrbaxFolder
+from jaxllm.checkpoint.files import META, STATE, damage, newest_whole, read_meta
+from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, read_json
 from jaxllm.pretrained.folder import TOKENIZER, Folder, copy_companions, is_model_folder, open_folder
@@ -144,10 +144,8 @@ def initial_weights(config: Config) -> WeightsSource | None:
     ours_said = config.model.model_dump(mode="json")
     for key in MAY_DIFFER:
         if key in source.model and source.model[key] != ours_said[key]:
-            log.warning(
-                "The weights of train.init_from come from a model with model.%s=%s; this run sets %s.",
-                *(key, source.model[key], ours_said[key]),
-            )
+            differs = (key, source.model[key], ours_said[key])
+            log.warning("The weights of train.init_from come from a model with model.%s=%s; this run sets %s.", *differs)
     return source
 
 
@@ -163,12 +161,8 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     """
     if source.opened is not None:
         return load_params(source.opened, like)
-    try:
+    with in_one_sentence(source.folder):
         read = read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"The weights in {source.folder} cannot be read ({why(error)}): use others.") from None
     return restacked(read, like)
 
 

@@ -16,6 +16,7 @@ from jaxllm.doctor.probes import Collective, Facts, Folder
 from jaxllm.mesh import AXES, REPLICA
 from jaxllm.placement import crossings
 from jaxllm.runtime.launchers import LaunchInfo
+from jaxllm.runtime.rendezvous_checks import runs_of
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -74,12 +75,8 @@ def driver(processes: Sequence[Facts], forced: bool) -> Iterator[Row]:
     first = next((one for one in processes if one.driver is not None), None)
     if first is None or first.driver is None:
         if any(one.platform == "gpu" for one in processes):
-            yield Row(
-                "driver",
-                WARN,
-                "nvidia-smi does not answer",
-                "put it into PATH: without it other users of the GPUs are not known",
-            )
+            todo = "put it into PATH: without it other users of the GPUs are not known"
+            yield Row("driver", WARN, "nvidia-smi does not answer", todo)
         else:
             yield Row("driver", OK, "none: no NVIDIA GPUs here")
         return
@@ -166,9 +163,8 @@ def memory(processes: Sequence[Facts]) -> Iterator[Row]:
         if busy:
             most = max(card.used_bytes for one in busy for card in one.cards)
             found += f"; before it took them, up to {readable(most)} of a GPU were in use: {_processes(busy)}"
-            yield Row(
-                "gpu memory", WARN, found, "end the other programs there (nvidia-smi shows them), if this job may use all GPUs"
-            )
+            todo = "end the other programs there (nvidia-smi shows them), if this job may use all GPUs"
+            yield Row("gpu memory", WARN, found, todo)
         elif gpu and min(limits) < 0.98 * due:
             found += f", less than {XLA_MEMORY_FRACTION:.0%} of the {readable(gpu.memory_bytes)} that a {gpu.name} has"
             yield Row("gpu memory", WARN, found, "unset XLA_CLIENT_MEM_FRACTION and similar variables, or plan with less")
@@ -309,13 +305,8 @@ def _processes(some: Sequence[Facts]) -> str:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Text such as '0-3, 7'."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    runs = runs_of(sorted(numbers))
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _count(number: int, thing: str) -> str:

@@ -13,9 +13,9 @@ doctor/checks.py judges.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.probes import Collective, Facts
 from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.runtime import distributed, xla_flags
+from jaxllm.runtime.time_limit import time_limit
 from jaxllm.stderr import print_sentence
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
@@ -147,7 +148,9 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
         known = gpu or gpu_from_device_kind(mesh.devices.flat[0].device_kind)
         for axis in (axis for axis in mesh.axis_names if mesh.shape[axis] > 1):
             group = widest_group(mesh.devices, hosts, axis)
-            for one in _measured(mesh, axis):
+            size = CPU_BYTES if mesh.devices.flat[0].platform == "cpu" else GPU_BYTES
+            # A collective that hangs can be ended only with the process.
+            for one in probes.collectives(mesh, axis, size, limited=partial(time_limit, STUCK_S, _give_up, axis)):
                 # The model does not cover ranks that are spread unevenly over their hosts.
                 if known is not None and group.size == one.ranks:
                     links = links_of(known, BANDWIDTH_SHARE)
@@ -173,27 +176,7 @@ def _mesh(config: Config | None, parallel: ParallelConfig | None, hosts: Mapping
     return parallel
 
 
-def _measured(mesh: jax.sharding.Mesh, axis: str) -> Iterator[Collective]:
-    """probes.collectives with a time limit for each: a collective that hangs can be ended only with the process."""
-    size = CPU_BYTES if mesh.devices.flat[0].platform == "cpu" else GPU_BYTES
-    timer: threading.Timer | None = None
-
-    def on_begin(what: str) -> None:
-        nonlocal timer
-        if timer is not None:
-            timer.cancel()
-        timer = threading.Timer(STUCK_S, _give_up, [what, axis])
-        timer.daemon = True
-        timer.start()
-
-    try:
-        yield from probes.collectives(mesh, axis, size, on_begin)
-    finally:
-        if timer is not None:
-            timer.cancel()
-
-
-def _give_up(what: str, axis: str) -> None:
+def _give_up(axis: str, what: str) -> None:
     print_sentence(
         f"Process {jax.process_index()} has been in {what} over {axis} for {STUCK_S:.0f} s: check that all hosts reach each "
         f"other on every port, and with NCCL_DEBUG=INFO which network NCCL uses (NCCL_SOCKET_IFNAME selects another)."

@@ -21,7 +21,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -91,10 +91,6 @@ class Facts:
     cpus: int
     environment: dict[str, str]
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Facts:
-        return cls(**{**values, "cards": [Card(**card) for card in values["cards"]]})
-
 
 def facts(driver: str | None, cards: list[Card]) -> Facts:
     """Facts of this process, once JAX runs; the driver's part was asked before (`gpu_cards`)."""
@@ -123,7 +119,8 @@ def facts(driver: str | None, cards: list[Card]) -> Facts:
 
 def gather(here: Facts) -> list[Facts]:
     """Facts of all processes, by rank; every process must call it."""
-    return [Facts.from_json(values) for values in gather_json(asdict(here))]
+    found = gather_json(asdict(here))
+    return [Facts(**{**values, "cards": [Card(**card) for card in values["cards"]]}) for values in found]
 
 
 def gather_json(here: Any) -> list[Any]:
@@ -212,7 +209,6 @@ class Folder:
     unseen: tuple[int, ...] = ()
     """Processes whose files process 0 did not see."""
     free_bytes: int = 0
-    written_bytes: int = 0
     write_bytes_per_s: float = 0.0
     """Until the data was on the disk. 0: not measured by this process."""
     read_bytes_per_s: float = 0.0
@@ -308,9 +304,8 @@ def _speed(path: Path) -> dict[str, Any]:
                 read += len(part)
         read_s = time.perf_counter() - begin
     except OSError as failure:
-        return {"error": _reason(failure), "written_bytes": written}
-    rates = {"write_bytes_per_s": written / write_s, "read_bytes_per_s": read / read_s}
-    return {"written_bytes": written, **rates}
+        return {"error": _reason(failure)}
+    return {"write_bytes_per_s": written / write_s, "read_bytes_per_s": read / read_s}
 
 
 # --------------------------------------------------------------------------------------------------------------- collectives
@@ -331,12 +326,14 @@ class Collective:
     """Whether every device has the expected numbers."""
 
 
-def collectives(mesh: Mesh, axis: str, size_bytes: int, before: Callable[[str], None]) -> Iterator[Collective]:
+def collectives(
+    mesh: Mesh, axis: str, size_bytes: int, limited: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[Collective]:
     """Times all-reduce, all-gather and permute along an axis; every process must call it, and iterate over all of them.
 
     Args:
       size_bytes: of the full array; each device takes about this much and twice that.
-      before: called with the name of each before it begins.
+      limited: called with the name of each; the context in which it is measured.
     """
     ranks, shape = mesh.shape[axis], mesh.devices.shape
     numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(shape), axis_index(axis), -1)
@@ -353,25 +350,20 @@ def collectives(mesh: Mesh, axis: str, size_bytes: int, before: Callable[[str], 
         "permute": (partial(lax.ppermute, axis_name=axis, perm=ring), 1, expected(np.roll(numbers, 1, -1)[..., None])),
     }
     for what, (function, parts, values) in kinds.items():
-        before(what)
         length = max(size_bytes // 4 // parts, 1)
-        seconds, right = _time(mesh, function, length, values)
-        slowest, all_right = max(gather_json(seconds)), all(gather_json(right))
+        with limited(what):
+            seconds, right = _time(mesh, function, length, values)
+            slowest, all_right = max(gather_json(seconds)), all(gather_json(right))
         yield Collective(what, axis, ranks, 4 * length * parts, slowest, all_right)
 
 
 def _time(mesh: Mesh, function: Callable[[jax.Array], jax.Array], length: int, values: np.ndarray) -> tuple[float, bool]:
     """(median seconds, whether the devices of this process have values[device, part]); a device's input is its number."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    count = mesh.devices.size
-    fill = jax.jit(
-        lambda: jnp.broadcast_to(jnp.arange(count, dtype=jnp.float32)[:, None], (count, length)), out_shardings=sharding
-    )
-    run = jax.jit(
-        jax.shard_map(function, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False),
-        out_shardings=sharding,
-    )
-    given = fill()
+    shape = (mesh.devices.size, length)
+    given = jax.jit(lambda: lax.broadcasted_iota(jnp.float32, shape, 0), out_shardings=sharding)()
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
+    run = jax.jit(mapped, out_shardings=sharding)
     # Compiles, and NCCL chooses its route.
     answer = jax.block_until_ready(run(given))
     right = True

@@ -106,10 +106,8 @@ def _forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask) -> Partial:
         return Partial(o_BSNH.astype(jnp.float32), lse_BNS.swapaxes(1, 2))
     lengths, (q_seen_BS, _) = _padding(mask)
     o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], False, lengths)
-    return Partial(
-        jnp.where(q_seen_BS[..., None, None], o_BSNH, 0).astype(jnp.float32),
-        jnp.where(q_seen_BS[..., None], lse_BNS.swapaxes(1, 2), NOTHING),
-    )
+    o_BSNH = jnp.where(q_seen_BS[..., None, None], o_BSNH, 0).astype(jnp.float32)
+    return Partial(o_BSNH, jnp.where(q_seen_BS[..., None], lse_BNS.swapaxes(1, 2), NOTHING))
 
 
 def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:

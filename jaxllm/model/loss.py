@@ -45,26 +45,10 @@ def cross_entropy(
       chunk_tokens: logits exist for about this many of the B S tokens at once (at least one position of each sequence).
       z_loss_weight: factor of log(Z)^2 (PaLM, section 5).
     """
-    return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)[0]
+    return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)[0]
 
 
-def loss_and_gradients(
-    h_BSD, head_VD, targets_BS, weights_BS, dhead_VD, *, part: VocabularySlice, vocab_size, chunk_tokens, z_loss_weight
-):
-    """(loss, dh_BSD, dhead_VD): cross_entropy's loss and the objective's gradients, for a head with a `part` of the vocabulary.
-    dh_BSD is this rank's part of a sum over ranks. The float32 dhead_VD is the argument with the gradient added.
-    """
-    arguments = (h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)
-    (_, loss), (dh_BSD, dhead_VD) = _sums(*arguments, dhead_VD=dhead_VD, part=part)
-    return loss, dh_BSD, dhead_VD
-
-
-def loss_alone(h_BSD, head_VD, targets_BS, weights_BS, *, part: VocabularySlice, vocab_size, chunk_tokens):
-    """cross_entropy's loss, for a head with a `part` of the vocabulary."""
-    return _sums(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, 0.0, part=part)[0][1]
-
-
-def _sums(
+def sums_and_gradients(
     h_BSD,
     head_VD,
     targets_BS,
@@ -76,7 +60,10 @@ def _sums(
     dhead_VD=None,
     part: VocabularySlice = VocabularySlice(),
 ) -> tuple[Any, Any]:
-    """((objective, loss), (dh_BSD, dhead_VD)). Without a float32 dhead_VD to add to, the gradients are None."""
+    """((objective, loss), (dh_BSD, dhead_VD)): cross_entropy's sums and the objective's gradients, for a head with a `part` of
+    the vocabulary. dh_BSD is this rank's part of a sum over ranks. The float32 dhead_VD is the argument with the gradient
+    added. Without it there are no gradients: None.
+    """
     with_gradients = dhead_VD is not None
     B, S, D = h_BSD.shape
     chunks = min(S, -(-B * S // chunk_tokens))
@@ -125,7 +112,8 @@ def _sums(
 
 
 def _forward(h_BSD, head_VD, *arguments):
-    sums, (dh_BSD, dhead_VD) = _sums(h_BSD, head_VD, *arguments, dhead_VD=jnp.zeros(head_VD.shape, jnp.float32))
+    zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
+    sums, (dh_BSD, dhead_VD) = sums_and_gradients(h_BSD, head_VD, *arguments, dhead_VD=zeros_VD)
     return sums, (dh_BSD, dhead_VD.astype(head_VD.dtype))
 
 

@@ -35,7 +35,8 @@ from jaxllm.sharding import tensor_shard_map, tensor_specs, unstack_layout
 
 
 class GradSquareNorms:
-    """The GradientTap that measures the gradient noise scale: squares of gradients, before they are added to others.
+    """Takes the squares of gradients before they are added to others or reduced. The forward and backward pass get such a tap
+    if the step measures the gradient noise scale; without it they do nothing for it.
 
     Squares are float32 [tensor]. Their sum over `tensor` and `context` is the squared norm of the gradients' sum over
     `context`.
@@ -51,7 +52,7 @@ class GradSquareNorms:
         self._layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
 
     def on_layer(self, gradients: Tree) -> jax.Array:
-        """Squares of one layer's gradients."""
+        """Squares of one layer's gradients, to be added up over layers."""
         return self._squares(gradients, self._layer)
 
     def on_microbatch(self, gradients: dict[str, Tree]) -> jax.Array:

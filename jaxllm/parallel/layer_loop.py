@@ -43,8 +43,9 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.config.remat_policy import Policy
 from jaxllm.model.llama import BlockContext, BlockFunction
+from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
+from jaxllm.parallel.types import Tree, WeightAccess
 from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
 from jaxllm.parallel.zero import Sinks
 from jaxllm.private_jax import empty_on_host
@@ -72,9 +73,8 @@ class Ring:
     def _moved(self, tree: Tree, space: Any) -> Tree:
         """`tree` with the leaves that wait on the host moved to `space`."""
         leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten(
-            [jax.device_put(x, space) if away else x for x, away in zip(leaves, self.on_host, strict=True)]
-        )
+        moved = [jax.device_put(x, space) if away else x for x, away in zip(leaves, self.on_host, strict=True)]
+        return structure.unflatten(moved)
 
 
 class Pass(NamedTuple):
@@ -118,7 +118,7 @@ class LayerLoop:
         length: int,
         policy: Policy,
         access: WeightAccess = WeightAccess(),
-        tap: GradientTap | None = None,
+        tap: GradSquareNorms | None = None,
         *,
         unroll: int | bool = 1,
     ):

@@ -11,7 +11,7 @@ weights, or the output of one, as a factor. Weight decay leaves zero unchanged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,9 +59,7 @@ class Stacking:
 
     def describe(self, parameter: Parameter) -> Parameter:
         """A parameter of the layers with the shape and dims that are stored."""
-        return Parameter(
-            parameter.path, (*self.shape, *parameter.shape[1:]), parameter.dtype, (*self.dims, *parameter.dims[1:])
-        )
+        return replace(parameter, shape=(*self.shape, *parameter.shape[1:]), dims=(*self.dims, *parameter.dims[1:]))
 
 
 def stacking_of(config: Config) -> Stacking:

@@ -17,7 +17,7 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
 from jaxllm.model.llama import BlockContext, apply_block
-from jaxllm.model.loss import VocabularySlice, loss_alone, loss_and_gradients
+from jaxllm.model.loss import VocabularySlice, sums_and_gradients
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
@@ -42,7 +42,7 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
     """Gradients by a pipeline schedule."""
     parallel, stack_dims, scatter = ctx.config.parallel, ctx.stack_dims, ctx.access.scatter
 
-    def finalize_gradient(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
+    def finalize(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
         if name == "layers":
             g = g.reshape(*w.shape[:stack_dims], *g.shape[1:])
         return g if name == "layers" and scatter else g[None]
@@ -57,9 +57,7 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
         squares = stage_tap.new((B, S, ctx.config.model.hidden_size)) if stage_tap else None
         stage = LlamaStage(ctx, flat, scale, tap, stage_tap)
         loss, sums = _run(ctx, schedule, stage, batch, StageSums(zeros, squares))
-        gradients = {
-            name: jax.tree.map(partial(finalize_gradient, name), sums.gradients[name], weights[name]) for name in weights
-        }
+        gradients = {name: jax.tree.map(partial(finalize, name), sums.gradients[name], weights[name]) for name in weights}
         parts = tap.parts(sums.squares.by_microbatch, batch["mask"], ctx.loss_axes) if tap else None
         return jax.lax.psum(loss, ctx.loss_axes), gradients, parts
 
@@ -157,8 +155,9 @@ class LlamaStage:
         weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * self._scale, 0)
         normed_BSD, norm_backward = jax.vjp(self._norm, self._weights["final_norm"], h_BSD)
         before_VD = gradients[self._head] if self._tap is None else jnp.zeros_like(gradients[self._head])
-        inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS, before_VD)
-        loss, dnormed_BSD, dhead_VD = loss_and_gradients(*inputs, z_loss_weight=self._z_loss_weight, **self._bounds)
+        inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS)
+        options = self._bounds | {"z_loss_weight": self._z_loss_weight, "dhead_VD": before_VD}
+        (_, loss), (dnormed_BSD, dhead_VD) = sums_and_gradients(*inputs, **options)
         # Each stage runs the norm's backward on its part. The map is linear, so the parts are added after it.
         dnorm, dh_BSD = norm_backward(self._ops.constrain(dnormed_BSD, FULL_SEQUENCE))
         squares = sums.squares
@@ -173,7 +172,7 @@ class LlamaStage:
         rows, head_VD = microbatch.rows, self._weights[self._head]
         weights_BS = rows["mask"].astype(jnp.float32) * self._scale
         normed_BSD = self._norm(self._weights["final_norm"], h_BSD)
-        return loss_alone(normed_BSD, head_VD, rows["targets"], weights_BS, **self._bounds)
+        return sums_and_gradients(normed_BSD, head_VD, rows["targets"], weights_BS, z_loss_weight=0.0, **self._bounds)[0][1]
 
     def new_ring(self, slots: int, h_BSD: jax.Array, microbatch: Microbatch) -> Ring:
         return self._loop.new_ring(slots, self._weights["layers"], h_BSD, self._block_context(microbatch.rows))

@@ -58,7 +58,6 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         initialize=partial(initial_params, config),
         master_shardings=named(mesh, ctx.master_specs),
         table=ctx.table,
-        layouts=ctx.layouts,
         attention=ctx.attention,
     )
 
@@ -69,7 +68,6 @@ class GradientReduction:
     def __init__(self, ctx: ParallelContext):
         self._ctx = ctx
         per_replica: SpecTransform = partial(replica_spec, replicas=ctx.config.parallel.replica)
-        self._per_replica = per_replica
         # Gradients of several replicas leave the region apart. With DiLoCo weights, gradients and loss are all per replica.
         self._has_replicas = ctx.is_diloco or ctx.config.parallel.replica > 1
         self._weight_transform = per_replica if ctx.is_diloco else shared_by_replicas
@@ -107,6 +105,6 @@ class GradientReduction:
         gradients = {name: g if self._ctx.is_zero_sharded(name, 2) else total(g) for name, g in gradients.items()}
         if self._has_replicas and not self._ctx.is_diloco:
             # Pinned first, or XLA would all-reduce full gradients over all replicas and scatter them afterwards.
-            gradients = self._ctx.pin(gradients, self._ctx.master_specs, self._per_replica)
+            gradients = self._ctx.pin(gradients, self._ctx.master_specs, self._gradient_transform)
             gradients = jax.tree.map(lambda g: g.sum(0), gradients)
         return gradients

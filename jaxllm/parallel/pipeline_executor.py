@@ -28,6 +28,7 @@ messages are sent at the top of the next tick, behind the head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -38,7 +39,7 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.mesh import PIPE, TENSOR
 from jaxllm.parallel.types import Batch, Rows, Tree
-from jaxllm.pipeline_table import Group, Run, Schedule, Units
+from jaxllm.pipeline_table import Group, Run, Schedule
 from jaxllm.sharding import tensor_shard_map
 
 
@@ -234,15 +235,12 @@ def table_rows(schedule: Schedule) -> dict[str, Any]:
     tick ago).
     """
 
-    def units(table: Units) -> dict[str, np.ndarray]:
-        return {"chunk": table.chunk, "microbatch": table.microbatch, "slot": table.slot, "valid": table.valid}
-
     def entry(microbatch: np.ndarray) -> dict[str, np.ndarray]:
         return {"microbatch": np.maximum(microbatch, 0), "valid": microbatch >= 0}
 
     return {
-        "forward": units(schedule.forward),
-        "backward": units(schedule.backward),
+        "forward": asdict(schedule.forward),
+        "backward": asdict(schedule.backward),
         "embed_mb": entry(schedule.embed_mb),
         "head_mb": entry(schedule.head_mb),
         "embed_backward_mb": entry(schedule.embed_backward_mb),

@@ -16,9 +16,10 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.model.llama import scan_layers
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel.context import ParallelContext
+from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import Batch, GradientRegion, GradientTap, LossRegion, Params, Rows
+from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows
 from jaxllm.parallel.zero import Sinks, sink
 
 Sums = Callable[[Sinks | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Array]]
@@ -26,7 +27,7 @@ Sums = Callable[[Sinks | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Ar
 (zero.py) the objective is differentiated with respect to the weights."""
 
 
-def gradient_region(ctx: ParallelContext, tap: GradientTap | None = None) -> GradientRegion:
+def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> GradientRegion:
     """Gradients by autodiff, a microbatch at a time."""
     gradient = jax.value_and_grad(microbatch_sums(ctx, tap), argnums=0 if ctx.zero else 1, has_aux=True)
 
@@ -65,7 +66,7 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
     return region
 
 
-def new_sinks(ctx: ParallelContext, tap: GradientTap | None = None) -> Sinks | None:
+def new_sinks(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> Sinks | None:
     """Sinks for one microbatch; None where gradients are those of the weights."""
     if ctx.zero is None:
         return None
@@ -73,7 +74,7 @@ def new_sinks(ctx: ParallelContext, tap: GradientTap | None = None) -> Sinks | N
     return Sinks(gradients, tap.zeros() if tap else None)
 
 
-def microbatch_sums(ctx: ParallelContext, tap: GradientTap | None = None) -> Sums:
+def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> Sums:
     """The forward pass of one microbatch, to be differentiated."""
     model, train, ops, zero = ctx.config.model, ctx.config.train, ctx.ops, ctx.zero
     policy, unroll = policy_of(ctx.config.parallel.remat), unrolling(model)

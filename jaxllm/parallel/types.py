@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,27 +48,6 @@ LossRegion = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 """(weights, batch) -> (sum of token losses over the batch of all ranks along batch_axes, number of targets)"""
 
 
-class GradientTap(Protocol):
-    """Takes figures of gradients before they are added to others or reduced. The forward and backward pass get one if the step
-    measures the noise scale (GradSquareNorms in grad_square_norms.py); without it they do nothing for it."""
-
-    def on_layer(self, gradients: Tree) -> jax.Array:
-        """Figures of one layer's gradients, to be added up over layers."""
-        ...
-
-    def on_microbatch(self, gradients: dict[str, Tree]) -> jax.Array:
-        """Figures of a microbatch's gradients of some or all top-level entries."""
-        ...
-
-    def zeros(self) -> jax.Array:
-        """Figures of no gradients."""
-        ...
-
-    def parts(self, squares_MT: jax.Array, mask_MBS: jax.Array, loss_axes: tuple[str, ...]) -> NoiseParts:
-        """The step's sums, from the figures of each microbatch and the mask of its targets."""
-        ...
-
-
 @dataclass(frozen=True)
 class Parallelized:
     """The functions that training needs of a model on one mesh."""
@@ -88,7 +67,5 @@ class Parallelized:
     master_shardings: Any
     table: Any
     """Nested dict of Parameter."""
-    layouts: Any
-    """Nested dict of Layout."""
     attention: str
     """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.mesh import ZERO_AXES
-from jaxllm.parallel.types import GradientTap, Tree, WeightAccess
+from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.types import Tree, WeightAccess
 from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 
 
@@ -51,7 +52,7 @@ class Zero:
         self.access = WeightAccess(_gather(layer) if level == 3 else None, _scatter(layer))
         """To one layer, for a loop over layers."""
 
-    def read(self, weights: Tree, sinks: Sinks | None, tap: GradientTap | None = None) -> Tree:
+    def read(self, weights: Tree, sinks: Sinks | None, tap: GradSquareNorms | None = None) -> Tree:
         """Full weights of the entries outside the layer stack. Their gradients go to `sinks`, and the squares that `tap` takes
         of the gradients before they are reduced go to sinks.squares. Without sinks there is no backward pass.
         """

@@ -17,8 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,9 +27,11 @@ from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.runtime import exit_codes, launchers, xla_flags
 from jaxllm.runtime.cuda_driver import visible_gpus
-from jaxllm.runtime.initialize import JoinedRun, initialize
+from jaxllm.runtime.initialize import initialize
 from jaxllm.runtime.launchers import LaunchInfo
+from jaxllm.runtime.peer_link import Member
 from jaxllm.runtime.peer_monitor import PeerMonitor
+from jaxllm.runtime.rendezvous import Answer
 from jaxllm.runtime.rendezvous_checks import too_few_gpus
 from jaxllm.stderr import flush, print_sentence
 
@@ -47,7 +48,7 @@ EXCHANGE_LIMIT_MS = 3_600_000
 """Process 0 may have to read a checkpoint of terabytes while the others wait."""
 
 _exchanges, _boards = itertools.count(), itertools.count()
-_joined: JoinedRun | None = None
+_answer: Answer | None = None
 _monitor: PeerMonitor | None = None
 
 
@@ -59,7 +60,7 @@ def start(run: RunConfig) -> None:
       ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; the variables of the launcher or JAXLLM_*
         are not valid; the processes do not fit together, or not all of them come in time.
     """
-    global _joined
+    global _answer
     late_flags = xla_flags.apply(run)
     launch = launchers.find(os.environ)
     if has_backends():
@@ -69,7 +70,8 @@ def start(run: RunConfig) -> None:
                 f"{jax.default_backend()} devices in this process: start a new one (in a notebook, restart the kernel)."
             )
         if launch and not jax.distributed.is_initialized():
-            who = f"{launchers.COORDINATOR} is set" if launch.launcher == "variables" else f"{launch.by} started several"
+            by = launchers.LAUNCHERS[launch.launcher]
+            who = f"{launchers.COORDINATOR} is set" if launch.launcher == "variables" else f"{by} started several"
             raise ConfigError(f"{who}, but JAX already runs alone in this process: start a new one.")
         if late_flags and run.deterministic:
             raise ConfigError(
@@ -88,8 +90,8 @@ def start(run: RunConfig) -> None:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
     if launch and not jax.distributed.is_initialized():
         flags, limit_s = xla_flags.given_flags(), run.peer_timeout_s
-        _joined = initialize(launch, launch_info(), os.environ, cpu=on_cpu, flags=flags, peer_timeout_s=limit_s)
-        _start_monitor(_joined, launch.process_id, limit_s)
+        _answer, listener = initialize(launch, launch_info(), os.environ, cpu=on_cpu, flags=flags, peer_timeout_s=limit_s)
+        _start_monitor(listener or (_answer.address, _answer.monitor_port), launch.process_id, limit_s)
 
 
 def start_without_devices() -> None:
@@ -113,15 +115,6 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-@dataclass(frozen=True)
-class Member:
-    """One process of a run."""
-
-    rank: int
-    host: str
-    pid: int
-
-
 def launch_info() -> LaunchInfo:
     """The launch that this process belongs to. It works before `start` too, and without a device."""
     return launchers.launch_info(os.environ)
@@ -129,8 +122,8 @@ def launch_info() -> LaunchInfo:
 
 def members() -> list[Member]:
     """All processes of this run by rank, as they met in `start`; only this process in a run of one."""
-    if _joined is not None:
-        return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_joined.answer.members)]
+    if _answer is not None:
+        return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_answer.members)]
     return [Member(0, socket.gethostname(), os.getpid())]
 
 
@@ -187,22 +180,16 @@ def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
 class Board:
     """Key-value store shared by all processes of a run: each sees a text as soon as another has put it; nothing waits.
 
-    Every process must make its boards in the same order. With one process a board is a dict.
+    Every process must make its boards in the same order. A run of one process makes boards too, but must not use them.
     """
 
     def __init__(self) -> None:
         self._folder = f"jaxllm/board/{next(_boards)}/"
-        self._alone: dict[str, str] = {}
 
     def put(self, name: str, text: str) -> None:
-        if jax.distributed.is_initialized():
-            coordination_client().key_value_set(self._folder + name, text, allow_overwrite=True)
-        else:
-            self._alone[name] = text
+        coordination_client().key_value_set(self._folder + name, text, allow_overwrite=True)
 
     def read(self) -> dict[str, str]:
-        if not jax.distributed.is_initialized():
-            return dict(self._alone)
         return {key.rpartition("/")[2]: text for key, text in coordination_client().key_value_dir_get(self._folder)}
 
 
@@ -291,33 +278,29 @@ def _as_sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 
 
-def _start_monitor(joined: JoinedRun, rank: int, silence_s: float) -> None:
+def _start_monitor(to: tuple[str, int] | socket.socket, rank: int, silence_s: float) -> None:
     """Watches the other processes (peer_monitor.py) from now until this process ends."""
     global _monitor
     # `rank` is an argument: JAX would start its devices to find it, which waits for all others, and these must be watched by
     # then.
-    _monitor = PeerMonitor(rank, members(), joined.listener or (joined.answer.address, joined.answer.monitor_port), silence_s)
-    atexit.register(_close_monitor)
+    _monitor = PeerMonitor(rank, members(), to, silence_s)
+    atexit.register(_close_monitor, _monitor)
 
 
-def _close_monitor() -> None:
+def _close_monitor(monitor: PeerMonitor) -> None:
     """Runs at exit, before JAX waits for the others."""
-    if _monitor is None:
-        return
     # Python printed it, so nothing caught it: the others would wait for this process in vain.
     if (error := getattr(sys, "last_value", None)) is not None and not hasattr(sys, "ps1"):
-        _monitor.announce_failure(_as_sentence(error), 1)
+        monitor.announce_failure(_as_sentence(error), 1)
         _leave(1)
-    _monitor.close_gracefully()
+    monitor.close_gracefully()
 
 
 def _leave(code: int) -> None:
     if _monitor is not None:
         _monitor.leave(code)
-    try:
+    with suppress(Exception):
         coordination_client().wait_at_barrier("jaxllm/failed", ERROR_BARRIER_MS)
-    except Exception:
-        pass
     flush()
     if is_main_process():
         time.sleep(LAST_TO_LEAVE_S)

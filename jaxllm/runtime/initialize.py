@@ -7,11 +7,9 @@ import logging
 import os
 import resource
 import socket
-import threading
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -24,6 +22,7 @@ from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
 from jaxllm.runtime.rendezvous import Answer, RendezvousError
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.socket_messages import connect, listen
+from jaxllm.runtime.time_limit import time_limit
 from jaxllm.stderr import print_sentence
 
 JAX_START_S = 60
@@ -35,19 +34,11 @@ SPARE_FILES = 512
 """File descriptors of a process besides its connections to the others."""
 
 
-@dataclass(frozen=True)
-class JoinedRun:
-    """Result of the start-up in this process."""
-
-    answer: Answer
-    listener: socket.socket | None
-    """On process 0, the socket that listens on answer.monitor_port."""
-
-
 def initialize(
     launch: Launch, launch_info: LaunchInfo, environ: MutableMapping[str, str], *, cpu: bool, flags: str, peer_timeout_s: float
-) -> JoinedRun:
-    """Runs the rendezvous and starts `jax.distributed`.
+) -> tuple[Answer, socket.socket | None]:
+    """Runs the rendezvous and starts `jax.distributed`. Returns its answer and, on process 0, the socket that listens on
+    answer.monitor_port.
 
     Args:
       environ: of this process. Its proxy variables are changed to let JAX through.
@@ -81,7 +72,7 @@ def initialize(
         raise
     devices = answer.devices if answer.devices is None or chosen is None else [chosen[index] for index in answer.devices]
     _start_jax(launch, answer, devices, peer_timeout_s, exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT)
-    return JoinedRun(answer, listener)
+    return answer, listener
 
 
 def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_timeout_s: float, exit_code: int) -> None:
@@ -90,10 +81,7 @@ def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_t
     jax.config.update("jax_enable_preemption_service", False)
     # After its own limit JAX aborts the process from C++ with a stack trace: print the message before it does.
     limit_s = min(launch.start_timeout_s, JAX_START_S)
-    timer = threading.Timer(limit_s, _exit_unstarted, [launch, answer, limit_s, exit_code])
-    timer.daemon = True
-    timer.start()
-    try:
+    with time_limit(limit_s, _exit_unstarted, launch, answer, limit_s, exit_code):
         jax.distributed.initialize(
             launch.address,
             launch.num_processes,
@@ -104,8 +92,6 @@ def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_t
             heartbeat_timeout_seconds=max(round(2 * peer_timeout_s), 2),
             shutdown_timeout_seconds=max(round(2 * peer_timeout_s), LEAST_SHUTDOWN_S),
         )
-    finally:
-        timer.cancel()
 
 
 def _exit_unstarted(launch: Launch, answer: Answer, limit_s: float, exit_code: int) -> None:

@@ -58,11 +58,6 @@ class Launch:
     """Host of each rank, where the launcher gives them and each host has one process."""
 
     @property
-    def by(self) -> str:
-        """The launcher's name, for messages."""
-        return LAUNCHERS[self.launcher]
-
-    @property
     def address(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
@@ -219,9 +214,8 @@ def _open_mpi(environ: Mapping[str, str]) -> _LauncherVariables | None:
     size, here = environ.get("OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if not size or not environ.get("OMPI_COMM_WORLD_RANK"):
         return None
-    return _LauncherVariables(
-        "open mpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", several_hosts=bool(here) and here != size
-    )
+    several_hosts = bool(here) and here != size
+    return _LauncherVariables("open mpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", several_hosts=several_hosts)
 
 
 def _slurm(environ: Mapping[str, str]) -> _LauncherVariables | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxllm.config import ConfigError
 from jaxllm.runtime import exit_codes, progress
@@ -22,13 +22,13 @@ GRACE_S = 2.0
 another's error waits for its own, since most bad input is found by all."""
 
 
-class Member(Protocol):
-    @property
-    def rank(self) -> int: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def pid(self) -> int: ...
+@dataclass(frozen=True)
+class Member:
+    """One process of a run."""
+
+    rank: int
+    host: str
+    pid: int
 
 
 class PeerStatus(NamedTuple):

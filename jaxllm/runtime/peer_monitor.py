@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from jaxllm.runtime import exit_codes, progress
@@ -113,21 +114,16 @@ class PeerMonitor:
         with self._lock:
             if self._failing:
                 return
-            self._failing = True
             for_others = code if code == exit_codes.BAD_INPUT else exit_codes.LOST
             self._send_notice(StopNotice(f"{self.name()} failed: {sentence}", for_others, own_error=True))
 
     def announce_stop(self, sentence: str, code: int) -> None:
         """Call it from a process that is about to exit at once with `code` though nothing is wrong; the others do the same."""
-        with self._lock:
-            self._failing = True
-            self._send_notice(StopNotice(f"{self.name()} was {sentence}", code, own_error=True))
+        self._send_notice(StopNotice(f"{self.name()} was {sentence}", code, own_error=True))
 
     def announce_stuck(self, sentence: str) -> None:
         """Call it from a watchdog that is about to end this process; the others print their stacks too, and exit."""
-        with self._lock:
-            self._failing = True
-            self._send_notice(StopNotice(sentence, exit_codes.LOST, stuck=True))
+        self._send_notice(StopNotice(sentence, exit_codes.LOST, stuck=True))
 
     def close_gracefully(self) -> None:
         """Tells the others that this process is done, so that its closed connection does not count as a loss."""
@@ -203,12 +199,12 @@ class PeerMonitor:
                 self._receive_notice(StopNotice(sentence, exit_codes.LOST))
             last_s = now
             self._check_timeouts(now)
-            if self._notice is not None and self._stop(self._notice):
-                return
+            if self._notice is not None:
+                return self._stop(self._notice)
 
-    def _stop(self, notice: StopNotice) -> bool:
-        """Prints the notice and ends the process, unless the process fails by itself. Returns True when nothing is left to
-        watch (if `end` returns).
+    def _stop(self, notice: StopNotice) -> None:
+        """Prints the notice and ends the process, unless the process fails by itself. Nothing is left to watch afterwards (if
+        `end` returns).
         """
         until_s = time.monotonic() + notice.wait_s
         while not self._failing and (left_s := until_s - time.monotonic()) > 0:
@@ -216,7 +212,7 @@ class PeerMonitor:
         if self._failing:
             # The main thread or the watchdog prints its own message and exits; here only the others' exits are watched.
             self._wait_for_disconnects(LEAVE_S)
-            return True
+            return
         self._print(notice.sentence)
         if notice.stuck:
             if where := self.status_by_process():
@@ -226,7 +222,6 @@ class PeerMonitor:
             self._wait_for_disconnects(LEAVE_S)
         flush()
         self._end(notice.code)
-        return True
 
     def _wait_for_disconnects(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
@@ -358,16 +353,18 @@ class PeerMonitor:
         self._has_notice.set()
 
     def _send_notice(self, notice: StopNotice) -> None:
-        if self._listener is not None and self._notice is None:
-            self._notice = notice
-            self._has_notice.set()
-        self._broadcast(notice)
+        """Tells the others why this process is about to exit."""
+        with self._lock:
+            self._failing = True
+            if self._listener is not None and self._notice is None:
+                self._notice = notice
+                self._has_notice.set()
+            self._broadcast(notice)
 
     def _broadcast(self, notice: StopNotice, but: Link | None = None) -> None:
-        words = {"sentence": notice.sentence, "code": notice.code, "own_error": notice.own_error, "stuck": notice.stuck}
         for link in list(self._links):
             if link is not but:
-                link.send(notice=words)
+                link.send(notice=asdict(notice))
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
         connection.setblocking(False)

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import selectors
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,7 +102,8 @@ def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> sock
         except OSError as error:
             kind = ConfigError
             if error.errno != errno.EADDRINUSE:
-                why = f"cannot be opened ({error.strerror})"
+                # The error's own text also has the address that was tried.
+                why = f"cannot be opened ({os.strerror(error.errno or 0)})"
             elif time.monotonic() < until_s:
                 time.sleep(0.5)
                 continue
@@ -208,7 +211,7 @@ class _Rendezvous:
             self.selector.register(connection, selectors.EVENT_READ, _Connection(connection))
 
     def _read(self, connection: _Connection) -> None:
-        messages = connection.receive()
+        messages = connection.reader.receive(connection.socket)
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
@@ -255,13 +258,6 @@ class _Connection:
         self.ready = False
         """The process has confirmed that it is still there."""
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        """New messages; None if the other end closed, or does not speak this protocol."""
-        try:
-            return self.reader.receive(self.socket)
-        except ValueError:
-            return None
-
     def hung_up(self) -> bool:
         try:
             return self.socket.recv(1, socket.MSG_PEEK) == b""
@@ -271,13 +267,11 @@ class _Connection:
             return True
 
     def send(self, text: str) -> None:
-        try:
+        # A process that is gone or frozen is detected when its next message does not come.
+        with suppress(OSError):
             self.socket.settimeout(SEND_S)
             self.socket.sendall(f"{MAGIC}{text}\n".encode())
             self.socket.setblocking(False)
-        except OSError:
-            # The process is gone or frozen: detected when its next message does not come.
-            pass
 
 
 # ---------------------------------------------------------------------------------------------------------------- the others

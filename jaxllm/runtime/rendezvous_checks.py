@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -146,10 +147,8 @@ def missing(launch: Launch, infos: Mapping[int, ProcessInfo], there: Collection[
         names += f" ({_some([launch.hosts[rank] for rank in absent])})"
     left = [str(infos[rank]) for rank in absent if rank in infos]
     gone = f", where {_some(left)} disconnected again" if left else ""
-    came = [
-        f"{spans([info.rank for info in on_host])} on {on_host[0].host}"
-        for on_host in group_by_host([infos[r] for r in sorted(there)])
-    ]
+    hosts = group_by_host([infos[rank] for rank in sorted(there)])
+    came = [f"{spans([info.rank for info in on_host])} on {on_host[0].host}" for on_host in hosts]
     hint = ""
     if is_loopback(launch.host):
         hint = f"; only processes of this host reach {launch.host}"
@@ -163,10 +162,16 @@ def missing(launch: Launch, infos: Mapping[int, ProcessInfo], there: Collection[
 
 def spans(numbers: Iterable[int]) -> str:
     """Text such as "0, 3 to 7 and 9"; the numbers ascend."""
-    runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    runs = runs_of(numbers)
     words = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run) for run in runs[:MOST_NAMED]]
     rest = sum(map(len, runs[MOST_NAMED:]))
     return _and([*itertools.chain(*words), *([f"{rest} more"] if rest else [])])
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Ascending numbers as runs of consecutive ones."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    return [[number for _, number in run] for _, run in runs]
 
 
 def group_by_host(infos: Iterable[ProcessInfo]) -> list[list[ProcessInfo]]:
@@ -248,12 +253,9 @@ def is_local(host: str) -> bool:
     except OSError:
         return False
     for address in addresses:
-        with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe:
-            try:
-                probe.bind(address)
-                return True
-            except OSError:
-                continue
+        with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe, suppress(OSError):
+            probe.bind(address)
+            return True
     return False
 
 

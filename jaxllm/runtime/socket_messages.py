@@ -21,18 +21,14 @@ class Reader:
         self._longest_bytes, self._prefix, self._buffer = longest_bytes, prefix.encode(), b""
 
     def receive(self, connection: socket.socket) -> list[dict[str, Any]] | None:
-        """Messages that have come, of a socket that does not block; None if the other end is closed.
-
-        Raises:
-          ValueError: what came is not a message.
-        """
+        """Messages that have come, of a socket that does not block; None if the other end is closed or sends anything else."""
         try:
             received = connection.recv(65536)
+            return self.read(received) if received else None
         except BlockingIOError:
             return []
-        except OSError:
+        except (OSError, ValueError):
             return None
-        return self.read(received) if received else None
 
     def read(self, received: bytes) -> list[dict[str, Any]]:
         """Messages that are complete with these bytes.
@@ -59,18 +55,9 @@ def listen(port: int) -> socket.socket:
       OSError: the port is taken, or not allowed.
     """
     dual = socket.has_dualstack_ipv6()
-    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-    try:
-        # Closed connections of an earlier run may linger there; a live listener is detected all the same.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if dual:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("::" if dual else "0.0.0.0", port))
-        listener.listen(1024)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    host, family = ("::", socket.AF_INET6) if dual else ("0.0.0.0", socket.AF_INET)
+    # It sets SO_REUSEADDR: closed connections of an earlier run may linger there; a live listener is detected all the same.
+    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=dual)
 
 
 def connect(host: str, port: int, limit_s: float) -> socket.socket:

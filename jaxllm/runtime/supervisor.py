@@ -338,11 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count, seconds, defaults = _number(int, 0), _number(float, 0), Limits()
     parser.add_argument("--restarts", type=count, default=defaults.restarts, help="at most, in a row (%(default)s)")
     parser.add_argument("--backoff-s", type=seconds, default=defaults.backoff_s, help="before the first; doubles (%(default)s)")
-    parser.add_argument(
-        "--silent-after", type=seconds, default=defaults.silent_after_s, dest="silent_after_s", metavar="SECONDS"
-    )
-    parser.add_argument("--anew-after", type=seconds, default=defaults.reset_after_s, dest="reset_after_s", metavar="SECONDS")
-    parser.add_argument("--hang-up", type=seconds, default=defaults.hang_up_s, dest="hang_up_s", metavar="SECONDS")
+    for option, limit in (("--silent-after", "silent_after_s"), ("--anew-after", "reset_after_s"), ("--hang-up", "hang_up_s")):
+        parser.add_argument(option, type=seconds, default=getattr(defaults, limit), dest=limit, metavar="SECONDS")
     parser.add_argument("--follow", choices=["stdin", "parent"], help="how to notice the launcher's end, which ends COMMAND")
     at = given.index("--") if "--" in given else len(given)
     options, command = vars(parser.parse_args(given[:at])), given[at + 1 :]

@@ -20,7 +20,7 @@ from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_
 from jaxllm.train.offload import loading_params, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Metrics, Observe, make_train_step, make_update, observe_nothing
+from jaxllm.train.step import Metrics, Observe, make_train_step, make_update
 
 State = TrainState | diloco.DilocoState
 """The training state: a DilocoState with train.diloco_steps, else a TrainState."""
@@ -91,12 +91,9 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         )
         return diloco.inner_step(step) if is_diloco else step
 
-    step: Any = make_step(functions.value_and_grad)
-    measuring_step: Any = None
-    if config.log.noise_scale_every is not None:
-        measuring_step = make_step(functions.value_grad_and_parts)
-    if config.log.noise_scale_every == 1:
-        step, measuring_step = measuring_step, None
+    every = config.log.noise_scale_every
+    step = make_step(functions.value_grad_and_parts if every == 1 else functions.value_and_grad)
+    measuring_step = None if every in (None, 1) else make_step(functions.value_grad_and_parts)
     state: dict[str, Any] = {"shardings": shardings, "create": create, "metrics_sharding": replicated(mesh)}
     if is_diloco:
         state = {
@@ -116,6 +113,6 @@ def _skip_policy(config: Config) -> SkipPolicy:
 
 def _observer(config: Config, table: Any) -> Observe:
     if config.log.layer_norms_every is None:
-        return observe_nothing
+        return lambda gradients: {}
     norms = layer_grad_norms(table, config.model.num_layers)
     return lambda gradients: {LAYER_GRAD_NORM: norms(gradients)}

@@ -60,13 +60,13 @@ def fit(config: Config) -> Trainer:
         first = trainer.step
         if first >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
-        sinks = open_sinks(config, first, require) if distributed.is_main_process() else []
-        for sink in sinks:
-            stack.callback(sink.close)
-        if sinks:
+        sinks: list[Sink] = []
+        if distributed.is_main_process():
+            sinks = open_sinks(config, first, require)
+            for sink in sinks:
+                stack.callback(sink.close)
             trainer.watch.recall(folder / "metrics.jsonl")
             trainer.noise.recall(folder / "metrics.jsonl", first)
-        if distributed.is_main_process():
             require()
             write_config(folder, config)
             keep_companions(folder, trainer)

@@ -100,11 +100,10 @@ def check_memory(
         f"A step needs {readable(fit.memory.peak_bytes)} on a device by the estimate, and may take "
         f"{readable(fit.capacity_bytes)}"
     )
-    if fit.memory.peak_bytes <= (1 + DOUBT) * capacity_bytes:
-        log.warning("%s: the run starts anyway, because the estimate may be off by this much.", too_much)
-        return fit
-    if config.run.allow_overcommit:
-        log.warning("%s: the run starts anyway, because of run.allow_overcommit=true.", too_much)
+    in_doubt = fit.memory.peak_bytes <= (1 + DOUBT) * capacity_bytes
+    if in_doubt or config.run.allow_overcommit:
+        because = "the estimate may be off by this much" if in_doubt else "of run.allow_overcommit=true"
+        log.warning("%s: the run starts anyway, because %s.", too_much, because)
         return fit
     cure = _cheapest(config, capacity_bytes, gpu, estimate)
     raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start anyway.")
@@ -145,15 +144,13 @@ class OutOfMemoryAdvice:
     trainer: Any = None
     """The run's Trainer, once it exists."""
     capacity_of: Callable[[jax.Device], int | None] = field(default=capacity_of)
-    estimate: EstimateMemory | None = None
-    """Default: estimate_memory, for the local kind of GPU."""
 
     def text(self, error: BaseException) -> str:
         """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less."""
         device = jax.local_devices()[0]
         config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
         gpu = gpu_from_device_kind(device.device_kind)
-        estimate = self.estimate or partial(estimate_memory, gpu=gpu)
+        estimate = partial(estimate_memory, gpu=gpu)
         capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
         target = round(SAFER_SHARE * memory.peak_bytes)
         if capacity_bytes is not None:

@@ -8,13 +8,14 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.instability import spike_line
+from jaxllm.train.instability import metrics_lines, spike_line
 
 Record = dict[str, float | int]
 
@@ -43,7 +44,7 @@ class JsonLines:
             raise _unwritable(path, error) from None
 
     def _begin(self, path: Path, last_step: int) -> None:
-        before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        before = metrics_lines(path)
         kept = [line for line in before if _step_of(line) <= last_step]
         if len(kept) < len(before):
             new = path.with_suffix(".new")
@@ -65,11 +66,9 @@ class JsonLines:
             raise _unwritable(self._path, error) from None
 
     def close(self) -> None:
-        try:
+        # `write` has reported an error. Closing tries to flush again.
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            # `write` has reported the error. Closing tries to flush again.
-            pass
 
 
 class Spikes:

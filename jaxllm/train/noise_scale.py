@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.plan.noise_scale_text import NoiseEstimate
+from jaxllm.train.instability import metrics_lines
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0
@@ -76,16 +77,13 @@ class NoiseScale:
 
     def recall(self, metrics: Path, last_step: int) -> None:
         """Restores a run's estimates up to a step from its metrics.jsonl."""
-        if not metrics.exists():
-            return
-        with metrics.open(encoding="utf-8") as lines:
-            for text in lines:
-                # A crash may have truncated the last line.
-                if G2 in text and text.endswith("\n"):
-                    line = json.loads(text)
-                    known = line.get(G2) is not None and line.get(S) is not None and not line.get("skipped")
-                    if known and line["step"] <= last_step:
-                        self.add(line[G2], line[S])
+        for text in metrics_lines(metrics):
+            # A crash may have truncated the last line.
+            if G2 in text and text.endswith("\n"):
+                line = json.loads(text)
+                known = line.get(G2) is not None and line.get(S) is not None and not line.get("skipped")
+                if known and line["step"] <= last_step:
+                    self.add(line[G2], line[S])
 
     @property
     def found(self) -> NoiseEstimate | None:

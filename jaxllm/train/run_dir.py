@@ -14,6 +14,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
+from jaxllm.train.instability import metrics_lines
 from jaxllm.train.trainer import Trainer
 
 
@@ -111,7 +112,5 @@ def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
 
 
 def has_evaluation(metrics: Path, step: int) -> bool:
-    if not metrics.exists():
-        return False
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    lines = map(json.loads, metrics_lines(metrics))
     return any("eval_loss" in line and line["step"] == step for line in lines)

@@ -36,11 +36,6 @@ def make_update(optimizer: optax.GradientTransformation) -> Update:
     return update
 
 
-def observe_nothing(gradients: Any) -> Metrics:
-    """The Observe of a run without extra metrics."""
-    return {}
-
-
 def make_train_step(
     value_and_grad: Callable[[Any, Any], tuple[Any, ...]],
     update: Update,
@@ -48,7 +43,7 @@ def make_train_step(
     clip_norm: float | None,
     each: Callable[[Callable], Callable] = lambda apply: apply,
     should_apply: SkipPolicy = skip_not_finite,
-    observe: Observe = observe_nothing,
+    observe: Observe = lambda gradients: {},
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """(state, batch) -> (state, metrics), a pure function to be jitted with the state donated. If `should_apply` rejects the
     step (not finite, or a spike), parameters and optimizer state are unchanged; only the step counter advances.

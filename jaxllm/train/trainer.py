@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.checkpoint.weights import WeightsSource, initial_weights, read_weights
+from jaxllm.checkpoint.weights import initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import replicated
@@ -125,7 +125,8 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             self.state: State = training.create_state(config.train.seed)
         if self.weights is not None:
-            self._start_from(self.weights)
+            params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
+            self.state = dataclasses.replace(self.state, params=params)
         self.step = 0
         self.stopped_by: str | None = None
         self.watch = Watch(config)
@@ -318,10 +319,6 @@ class Trainer:
         self.step = int(self.state.step)
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
         self.noise = NoiseScale()
-
-    def _start_from(self, weights: WeightsSource) -> None:
-        params = read_weights(weights, _give_up(self.state.params), self.parallelized.table)
-        self.state = dataclasses.replace(self.state, params=params)
 
     # ---------------------------------------------------------------------------------------------------------------- data
 

@@ -140,7 +140,7 @@ def test_clocks(ahead, status, words):
     assert list(checks.clocks(alike(1), [(0.0, 0.0)])) == []
 
 
-WRITABLE = Folder(free_bytes=100 * GIB, written_bytes=GIB, write_bytes_per_s=1e9, read_bytes_per_s=2e9)
+WRITABLE = Folder(free_bytes=100 * GIB, write_bytes_per_s=1e9, read_bytes_per_s=2e9)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -55,14 +56,15 @@ def said(monkeypatch):
     """Runs Stragglers as process 0 of two: its lines, minute by minute, while process 1 reports the times `peer`."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(progress, "last_steps", lambda: [progress.StepTime(1.0, 0.0, 0.9)] * 5)
-    clock, board = [0.0], distributed.Board()
+    clock, board = [0.0], {}
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(distributed, "Board", lambda: board)
+    shared = SimpleNamespace(put=board.__setitem__, read=lambda: dict(board))
+    monkeypatch.setattr(distributed, "Board", lambda: shared)
 
     def minutes(count: int, peer: Times) -> list[str]:
         lines: list[str] = []
         watch = Stragglers(lines.append)
-        board.put("1", json.dumps(peer))
+        board["1"] = json.dumps(peer)
         for _ in range(count):
             watch.look()
             clock[0] += 60
