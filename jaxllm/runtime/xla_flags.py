@@ -59,6 +59,11 @@ SEVERAL_CPU_DEVICES_FLAGS = {
     # a loop's all-gather for the other, in the other loop's reduce-scatter; or the loops' messages met and gradients were
     # wrong, NaN too (2 of 6 first runs; 4 stages x context 2, ZeRO 3). With one thread all devices follow one order, and each
     # has only its share of the cores anyway.
+    #
+    # This does not hold everywhere: interleaved 2 x 2 over context 2 x tensor 2, ZeRO 0, with offloaded residuals hangs or has
+    # other gradients in 8 of 11 processes. XLA's executor moves what may block, as a collective does, to a thread pool if
+    # anything else is ready, and then counts the loop around it as scheduled: a collective that needs no result of that loop
+    # starts before the loop ends, on some devices and not on others. All manual collectives have one channel, so they mix.
     "xla_cpu_multi_thread_eigen": "false",
 }
 CPU_THREADS = "PJRT_NPROC"

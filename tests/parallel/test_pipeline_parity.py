@@ -157,9 +157,10 @@ def name_of(pipeline, mesh, zero, remat, variant):
 
 
 def parameters():
-    """Slow: the cover, and two of the rest by the commit's hash."""
-    for combination in [c for c in COVER if c not in ELSEWHERE] + drawn(COMBINATIONS, COVER, 2):
-        marks = () if combination in DEFAULT else (pytest.mark.slow,)
+    """Slow: the cover. Nightly: two of the rest by the commit's hash. A few of these hang or differ on forced CPU devices
+    (xla_flags.SEVERAL_CPU_DEVICES_FLAGS)."""
+    for combination in [c for c in COVER if c not in ELSEWHERE] + (others := drawn(COMBINATIONS, COVER, 2)):
+        marks = pytest.mark.nightly if combination in others else () if combination in DEFAULT else pytest.mark.slow
         yield pytest.param(*combination, marks=marks, id=name_of(*combination))
 
 
