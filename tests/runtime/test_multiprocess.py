@@ -132,6 +132,7 @@ def test_each_of_two_processes_reads_its_own_half_of_a_folder(recipe, tmp_path):
 # ------------------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.launcher
 def test_two_processes_train_like_one_and_one_resumes_them(recipe, tmp_path):
     mesh = ("parallel.data=2", "parallel.tensor=4", *COMMON)
     program, initial, pair, alone = (tmp_path / name for name in ("program.py", "initial.npz", "pair", "alone"))
