@@ -79,7 +79,7 @@ class StepModel(LayerCompute):
         layers = self.config.chunk_layers
         matmuls_s, attention_s, moves_s = self.layer_matmuls_s(), self.attention_s(), self.moves_s()
         again, attention_again, moves_again = self.recomputed()
-        repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in again)
+        repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in self.matmuls if name in again)
         repeated_s += attention_s[0] if attention_again else 0.0
         repeated_s += moves_s[0] if moves_again else 0.0
         kernels = self.layer_kernels + (self.c - 1) * self.hop_kernels
