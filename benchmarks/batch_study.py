@@ -366,7 +366,7 @@ def picture(study: Study, path: str) -> None:
             which(lambda x, _: f"{x / 1e3:,.0f}k" if x >= 1e4 else f"{x:,.0f}")
         axes.set_xlabel("tokens of a batch")
         axes.set_ylabel(f"{what} to {study.size.target} nats per byte")
-    steps_axes.legend(fontsize=8, loc="upper right")
+    figure.legend(*steps_axes.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside upper center", ncols=2)
     names = [kind for batch, kind in study.groups() if kind != "target" and study.seeds_of(batch, kind)]
     for place, (batch, kind) in enumerate(group for group in study.groups() if group[1] in names):
         of_seeds = study.seeds_of(batch, kind)
