@@ -1,10 +1,11 @@
-"""Cost of a save for the training loop: asynchronous and synchronous saves, and the speed of steps during one.
+"""Cost of a save for the training loop: asynchronous and synchronous saves, and the speed of steps during one. Cost of a
+restore, with and without the verification of every byte.
 
     python benchmarks/checkpoint.py [section.key=value ...] [--saves N] [--quick] [--json]
 
 The model has about 12 M parameters, so 145 MB of state with both moments in float32, by default on one CPU device. Each save
 completes before the next; the two kinds alternate. A wait is the time that the loop spends in Checkpoints.save. A step is timed
-from one reading of a loss to the next.
+from one reading of a loss to the next. Restores read files that the system has cached.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def measure(config: Config, saves: int) -> dict[str, Any]:
     """Trains and saves. Times in seconds: `wait_s` per save, `write_s` from the start of a save until it is complete, `step_s`
-    of each step during an asynchronous save, and `quiet_step_s` of steps without one.
+    of each step during an asynchronous save, and `quiet_step_s` of steps without one. `restore_s` of each restore, `read_s`
+    without verification, and `verify_s` of the verification alone.
 
     Raises:
       ConfigError: the config cannot be run, or a checkpoint cannot be written.
@@ -117,8 +120,29 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
                     figures["step_s"] += step_s[1:]
         for checkpoints in stores.values():
             checkpoints.close()
+        report |= restore_seconds(trainer, Path(folder) / KINDS[0], saves)
     trainer.close()
     return report
+
+
+def restore_seconds(trainer: Any, folder: Path, count: int) -> dict[str, list[float]]:
+    from unittest import mock
+
+    from jaxllm.checkpoint import checksums
+    from jaxllm.checkpoint.manager import Checkpoints
+
+    found: dict[str, list[float]] = {"restore_s": [], "read_s": [], "verify_s": []}
+    checkpoints = Checkpoints(folder, trainer.config.checkpoint)
+    for _ in range(count):
+        for name in found:
+            started = time.perf_counter()
+            if name == "verify_s":
+                assert checksums.changed(checkpoints.folder / str(checkpoints.latest)) is None
+            else:
+                with nullcontext() if name == "restore_s" else mock.patch.object(checksums, "changed", return_value=None):
+                    trainer.restore(checkpoints)
+            found[name].append(time.perf_counter() - started)
+    return found
 
 
 def step_seconds(trainer: Any) -> float:
@@ -144,6 +168,9 @@ def text(report: dict[str, Any]) -> str:
         columns = (milliseconds(report[kind][name]) for name in ("wait_s", "write_s", "step_s"))
         lines.append(f"{kind:14}" + "".join(f"{column:30}" for column in columns).rstrip())
     lines.append(f"{'no save':14}{'':60}{milliseconds(report['quiet_step_s'])}")
+    lines += ["", f"{'a restore':30}{milliseconds(report['restore_s'])}"]
+    lines += [f"{'without verification':30}{milliseconds(report['read_s'])}"]
+    lines += [f"{'verification alone':30}{milliseconds(report['verify_s'])}"]
     return "\n".join(lines)
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import time
 import uuid
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.pretrained.folder import versions
 from jaxllm.runtime import distributed
 
-FORMAT = 1
+FORMAT = 2
+"""In format 1, a checksum covers only the ends of a large file (checksums.py)."""
 STATE, META, FILES = "state", "meta", "files.json"
-CHECKSUMMED_WHOLE = 64 * 2**20
-"""Bytes. For larger files the checksum covers the first and the last MiB: reading all of a large model again takes minutes, and
-a torn file is torn at an end or has another size."""
+PATTERN_CHARACTERS = "[]*?\\"
+"""Orbax takes a path with one of them for a pattern, which matches nothing: it leaves out most of the checkpoint."""
 SHARED_LIMIT_S = 20
 """Seconds that a process looks for a file that process 0 wrote: NFS may need some seconds to show it."""
 
@@ -80,26 +79,9 @@ def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tupl
     )
 
 
-def describe_files(folder: Path) -> dict[str, list[int]]:
-    """{path: [bytes, CRC32]} for the files in the items of a checkpoint. Orbax changes the files beside the items later."""
-    files = (path for item in (STATE, META) for path in sorted((folder / item).rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): [path.stat().st_size, checksum(path)] for path in files}
-
-
-def checksum(path: Path) -> int:
-    """CRC32 of a file; for a large one, of its first and last MiB."""
-    value, size = 0, path.stat().st_size
-    with path.open("rb") as file:
-        if size > CHECKSUMMED_WHOLE:
-            value = zlib.crc32(file.read(2**20))
-            file.seek(-(2**20), os.SEEK_END)
-        while block := file.read(2**20):
-            value = zlib.crc32(block, value)
-    return value
-
-
 def damage(folder: Path) -> str | None:
-    """The damage to a checkpoint that its files show without reading the arrays; None if there is none.
+    """The damage to a checkpoint that its metadata and the sizes of its files show; None if there is none. checksums.py finds
+    changed bytes.
 
     Raises:
       ConfigError: a newer jaxllm wrote it, or this user may not read it.
@@ -111,14 +93,12 @@ def damage(folder: Path) -> str | None:
         if not (folder / FILES).is_file():
             # An older checkpoint: reading the arrays will show damage.
             return None
-        for name, (size, crc) in json.loads((folder / FILES).read_text()).items():
+        for name, (size, _) in json.loads((folder / FILES).read_text()).items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes of {size}"
-            if checksum(path) != crc:
-                return f"{name} has changed"
     except ConfigError:
         raise
     except PermissionError as error:
@@ -170,6 +150,15 @@ def why(error: BaseException) -> str:
             if os.strerror(code) in str(link):
                 return os.strerror(code)
     return f"{type(links[-1]).__name__}: {' '.join(str(links[-1]).split())[:200]}"
+
+
+def require_plain_path(key: str, folder: Path) -> None:
+    """Raises ConfigError if Orbax could not read again what it saves in this folder."""
+    if found := set(str(folder.absolute())) & set(PATTERN_CHARACTERS):
+        raise ConfigError(
+            f"{key}={folder} has {min(found)!r} in its path, {folder.absolute()}, where Orbax would lose checkpoints: choose a "
+            f"folder without any of {' '.join(PATTERN_CHARACTERS)} in its path."
+        )
 
 
 def require_shared(run_dir: Path) -> None:

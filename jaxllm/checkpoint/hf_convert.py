@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, hugging_face_config
-from jaxllm.pretrained.folder import INDEX, TOKENIZER, Folder, HuggingFaceFolder, copy_companions, open_folder
+from jaxllm.pretrained.folder import INDEX, TOKENIZER, Folder, HuggingFaceFolder, companion_files, copy_companions, open_folder
 from jaxllm.pretrained.names import EMBEDDING, HEAD, Entry
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
@@ -98,6 +98,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     if not isinstance(folder, HuggingFaceFolder):
         raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
     require_ours(folder)
+    companion_files(folder.companions)
     tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
     layout = in_files(tensors, "weights", LARGEST_FILE, {})
     moves = list(_moves_in(folder))

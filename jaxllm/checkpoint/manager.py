@@ -21,15 +21,15 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from jaxllm.checkpoint.arrays import is_not_damage, on_host, read_arrays, restacked
+from jaxllm.checkpoint.checksums import DamagedError, describe_files, describe_own_files, verified
 from jaxllm.checkpoint.files import (
-    FILES,
     META,
     STATE,
     Meta,
     cannot_be_read,
-    describe_files,
     newest_whole,
     read_meta,
+    require_plain_path,
     saved_steps,
     set_aside,
     why,
@@ -41,6 +41,10 @@ from jaxllm.runtime import distributed, exit_codes
 
 State = Any
 """A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. Fields of None are not saved."""
+
+
+MANIFEST = "manifest.ocdbt"
+"""The file that Orbax writes when it joins what the processes wrote."""
 
 
 class SaveError(ConfigError):
@@ -93,16 +97,19 @@ class Checkpoints:
         silence_orphans()
         while True:
             assert self.latest is not None, "there is none to restore"
-            state, reason = None, ""
+            state, reason, folder = None, "", self.folder / str(self.latest)
             wanted = like(self.meta()) if callable(like) else like
             try:
-                state = read_arrays(self.folder / str(self.latest) / STATE, _as_dict(wanted), table)
+                with verified(folder):
+                    state = read_arrays(folder / STATE, _as_dict(wanted), table)
+            except DamagedError as error:
+                reason = error.reason
             except ConfigError:
                 raise
             except Exception as error:
                 # Orbax raises many types, also plain Exceptions.
                 if is_not_damage(error):
-                    raise cannot_be_read(self.folder / str(self.latest), error) from error
+                    raise cannot_be_read(folder, error) from error
                 reason = why(error)
             if not (reason := distributed.first_nonempty(reason)):
                 break
@@ -123,11 +130,15 @@ class Checkpoints:
 
         Raises:
           SaveError: this save or the previous one failed.
+          ConfigError: Orbax cannot use the path of the run directory.
         """
+        require_plain_path("run.dir", self.folder.parent)
         try:
             self._require()
+            if self._manager is not None:
+                self._settle()
+            self._require_room(step)
             self._manager = self._manager or self._open()
-            self._settle()
             if step in self._manager.all_steps():
                 return
             self._saving = step
@@ -170,6 +181,20 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._saving = None
 
+    def _require_room(self, step: int) -> None:
+        """Raises SaveError on all processes if process 0 cannot make a folder. Orbax would raise an error on process 0 only,
+        while the others wait in a barrier.
+        """
+        reason, trial = "", self.folder / ".trial"
+        if distributed.is_main_process():
+            try:
+                trial.mkdir(parents=True, exist_ok=True)
+                trial.rmdir()
+            except OSError as error:
+                reason = why(error)
+        if reason := distributed.first_nonempty(reason):
+            raise self._save_error(step, reason)
+
     def _open(self) -> ocp.CheckpointManager:
         silence_orphans()
         policies = ocp.checkpoint_managers
@@ -177,7 +202,7 @@ class Checkpoints:
         if self._config.keep_every_steps is not None:
             kept.append(policies.EveryNSteps(self._config.keep_every_steps))
         registry = ocp.DefaultCheckpointHandlerRegistry()
-        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors))
+        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors, self._describe_own_files))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
@@ -186,9 +211,18 @@ class Checkpoints:
         )
         return ocp.CheckpointManager(self.folder, options=options, handler_registry=registry)
 
+    def _unfinished(self) -> list[Path]:
+        return list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))
+
+    def _describe_own_files(self) -> None:
+        for folder in self._unfinished():
+            describe_own_files(folder)
+
     def _list_files(self) -> None:
-        for folder in self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"):
-            (folder / FILES).write_text(json.dumps(describe_files(folder)))
+        for folder in self._unfinished():
+            if not (folder / STATE / MANIFEST).exists():
+                raise OSError(f"Orbax wrote no {MANIFEST}, so that nothing could be read again")
+            describe_files(folder)
         # Next, Orbax renames the folder and deletes older ones.
         self._require()
 
@@ -209,16 +243,19 @@ class Checkpoints:
     def _failure(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):
             return error
-        steps = saved_steps(self.folder)
-        safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
-        found = SaveError(
-            f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
-            f"rerun the same command to resume."
-        )
+        found = self._save_error(self._saving, why(error))
         if distributed.is_of_jax(distributed.causes(error, suppressed=True)[-1]):
             # The cause is a device or a lost peer, not the disk.
             found.exit_code = exit_codes.LOST
         return found
+
+    def _save_error(self, step: int | None, reason: str) -> SaveError:
+        steps = saved_steps(self.folder)
+        safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
+        return SaveError(
+            f"Checkpoint {step} could not be written to {self.folder} ({reason}): {safe}; remove the cause, and rerun the same "
+            f"command to resume."
+        )
 
 
 def _as_dict(state: State) -> Any:

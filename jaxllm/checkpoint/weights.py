@@ -8,18 +8,22 @@ weights with Orbax: DST/weights/ with {"params": ...}.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoint.arrays import read_arrays, restacked
+from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import META, STATE, damage, newest_whole, read_meta
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, read_json
-from jaxllm.pretrained.folder import TOKENIZER, Folder, copy_companions, is_model_folder, open_folder
+from jaxllm.pretrained.folder import TOKENIZER, Folder, companion_files, copy_companions, is_model_folder, open_folder
 from jaxllm.pretrained.read_weights import load_params
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
@@ -56,6 +60,8 @@ class WeightsSource:
         if self.opened is not None:
             return self.opened
         distributed.start_without_devices()
+        if self.run_dir is not None and (reason := changed(self.folder.parent)):
+            raise DamagedError(self.folder.parent, reason)
         return OrbaxFolder(**self._described(), arrays=self.folder.absolute())
 
     def outline(self) -> Folder:
@@ -134,6 +140,7 @@ def initial_weights(config: Config) -> WeightsSource | None:
     if config.train.init_from is None:
         return None
     source = find_weights("train.init_from", config.train.init_from)
+    companion_files(source.outline().companions)
     for key in MUST_AGREE:
         theirs, ours = source.model.get(key), getattr(config.model, key)
         if theirs != ours:
@@ -157,13 +164,30 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
       table: nested dict of Parameter.
 
     Raises:
-      ConfigError: the files are damaged.
+      ConfigError: the files are damaged, or hold values that are not finite.
     """
     if source.opened is not None:
-        return load_params(source.opened, like)
-    with in_one_sentence(source.folder):
-        read = read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
-    return restacked(read, like)
+        params = load_params(source.opened, like)
+    else:
+        with ExitStack() as stack:
+            stack.enter_context(in_one_sentence(source.folder))
+            if source.run_dir is not None:
+                stack.enter_context(verified(source.folder.parent))
+            read = read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
+        params = restacked(read, like)
+    for path, array in jax.tree_util.tree_leaves_with_path(params):
+        if not _all_finite(array):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ConfigError(
+                f"{name} in {source.description} has values that are not finite (NaN or infinite): use intact weights."
+            )
+    return params
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    # The array may be in the host's memory (parallel.offload_state).
+    return jnp.isfinite(jax.device_put(array, jax.memory.Space.Device)).all()
 
 
 def export(text: str, destination: str, step: int | None = None, dtype: str = "float32", force: bool = False) -> WeightsSource:

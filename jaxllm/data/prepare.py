@@ -18,7 +18,7 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
-from jaxllm.data.prepared import FORMAT, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION, read_json
+from jaxllm.data.prepared import FORMAT, INDEX_SHA256, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION, read_json
 from jaxllm.data.records import InputFile
 from jaxllm.data.shards import (
     FOR_MANIFEST,
@@ -249,7 +249,7 @@ def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], t
         **total,
         "inputs": {key: origin.inputs[key] for key in ("count", "bytes")},
         "options": {key: origin.options[key] for key in ("text_key", "shard_bytes")},
-        "shards": [{key: shard[key] for key in FOR_MANIFEST} for shard in shards],
+        "shards": [{key: shard[key] for key in (*FOR_MANIFEST, INDEX_SHA256) if key in shard} for shard in shards],
     }
     try:
         remove_leftovers(folder, of_other_hosts=True)

@@ -36,6 +36,9 @@ RECORD_TOKENS = 8192
 few enough records to open quickly (one record per document took 17 ms with 300,000 documents)."""
 SHARD_KEYS = {"name": str, "documents": int, "tokens": int, "sha256": str, "files": dict}
 """Keys that reading needs from a shard's part of the manifest."""
+INDEX_SHA256 = "index_sha256"
+"""Key of a shard for the checksum of its document lengths and keys, which decide what is held out. Folders that were prepared
+before it existed have none."""
 _MANIFEST_KEYS = {
     "documents": int,
     "record_tokens": int,
@@ -78,7 +81,11 @@ class PreparedDocuments(Documents):
                 raise damaged(opened.path.with_name(opened.path.name + ".lengths.npy"), "it has another number of documents")
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
         self.lengths = np.concatenate([shard.lengths for shard in self._shards])
-        self.keys = np.concatenate([_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards])
+        keys = [_load(self._folder / f"{shard['name']}.keys.npy") for shard in shards]
+        for shard, opened, own in zip(shards, self._shards, keys, strict=True):
+            if shard.get(INDEX_SHA256) not in (None, index_sha256(opened.lengths, own)):
+                raise damaged(opened.path.with_name(opened.path.name + ".keys.npy"), "it or lengths.npy beside it has changed")
+        self.keys = np.concatenate(keys)
         self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest["tokenizer"])
         self.fingerprint = fingerprint(manifest)
         self.description = f"{self._folder.name} (tokenizer {manifest['tokenizer']['name']})"
@@ -245,6 +252,11 @@ def check_sizes(folder: Path, shard: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{file} has {file.stat().st_size:,} bytes and should have {size:,}: prepare it again, or copy it again."
             )
+
+
+def index_sha256(lengths: np.ndarray, keys: np.ndarray) -> str:
+    """SHA-256 of a shard's document lengths and keys."""
+    return hashlib.sha256(lengths.tobytes() + keys.tobytes()).hexdigest()
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:

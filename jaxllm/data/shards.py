@@ -20,7 +20,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.prepared import MANIFEST, SHARD_KEYS, TOKENIZER, check_sizes, missing_key, read_json, shard_name
+from jaxllm.data.prepared import (
+    INDEX_SHA256,
+    MANIFEST,
+    SHARD_KEYS,
+    TOKENIZER,
+    check_sizes,
+    index_sha256,
+    missing_key,
+    read_json,
+    shard_name,
+)
 from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
 from jaxllm.data.tokenizer import Tokenizer, token_dtype
 
@@ -31,7 +41,7 @@ _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
 _DATA = (".array_record", ".lengths.npy", ".keys.npy")
 FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
-"""Keys that the manifest copies from a shard's .json."""
+"""Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
 _KEYS = {
     **dict.fromkeys(FOR_MANIFEST, int),
     **SHARD_KEYS,
@@ -214,6 +224,7 @@ def _write(
         "broken": broken,
         "empty": empty,
         "sha256": output.digest.hexdigest(),
+        INDEX_SHA256: index_sha256(*output.index),
         "files": {task.name + ending: files[ending].stat().st_size for ending in _DATA},
         "broken_records": kept,
         "options": origin.options,
@@ -256,9 +267,9 @@ class _Output:
         self._call(self._writer.close)
         with open(self._files[".array_record"], "rb") as file:
             os.fsync(file.fileno())
-        lengths = np.array(self._lengths, "<u4")
+        self.index = lengths, keys = np.array(self._lengths, "<u4"), np.array(self._keys, "<u8")
         self.digest.update(lengths.tobytes())
-        for ending, numbers in ((".lengths.npy", lengths), (".keys.npy", np.array(self._keys, "<u8"))):
+        for ending, numbers in ((".lengths.npy", lengths), (".keys.npy", keys)):
             with open(self._files[ending], "wb") as file:
                 np.save(file, numbers)
                 _sync(file)

@@ -224,14 +224,40 @@ def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> 
     Args:
       home: Folder.companions.
       tokenizer: also copy the tokenizer's files and the chat template.
+
+    Raises:
+      ConfigError: see companion_files.
     """
+    for name, path in companion_files(home, tokenizer).items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / name)
+
+
+def companion_files(home: Path | None, tokenizer: bool = True) -> dict[str, Path]:
+    """The files that accompany weights, by their path in the folder `home`.
+
+    Raises:
+      ConfigError: one is not a regular file, or is a link out of the folder. Only links into the blobs of Hugging Face's own
+        cache are followed, as its snapshots consist of them.
+    """
+    if home is None:
+        return {}
     patterns = (*BESIDE, *(OF_TOKENIZER if tokenizer else ()))
-    for path in () if home is None else sorted({p for pattern in patterns for p in home.glob(pattern)}):
-        target.mkdir(exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, target / path.name)
-        else:
-            shutil.copyfile(path, target / path.name)
+    tops = {path for pattern in patterns for path in home.glob(pattern)}
+    found = sorted(path for top in tops for path in ([top], top.rglob("*"))[top.is_dir() and not top.is_symlink()])
+    roots = [home.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parents[1] / "blobs")
+    files = {}
+    for path in found:
+        real = path.resolve()
+        if not any(real.is_relative_to(root) for root in roots):
+            raise ConfigError(f"{path} is a link to {real}, outside {home}: put the file itself there, or remove the link.")
+        if real.is_file():
+            files[path.relative_to(home).as_posix()] = real
+        elif not real.is_dir():
+            raise ConfigError(f"{path} is not a regular file: replace or remove it.")
+    return files
 
 
 def versions() -> dict[str, str]:

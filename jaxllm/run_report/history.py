@@ -9,7 +9,6 @@ A start that repeats steps leaves metrics-1.jsonl and so on behind. They contain
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import yaml
 
 from jaxllm.config import AUTO, Config, ConfigError, load_config
 from jaxllm.config.errors import why_not_yaml
+from jaxllm.train.json_lines import read_lines
 
 SMOOTH_SHARE = 0.02
 """Window of the smoothed loss, as a share of the run's steps."""
@@ -174,8 +174,8 @@ def read_run(folder: str | Path) -> History:
     if not by_step:
         raise ConfigError(f"{metrics} has no step yet: try again when the first step is done.")
     seen = {text for text, _ in kept}
-    lost: dict[str, Mapping[str, Any]] = {}
-    # Each of these files has all lines of its time, including those that were kept.
+    lost: dict[bytes, Mapping[str, Any]] = {}
+    # Those of older versions have all lines of their time, including those that were kept.
     for path in sorted(folder.glob("metrics-*.jsonl")):
         lost |= {text: line for text, line in _read(path) if text not in seen and "loss" in line}
     return History(
@@ -187,19 +187,11 @@ def read_run(folder: str | Path) -> History:
     )
 
 
-def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (text, object) for each line; a line that a crash cut short is skipped."""
+def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        yield from read_lines(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): remove the cause.") from None
-    for line in text.splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
-            yield line, values
 
 
 def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config:

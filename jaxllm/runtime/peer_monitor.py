@@ -24,6 +24,7 @@ from typing import Any
 
 from jaxllm.runtime import exit_codes, progress
 from jaxllm.runtime.peer_link import GRACE_S, Link, Member, PeerStatus, StopNotice, connect, listed
+from jaxllm.runtime.socket_messages import STRANGERS
 from jaxllm.stderr import flush, print_sentence
 
 BEAT_S = 1.0
@@ -77,6 +78,8 @@ class PeerMonitor:
         """On process 0, the last status of each peer, lost ones included; on others, the last status that this process sent."""
         self._connected: set[int] = set()
         self._listener: socket.socket | None = None
+        """On process 0. It is closed when all processes have connected."""
+        self._listening = False
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._notice: StopNotice | None = None
@@ -95,6 +98,7 @@ class PeerMonitor:
             self._connect_by_s = time.monotonic() + CONNECT_S + silence_s
             to.setblocking(False)
             self._selector.register(to, selectors.EVENT_READ, None)
+            self._listening = True
         else:
             self._add(connect(rank, to, CONNECT_S), 0)
             self._links[0].send(hello=rank, host=members[rank].host, pid=members[rank].pid)
@@ -162,8 +166,7 @@ class PeerMonitor:
         self._thread.join()
         for link in list(self._links):
             self._drop(link)
-        if self._listener is not None:
-            self._listener.close()
+        self._stop_listening()
         self._selector.close()
 
     # --------------------------------------------------------------------------------------------------------- its thread
@@ -234,8 +237,7 @@ class PeerMonitor:
                 if gone:
                     self._drop(link)
             # Nothing accepts new connections any more; `select` must not return at once because of one.
-            if self._listener is not None and self._listener in self._selector.get_map():
-                self._selector.unregister(self._listener)
+            self._stop_listening()
 
     def _beat(self) -> None:
         if self._listener is None:
@@ -266,6 +268,14 @@ class PeerMonitor:
         except OSError:
             return
         self._add(connection, None)
+        if len(self._links) > len(self._members) + STRANGERS:
+            self._drop(next(link for link in self._links if link.rank is None))
+
+    def _stop_listening(self) -> None:
+        if self._listening:
+            self._listening = False
+            self._selector.unregister(self._listener)  # type: ignore[arg-type]
+            self._listener.close()  # type: ignore[union-attr]
 
     def _read(self, link: Link) -> None:
         try:
@@ -287,6 +297,11 @@ class PeerMonitor:
                 raise ValueError("another run's")
             link.rank = member.rank
             self._connected.add(member.rank)
+            if len(self._connected) == len(self._members) - 1:
+                # Nobody else has a reason to come.
+                self._stop_listening()
+                for stranger in [other for other in self._links if other.rank is None]:
+                    self._drop(stranger)
         elif "phase" in message:
             with self._lock:
                 self._seen[link.rank] = progress.Snapshot(message["phase"], message["step"], message["seconds"])
@@ -375,6 +390,9 @@ class PeerMonitor:
         self._selector.register(connection, selectors.EVENT_READ, link)
 
     def _drop(self, link: Link) -> None:
+        if link not in self._links:
+            # A stranger that made room while its own message waited.
+            return
         with self._lock:
             self._links.remove(link)
         self._selector.unregister(link.socket)

@@ -35,7 +35,7 @@ from jaxllm.runtime.rendezvous_checks import (
     why_incompatible,
     why_rejected,
 )
-from jaxllm.runtime.socket_messages import Reader, connect, listen
+from jaxllm.runtime.socket_messages import STRANGERS, Reader, connect, listen
 
 MAGIC = "jaxllm roll call "
 MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
@@ -209,6 +209,9 @@ class _Rendezvous:
                 continue
             connection.setblocking(False)
             self.selector.register(connection, selectors.EVENT_READ, _Connection(connection))
+            connections = self.selector.get_map()
+            if len(connections) > self.own.count + STRANGERS:
+                self._drop(next(key.data for key in connections.values() if key.data is not None and key.data.info is None))
 
     def _read(self, connection: _Connection) -> None:
         messages = connection.reader.receive(connection.socket)

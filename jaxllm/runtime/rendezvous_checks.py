@@ -59,9 +59,11 @@ class ProcessInfo:
 def parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:
     """The description in a message, also of another version of jaxllm: versions are compared first. None if there is none."""
     try:
-        return ProcessInfo(**{field.name: message[field.name] for field in fields(ProcessInfo) if field.name in message})
+        info = ProcessInfo(**{field.name: message[field.name] for field in fields(ProcessInfo) if field.name in message})
+        is_one = isinstance(info.versions, dict) and isinstance(info.flags, list) and 0 <= info.rank < info.count
     except TypeError:
         return None
+    return info if is_one else None
 
 
 def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:

@@ -8,6 +8,10 @@ import os
 import socket
 from typing import Any
 
+STRANGERS = 64
+"""Connections that a port holds beside those of the run's processes: beyond them, the oldest that has not said who it is makes
+room. Otherwise strangers could use up the descriptors that the run needs for its files."""
+
 
 class Reader:
     """Puts together the messages that come over one connection.
@@ -42,7 +46,10 @@ class Reader:
         return [self._parsed(line) for line in lines]
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
-        message = json.loads(line.removeprefix(self._prefix)) if line.startswith(self._prefix) else None
+        try:
+            message = json.loads(line.removeprefix(self._prefix)) if line.startswith(self._prefix) else None
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         if not isinstance(message, dict):
             raise ValueError("not a message")
         return message

@@ -9,7 +9,7 @@ losses and norms are then part of the state, so that a resumed run skips the sam
 
 from __future__ import annotations
 
-import json
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.sharding import stack_dims
+from jaxllm.train.json_lines import numbers, read_lines
 
 WINDOW = 128
 """Number of past steps that define the usual level."""
@@ -123,9 +124,9 @@ class Watch:
     def recall(self, metrics: Path) -> None:
         """Restores the usual level from the last lines of a run's metrics.jsonl."""
         # Other lines, such as those of evaluations, are in between.
-        for line in map(json.loads, metrics_lines(metrics)[-4 * WINDOW :]):
-            if line.get("loss") is not None and line.get("grad_norm") is not None:
-                self._recent = self._recent.after(np.array([line["loss"], line["grad_norm"]]), np)
+        for _, record in deque(read_lines(metrics), 4 * WINDOW):
+            if (values := numbers(record, "loss", "grad_norm")) is not None:
+                self._recent = self._recent.after(np.array(values), np)
 
     def see(self, step: int, values: Mapping[str, float]) -> dict[str, int]:
         """Returns the keys for a step's line: skipped and loss_spike (0 or 1), and skipped_steps so far."""
@@ -149,11 +150,6 @@ class Watch:
             f"(train.max_skips_in_a_row={self._most}): lower optimizer.learning_rate, or look at the samples that "
             f"run.dir/spikes.jsonl names; the weights are those from before."
         )
-
-
-def metrics_lines(path: Path) -> list[str]:
-    """Lines of a run's metrics.jsonl with their ends; a crash may have truncated the last one. Empty if there is no file."""
-    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
 
 
 def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] | None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import json
+import logging
 import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.instability import metrics_lines, spike_line
+from jaxllm.train.instability import spike_line
+from jaxllm.train.json_lines import parse
 
 Record = dict[str, float | int]
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -29,7 +34,8 @@ class Sink(Protocol):
 class JsonLines:
     """Writes one JSON object per line and flushes it. A resumed run appends to the lines up to `last_step`.
 
-    Lines of later steps, which will run again, move to a file beside it: metrics-1.jsonl and so on.
+    Lines of later steps, which will run again, move to a file beside it: metrics-1.jsonl and so on. If the file disappears, the
+    next line begins it again, with a warning.
 
     Args:
       require: called before anything is written; RunDirLock.require where the run holds the directory.
@@ -39,31 +45,30 @@ class JsonLines:
         self._path, self._require = path, require
         try:
             self._require()
-            self._begin(path, last_step)
+            _move_aside(path, last_step)
+            self._file = _open_at_line(path)
         except OSError as error:
             raise _unwritable(path, error) from None
-
-    def _begin(self, path: Path, last_step: int) -> None:
-        before = metrics_lines(path)
-        kept = [line for line in before if _step_of(line) <= last_step]
-        if len(kept) < len(before):
-            new = path.with_suffix(".new")
-            new.write_text("".join(kept), encoding="utf-8")
-            # Link first, then replace: a kill in between leaves an extra copy, but loses no line.
-            aside = next(a for n in itertools.count(1) if not (a := path.with_stem(f"{path.stem}-{n}")).exists())
-            os.link(path, aside)
-            new.replace(path)
-        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         # JSON has no NaN or infinity, so they become null.
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         try:
             self._require()
+            if not self._is_there():
+                log.warning("%s was removed or replaced during the run: its next lines go to a new file there.", self._path)
+                self.close()
+                self._file = _open_at_line(self._path)
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:
             raise _unwritable(self._path, error) from None
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         # `write` has reported an error. Closing tries to flush again.
@@ -139,12 +144,36 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be written ({error.strerror}): remove the cause and rerun the same command to resume.")
 
 
-def _step_of(line: str) -> float:
-    """The step of a line; infinity for a truncated line."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return math.inf
+def _move_aside(path: Path, last_step: int) -> None:
+    """Moves the first line of a later step and all that follow it to a file of their own, with the lines before it that a crash
+    cut short. A damaged line between others stays.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    end = kept = 0
+    for line in content.splitlines(keepends=True):
+        record = parse(line)
+        if record is not None and record["step"] > last_step:
+            break
+        end += len(line)
+        if record is not None:
+            kept = end
+    if kept == len(content):
+        return
+    free = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(1))
+    # Written before the original is cut: a kill in between leaves an extra copy, but loses no line.
+    with next(aside for aside in free if not aside.exists()).open("xb") as file:
+        file.write(content[kept:])
+        file.flush()
+        os.fsync(file.fileno())
+    os.truncate(path, kept)
+
+
+def _open_at_line(path: Path) -> IO[str]:
+    """Opens a file to append lines, also if its last line has no end."""
+    file = path.open("a+b")
+    if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+        file.write(b"\n")
+    return io.TextIOWrapper(file, encoding="utf-8")
 
 
 def _require(module: str, key: str, extra: str):

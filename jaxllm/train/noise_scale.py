@@ -19,7 +19,6 @@ run.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.plan.noise_scale_text import NoiseEstimate
-from jaxllm.train.instability import metrics_lines
+from jaxllm.train.json_lines import numbers, read_lines
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0
@@ -77,13 +76,10 @@ class NoiseScale:
 
     def recall(self, metrics: Path, last_step: int) -> None:
         """Restores a run's estimates up to a step from its metrics.jsonl."""
-        for text in metrics_lines(metrics):
-            # A crash may have truncated the last line.
-            if G2 in text and text.endswith("\n"):
-                line = json.loads(text)
-                known = line.get(G2) is not None and line.get(S) is not None and not line.get("skipped")
-                if known and line["step"] <= last_step:
-                    self.add(line[G2], line[S])
+        for _, record in read_lines(metrics):
+            values = numbers(record, G2, S)
+            if values is not None and record["step"] <= last_step and not record.get("skipped"):
+                self.add(*values)
 
     @property
     def found(self) -> NoiseEstimate | None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
 
 import yaml
 
-from jaxllm.checkpoint.files import Meta
+from jaxllm.checkpoint.files import Meta, require_plain_path
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
-from jaxllm.train.instability import metrics_lines
+from jaxllm.train.json_lines import read_lines
 from jaxllm.train.trainer import Trainer
 
 
 def make_run_dir(config: Config) -> Path:
-    """Creates run.dir if it does not exist; ConfigError if it cannot be written."""
+    """Creates run.dir if it does not exist; ConfigError if it cannot be written, or not be used for checkpoints."""
     folder = Path(config.run.dir)
+    require_plain_path("run.dir", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -112,5 +112,4 @@ def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
 
 
 def has_evaluation(metrics: Path, step: int) -> bool:
-    lines = map(json.loads, metrics_lines(metrics))
-    return any("eval_loss" in line and line["step"] == step for line in lines)
+    return any("eval_loss" in record and record["step"] == step for _, record in read_lines(metrics))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -17,13 +18,16 @@ import pytest
 import yaml
 from outside import free_port
 from run_files import steps_of
+from safetensors.numpy import load_file, save_file
 from tiny import TINY
 
 import jaxllm
 from jaxllm import cli
+from jaxllm.checkpoint import checksums
 from jaxllm.checkpoint.arrays import read_arrays
 from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
-from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.manager import Checkpoints, SaveError
+from jaxllm.checkpoint.weights import export
 from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
 from jaxllm.runtime import exit_codes
@@ -83,7 +87,7 @@ def array_file(folder) -> Path:
 
 def test_metadata_says_where_the_run_is_and_what_made_it(whole, trainer):
     meta = read_meta(whole[0] / "checkpoints" / "4")
-    assert (meta["format"], meta["step"], meta["samples"], meta["vocab_size"]) == (1, 4, 32, 258)
+    assert (meta["format"], meta["step"], meta["samples"], meta["vocab_size"]) == (2, 4, 32, 258)
     assert meta["fingerprint"] == trainer.data.fingerprint
     assert jaxllm.Config.model_validate(meta["config"]).model == trainer.config.model
     assert meta["versions"]["jax"] == jax.__version__
@@ -166,6 +170,68 @@ def test_a_damaged_checkpoint_is_named_moved_and_not_used(name, run, whole, trai
     assert sorted(path.name for path in (run / "checkpoints-damaged" / "4-1").rglob("*")) == before
 
 
+@pytest.mark.parametrize("offset", [0, 33 * 2**20, 66 * 2**20 - 1])
+def test_a_flipped_bit_of_a_large_file_is_found_by_the_process_that_reads_it(tmp_path, offset):
+    """Format 1 covered only the ends of such a file: its checkpoints are read as before."""
+    large, small = tmp_path / "state" / "ocdbt.process_1" / "d" / "large", tmp_path / "state" / "_METADATA"
+    large.parent.mkdir(parents=True)
+    large.touch()
+    os.truncate(large, 66 * 2**20)
+    small.write_text("{}")
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "metadata").write_text('{"format": 2}')
+    checksums.describe_files(tmp_path)
+    assert checksums.changed(tmp_path) is None
+    with large.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\x10")
+    reason = "state/ocdbt.process_1/d/large has changed"
+    assert [checksums.changed(tmp_path, process, 2) for process in range(2)] == [None, reason]
+    assert checksums.changed(tmp_path) == reason
+    in_format_1 = {"state/ocdbt.process_1/d/large": [66 * 2**20, zlib.crc32(bytes(2 * 2**20))]}
+    (tmp_path / "files.json").write_text(json.dumps(in_format_1))
+    (tmp_path / "meta" / "metadata").write_text('{"format": 1}')
+    assert checksums.changed(tmp_path) == (None if 2**20 <= offset < 65 * 2**20 else reason)
+
+
+def test_the_checksums_of_a_save_are_those_of_its_files(whole):
+    """Each process computes its own before the checkpoint is complete."""
+    folder = whole[0] / "checkpoints" / "4"
+    listed = json.loads((folder / "files.json").read_text())
+    files = [path for item in ("state", "meta") for path in (folder / item).rglob("*") if path.is_file()]
+    there = {path.relative_to(folder).as_posix(): [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in files}
+    # Orbax marks each item as complete after the list is written.
+    assert listed == {name: value for name, value in there.items() if not name.endswith("commit_success.txt")}
+    assert not list(folder.glob(f"{checksums.PART}*"))
+
+
+def test_weights_whose_bytes_have_changed_are_used_nowhere(run, tiny_config, tmp_path, capsys):
+    to_all_arrays(overwrite)(run / "checkpoints" / "4")
+    sentence = r"The checkpoint .*checkpoints/4 is damaged \(state/.* has changed\): use another, or restore a copy of it\."
+    for path in (run, run / "checkpoints" / "4"):
+        with pytest.raises(ConfigError, match=sentence):
+            jaxllm.Trainer(tiny_config(*DATA_8, f"train.init_from={path}"))
+        with pytest.raises(ConfigError, match=sentence):
+            export(str(path), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["lr[3e-4]", "a*", "b?", "c\\d"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused_for_saving_only(
+    name, tiny_config, trainer, whole, tmp_path, monkeypatch
+):
+    run = shutil.copytree(whole[0], tmp_path / name)
+    restore(trainer, run)
+    assert_equal(trainer.state, whole[1])
+    sentence = rf"^run.dir={re.escape(str(run))} has .* in its path, .*: choose a folder without any of \[ \] \* \? \\ in its"
+    with pytest.raises(ConfigError, match=sentence):
+        Checkpoints(run, trainer.config.checkpoint).save(6, trainer.state, describe_run(trainer.config, 6, "text"))
+    monkeypatch.setattr("jaxllm.runtime.distributed.start", lambda run: pytest.fail("a device was touched"))
+    with pytest.raises(ConfigError, match=sentence):
+        fit(tiny_config(*DATA_8, f"run.dir='{run}'"))
+    assert saved_steps(run / "checkpoints") == [2, 4]
+
+
 def test_a_step_that_is_damaged_again_gets_another_name(run, trainer, tmp_path):
     for number in (1, 2):
         again = shutil.copytree(run / "checkpoints" / "4", tmp_path / f"again-{number}")
@@ -226,6 +292,22 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(tiny_config, text_file, who
     assert "Traceback" not in failed.stderr
     assert saved_steps(run / "checkpoints") == [2]
     assert_equal(fit(tiny_config(*DATA_8, f"run.dir={run}")).state, whole[1])
+
+
+def test_a_folder_that_cannot_be_made_is_said_at_once(trainer, whole, tmp_path):
+    restore(trainer, whole[0])
+    checkpoints = Checkpoints(tmp_path, trainer.config.checkpoint)
+    checkpoints.save(2, trainer.state, describe_run(trainer.config, 2, "text"))
+    checkpoints.wait()
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints").touch()
+    sentence = (
+        r"^Checkpoint 4 could not be written to .* \((File exists|Not a directory): .*\): no earlier checkpoint exists; remove"
+    )
+    with pytest.raises(SaveError, match=sentence):
+        checkpoints.save(4, trainer.state, describe_run(trainer.config, 4, "text"))
+    checkpoints.close()
+    assert saved_steps(tmp_path / "elsewhere") == [2]
 
 
 def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_path):
@@ -363,6 +445,16 @@ def test_a_process_that_cannot_save_leaves_and_the_other_does_not_wait_for_ever(
     assert time.monotonic() - started < 150
 
 
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_made_ends_all_processes_at_once(pair, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    for code, _, error in pair("checkpoint.every_steps=2", "run.phase_timeout_s=100"):
+        assert code == 2
+        assert "Checkpoint 2 could not be written to" in error
+        assert "no earlier checkpoint exists; remove the cause, and rerun the same command to resume" in error
+
+
 # ------------------------------------------------------------------------------------------------- weights alone, and export
 
 
@@ -426,6 +518,17 @@ def test_a_run_starts_from_weights_alone_on_any_mesh(kind, tiny_config, whole, e
         mine = np.asarray(mine)
         np.testing.assert_array_equal(mine[tuple(map(slice, theirs.shape))], theirs)
         assert np.abs(mine).sum(dtype="float64") == np.abs(theirs).sum(dtype="float64")
+
+
+def test_weights_that_are_not_finite_start_nothing(tiny_config, exported, tmp_path):
+    folder = shutil.copytree(exported["float32"], tmp_path / "nan")
+    weights = load_file(folder / "weights.safetensors")
+    weights["layers.mlp.up"][1, 2, 3] = np.nan
+    save_file(weights, folder / "weights.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"^layers\.mlp\.up in .*nan has values that are not finite .*: use intact weights\.$"
+    ):
+        jaxllm.Trainer(tiny_config(*TENSOR_4, f"train.init_from={folder}"))
 
 
 def test_moments_are_not_read_for_weights_alone(tmp_path):

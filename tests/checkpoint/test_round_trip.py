@@ -5,14 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hf_folders import DTYPES, HUB, LLAMA3_ROPE, in_new_dialect, random_weights, read_folder, write_file, write_folder
+from tiny import TINY
 
+import jaxllm
 from jaxllm import cli
 from jaxllm.checkpoint.hf_convert import from_hf, parse_size, to_hf
-from jaxllm.config import ConfigError
+from jaxllm.config import ConfigError, load_config
 from jaxllm.pretrained import streaming
 from jaxllm.pretrained.folder import open_folder
 
@@ -247,6 +250,35 @@ def test_no_space_is_one_sentence_and_leaves_nothing(sharded, tmp_path, monkeypa
     with pytest.raises(ConfigError, match=r"needs .* GB, and its disk has 1e-06 GB left"):
         from_hf(str(sharded), str(tmp_path / "ours"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path, monkeypatch):
+    """Except in Hugging Face's own cache, where a snapshot consists of links to blobs."""
+    monkeypatch.setattr("jaxllm.runtime.distributed.start", lambda run: pytest.fail("a device was touched"))
+    (tmp_path / "secret").write_text("x")
+    license = sharded / "LICENSE"
+    init = load_config({**TINY, "model": open_folder("x", str(sharded)).model}, [f"train.init_from={sharded}"])
+    for target in (tmp_path / "secret", "../secret", "/dev/zero"):
+        license.symlink_to(target)
+        for start in (lambda: from_hf(str(sharded), str(tmp_path / "ours")), lambda: jaxllm.Trainer(init)):
+            with pytest.raises(
+                ConfigError, match=r"hf/LICENSE is a link to .*, outside .*: put the file itself there, or remove"
+            ):
+                start()
+        license.unlink()
+    os.mkfifo(license)
+    with pytest.raises(ConfigError, match=r"hf/LICENSE is not a regular file: replace or remove it"):
+        from_hf(str(sharded), str(tmp_path / "ours"))
+    license.unlink()
+    assert not (tmp_path / "ours").exists()
+    hub = tmp_path / "models--a--b"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "blobs" / "1").write_text("of the hub")
+    license.symlink_to(Path("..", "..", "blobs", "1"))
+    (hub / "snapshots").mkdir()
+    from_hf(str(shutil.move(sharded, hub / "snapshots" / "rev")), str(tmp_path / "ours"))
+    assert (tmp_path / "ours" / "tokenizer" / "LICENSE").read_text() == "of the hub"
+    assert not (tmp_path / "ours" / "tokenizer" / "LICENSE").is_symlink()
 
 
 # ------------------------------------------------------------------------------------------------- destinations and the command

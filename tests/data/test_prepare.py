@@ -520,6 +520,24 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path):
     assert contents(out) == encoded("bytes", made_up(50))
 
 
+@pytest.mark.parametrize("ending", ["keys", "lengths"])
+def test_a_flipped_bit_in_what_decides_the_held_out_split_is_found(tmp_path, ending):
+    (tmp_path / "a.jsonl").write_bytes(lines(made_up(50)))
+    here([tmp_path / "a.jsonl"], tmp_path / "out")
+    fingerprint = PreparedDocuments(tmp_path / "out").fingerprint
+    file = tmp_path / "out" / f"tokens-00000-of-00001.{ending}.npy"
+    content = file.read_bytes()
+    file.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    with pytest.raises(ConfigError, match=r"\.keys\.npy is damaged \(it or lengths\.npy beside it has changed\): delete it"):
+        PreparedDocuments(tmp_path / "out")
+    file.write_bytes(content)
+    # A folder from before this checksum is read, with the same fingerprint.
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    del manifest["shards"][0][prepared.INDEX_SHA256]
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    assert PreparedDocuments(tmp_path / "out").fingerprint == fingerprint
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

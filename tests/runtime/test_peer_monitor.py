@@ -17,6 +17,7 @@ import pytest
 from jaxllm.config import ConfigError
 from jaxllm.runtime import exit_codes, peer_link, peer_monitor, progress
 from jaxllm.runtime.peer_monitor import PeerMonitor
+from jaxllm.runtime.socket_messages import STRANGERS
 from jaxllm.stderr import flush, print_sentence
 
 LIMIT_S = 20
@@ -53,14 +54,14 @@ def run(monkeypatch):
     def make(count: int, missing: tuple[int, ...] = (), silence_s: float = 30) -> dict[int, End]:
         members = [SimpleNamespace(rank=rank, host=f"h{rank}", pid=100 + rank) for rank in range(count)]
         listener = socket.create_server(("127.0.0.1", 0))
+        make.address = listener.getsockname()
         ends = {}
         for rank in range(count):
             if rank not in missing:
-                ends[rank] = End(rank, members, listener if rank == 0 else listener.getsockname(), silence_s)
+                ends[rank] = End(rank, members, listener if rank == 0 else make.address, silence_s)
         made.extend(ends.values())
         hub = ends[0].monitor
         until(lambda: hub._connected == set(range(1, count)) - set(missing), "all call")
-        make.address = listener.getsockname()
         return ends
 
     def play(rank: int, **message) -> socket.socket:
@@ -162,8 +163,9 @@ def test_a_graceful_close_is_not_a_loss(run):
 
 
 def test_other_programs_are_ignored(run):
-    ends = run(2)
-    words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'{"hello": 1, "host": "h1", "pid": 7}\n', b'{"hello": 9}\n', b"x" * 70_000)
+    ends = run(3, missing=(2,))
+    hello = b'{"hello": 1, "host": "h1", "pid": 7}\n'
+    words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", hello, b'{"hello": 9}\n', b"x" * 70_000, b"[" * 2000 + b"\n")
     for word in words:
         with socket.create_connection(run.address) as stranger:
             # The monitor closes the connection; otherwise this runs into the time limit.
@@ -173,6 +175,23 @@ def test_other_programs_are_ignored(run):
                 while stranger.recv(4096):
                     pass
     until(lambda: len(ends[0].monitor._links) == 1, "all strangers are gone")
+    assert not any(end.said or end.codes for end in ends.values())
+
+
+def test_strangers_do_not_use_up_descriptors(run):
+    """The oldest make room; a late process is heard all the same. When all are there, the port is closed."""
+    ends = run(3, missing=(2,))
+    strangers = [socket.create_connection(run.address) for _ in range(STRANGERS + 20)]
+    for stranger in strangers[:15]:
+        stranger.settimeout(LIMIT_S)
+        assert stranger.recv(1) == b""
+    assert len(ends[0].monitor._links) <= STRANGERS + 3
+    run.play(2, phase="step", step=12, seconds=0.1)
+    until(lambda: len(ends[0].monitor._links) == 2, "all strangers are gone")
+    for stranger in strangers:
+        stranger.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(run.address)
     assert not any(end.said or end.codes for end in ends.values())
 
 

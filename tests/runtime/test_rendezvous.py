@@ -25,6 +25,7 @@ from jaxllm.runtime.rendezvous_checks import (
     why_incompatible,
     why_rejected,
 )
+from jaxllm.runtime.socket_messages import STRANGERS
 
 VERSIONS = {"jaxllm": "0.1.0", "JAX": "0.10.2"}
 FOUR = ["a", "b", "c", "d"]
@@ -129,8 +130,17 @@ def test_other_programs_at_the_port_disturb_nothing(launch):
             stray.connect(("127.0.0.1", place.port))
         browser.sendall(b"GET / HTTP/1.1\r\nHost: h0\r\n\r\n")
         assert browser.recv(100) == b""
+        odd = [vars(call(1)) | change for change in ({"versions": 1}, {"flags": None}, {"rank": "1"}, {"rank": -2})]
+        for content in ("[" * 2000, "[]", *map(json.dumps, odd)):
+            with socket.create_connection(("127.0.0.1", place.port)) as stray:
+                stray.sendall(f"{MAGIC}{content}\n".encode())
+                assert stray.recv(100) == b""
+        many = [socket.create_connection(("127.0.0.1", place.port)) for _ in range(STRANGERS + 20)]
+        assert [stray.recv(100) for stray in many[:15]] == [b""] * 15
         others = [pool.submit(join, call(rank), launch(rank)) for rank in (1, 2)]
         assert zero.result(timeout=30).members == others[0].result(timeout=30).members
+        for stray in many:
+            stray.close()
 
 
 # -------------------------------------------------------------------------------------------------------------------- refused

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -15,9 +16,12 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
-from jaxllm.config import ConfigError
+from jaxllm.config import ConfigError, load_config
+from jaxllm.train.instability import Watch
+from jaxllm.train.json_lines import read_lines
 from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines, open_sinks
+from jaxllm.train.run_dir import has_evaluation
 from jaxllm.train.signals import SignalHandler
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
@@ -219,7 +223,45 @@ def test_metrics_after_a_crash_hold_each_step_once(tmp_path):
     sink.write({"step": 3, "loss": 2.0})
     sink.close()
     assert records(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 2.0}]
-    assert (tmp_path / "metrics-1.jsonl").read_text().count("\n") == 3
+    assert (tmp_path / "metrics-1.jsonl").read_text() == '{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
+
+
+def test_metrics_with_damaged_lines_are_kept_and_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    before = b'{"step": 1, "loss": 1.0}\n\xff odd\n[2]\n{"step": "x"}\n' + b"[" * 2000 + b"\n"
+    path.write_bytes(before + b'{"step": 2, "loss": "x", "grad_norm": 1, "eval_loss": 1}\n{"step": 3, "loss": 1.0}')
+    with closing(JsonLines(path, 3)) as sink:
+        sink.write({"step": 4, "loss": 2.0})
+    assert path.read_bytes().startswith(before)
+    assert [record["step"] for _, record in read_lines(path)] == [1, 2, 3, 4]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [has_evaluation(path, step) for step in (2, 3)] == [True, False]
+    Watch(load_config(TINY)).recall(path)
+
+
+def test_a_restart_copies_only_the_lines_that_run_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for start in range(1, 4):
+        with closing(JsonLines(path, 10 * start)) as sink:
+            for step in range(10 * start + 1, 10 * start + 13):
+                sink.write({"step": step})
+    assert [record["step"] for _, record in read_lines(path)] == list(range(11, 43))
+    for number, first in ((1, 21), (2, 31)):
+        lines = (tmp_path / f"metrics-{number}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [first, first + 1]
+
+
+def test_metrics_that_disappear_during_a_run_go_on_in_a_new_file(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    with closing(JsonLines(path, 0)) as sink:
+        sink.write({"step": 1})
+        path.unlink()
+        sink.write({"step": 2})
+        path.rename(tmp_path / "taken")
+        sink.write({"step": 3})
+        sink.write({"step": 4})
+    assert (records(tmp_path, "taken"), records(tmp_path)) == ([{"step": 2}], [{"step": 3}, {"step": 4}])
+    assert caplog.messages == [f"{path} was removed or replaced during the run: its next lines go to a new file there."] * 2
 
 
 def test_a_profile_is_written(tiny_config, tmp_path):
@@ -289,6 +331,7 @@ def test_an_evaluation_that_the_end_of_a_run_lost_is_made_up_for(finished, tiny_
 def test_metrics_that_cannot_be_written_stop_the_run_with_the_reason(tmp_path):
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.close()
+    sink._is_there = lambda: True
     with open("/dev/full", "w") as sink._file:
         with pytest.raises(ConfigError, match=r"metrics.jsonl cannot be written \(No space left on device\): remove the cause"):
             sink.write({"step": 1})

@@ -1,0 +1,143 @@
+"""Sizes and checksums of a checkpoint's files: every byte is covered, and every byte is read again when the arrays are.
+
+On a save, each process computes the checksums of the files that it has just written, in Orbax's background thread; process 0
+collects them in files.json. On a restore, each process reads the files that the process of its number wrote, in a thread beside
+the one that reads the arrays: mostly the same bytes, so that the disk reads them once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from jaxllm.checkpoint.files import FILES, META, STATE, cannot_be_read, read_meta, why
+from jaxllm.config.errors import ConfigError
+
+PART = "files-of-process-"
+THREADS = min(8, os.cpu_count() or 1)
+"""Files that a process reads at a time. zlib computes the CRC32 of about 1 GB per second and thread, without Python's lock."""
+BLOCK = 2**22
+ENDS_ONLY = 64 * 2**20
+"""Bytes. In format 1, the checksum of a larger file covers only its first and last MiB."""
+
+
+class DamagedError(ConfigError):
+    """The bytes of a checkpoint have changed since the save."""
+
+    def __init__(self, folder: Path, reason: str):
+        super().__init__(f"The checkpoint {folder} is damaged ({reason}): use another, or restore a copy of it.")
+        self.reason = reason
+
+
+def describe_own_files(folder: Path) -> None:
+    """Writes the sizes and checksums of the arrays' files of this process into an unfinished checkpoint, for describe_files."""
+    own = [path for path in _files(folder) if _writer(path.relative_to(folder).as_posix()) == jax.process_index()]
+    (folder / f"{PART}{jax.process_index()}.json").write_text(json.dumps(_described(folder, own)))
+
+
+def describe_files(folder: Path) -> None:
+    """Writes files.json, {path: [bytes, CRC32]} of the files in the items of a checkpoint. Orbax changes the files beside the
+    items later. Process 0 calls it when all have written.
+    """
+    known: dict[str, list[int]] = {}
+    for part in (parts := list(folder.glob(f"{PART}*.json"))):
+        known |= json.loads(part.read_text())
+    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    known |= _described(folder, [path for name, path in files.items() if name not in known])
+    (folder / FILES).write_text(json.dumps({name: known[name] for name in files}))
+    for part in parts:
+        part.unlink()
+
+
+@contextmanager
+def verified(folder: Path) -> Iterator[None]:
+    """Verifies this process's share of a checkpoint's files while the body reads its arrays. All processes call it.
+
+    Raises:
+      DamagedError: a file has changed since the save. It replaces an error of the body, which the damage explains.
+      ConfigError: this user may not read a file.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as beside:
+        found = beside.submit(changed, folder, jax.process_index(), jax.process_count(), stop)
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, ConfigError) or not isinstance(error, Exception):
+                # Bad input or Ctrl-C, which no damage explains.
+                stop.set()
+            if reason := found.result():
+                raise DamagedError(folder, reason) from error
+            raise
+        if reason := found.result():
+            raise DamagedError(folder, reason)
+
+
+def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.Event | None = None) -> str | None:
+    """The first file whose bytes are not those of the save, as a reason for damage; None if there is none, or after `stop`.
+
+    Args:
+      process, processes: of several processes, each verifies a share of the files.
+
+    Raises:
+      ConfigError: this user may not read a file.
+    """
+    stop = stop or threading.Event()
+    if not (folder / FILES).is_file():
+        # An older checkpoint: reading the arrays will show damage.
+        return None
+    try:
+        ends_only = read_meta(folder)["format"] == 1
+        recorded = json.loads((folder / FILES).read_text())
+        names = [name for name in recorded if (_writer(name) or 0) % processes == process]
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = pool.map(lambda name: checksum(folder / name, ends_only, stop), names)
+            for name, crc in zip(names, found, strict=True):
+                if crc != recorded[name][1] and not stop.is_set():
+                    stop.set()
+                    return f"{name} has changed"
+    except PermissionError as error:
+        raise cannot_be_read(folder, error) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return why(error)
+    return None
+
+
+def checksum(path: Path, ends_only: bool = False, stop: threading.Event | None = None) -> int:
+    """CRC32 of a file; with `ends_only`, of the first and the last MiB of a file above 64 MiB."""
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        if ends_only and os.fstat(file.fileno()).st_size > ENDS_ONLY:
+            value = zlib.crc32(file.read(2**20))
+            file.seek(-(2**20), os.SEEK_END)
+        while (stop is None or not stop.is_set()) and (block := file.read(BLOCK)):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _described(folder: Path, paths: Iterable[Path]) -> dict[str, list[int]]:
+    paths = list(paths)
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(checksum, paths))
+    return {path.relative_to(folder).as_posix(): [path.stat().st_size, crc] for path, crc in zip(paths, found, strict=True)}
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for item in (STATE, META) for path in sorted((folder / item).rglob("*")) if path.is_file()]
+
+
+def _writer(name: str) -> int | None:
+    """The process that wrote a file of arrays, by its path such as state/ocdbt.process_3/d/0f...; None for the small others,
+    which process 0 may still change after all have written.
+    """
+    found = re.match(rf"{STATE}/ocdbt\.process_(\d+)/", name)
+    return int(found[1]) if found else None

@@ -1,0 +1,30 @@
+"""Reads files of one JSON object per line, such as metrics.jsonl. A crash, an editor or a disk may have damaged some lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields each readable line with its record. Nothing if there is no file."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        if (record := parse(line)) is not None:
+            yield line, record
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, an object with the number of a step; None if the line is anything else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:
+    """The values of these keys; None if one is not a number, such as null for a loss that is not finite."""
+    values = [record.get(name) for name in names]
+    return [float(x) for x in values] if all(isinstance(x, (int, float)) for x in values) else None  # type: ignore[arg-type]
