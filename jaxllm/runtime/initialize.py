@@ -89,7 +89,9 @@ def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_t
             local_device_ids=devices,
             cluster_detection_method="deactivate",
             initialization_timeout=limit_s + 60,
-            heartbeat_timeout_seconds=max(round(2 * peer_timeout_s), 2),
+            # JAX sends a heartbeat in each half of its limit, so that it may count a process as lost after half of it: the
+            # peer monitor, which says which process that was, has to be first.
+            heartbeat_timeout_seconds=max(round(3 * peer_timeout_s), 2),
             shutdown_timeout_seconds=max(round(2 * peer_timeout_s), LEAST_SHUTDOWN_S),
         )
 

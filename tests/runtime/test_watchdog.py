@@ -1,6 +1,7 @@
 """What counts as stuck, what a stuck process prints, and the phases that the watchdog reads."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -196,7 +197,7 @@ def test_a_stuck_process_notifies_the_others_prints_its_stacks_and_ends(capfd, m
             assert time.monotonic() < deadline
             time.sleep(0.01)
     (sentence,) = peers.told
-    assert sentence.startswith("process 1 on h1 is stuck: step 5 has taken 0 s")
+    assert re.match(r"process 1 on h1 is stuck: step 5 has taken \d s \(", sentence)
     error = capfd.readouterr().err
     assert f"jaxllm: {sentence}\n" in error
     assert "in test_a_stuck_process_notifies_the_others_prints_its_stacks_and_ends" in error
