@@ -22,8 +22,10 @@ from jaxllm.runtime import distributed
 FORMAT = 2
 """In format 1, a checksum covers only the ends of a large file (checksums.py)."""
 STATE, META, FILES = "state", "meta", "files.json"
-PATTERN_CHARACTERS = "[]*?\\"
-"""Orbax takes a path with one of them for a pattern, which matches nothing: it leaves out most of the checkpoint."""
+BACKSLASH, PATTERN_CHARACTERS = "\\", "[]*?\\"
+"""TensorStore takes a backslash for a slash. Orbax takes a path with one of the others for a pattern when it saves, and then
+leaves out most of the checkpoint, or takes files of another run.
+"""
 SHARED_LIMIT_S = 20
 """Seconds that a process looks for a file that process 0 wrote: NFS may need some seconds to show it."""
 
@@ -152,12 +154,14 @@ def why(error: BaseException) -> str:
     return f"{type(links[-1]).__name__}: {' '.join(str(links[-1]).split())[:200]}"
 
 
-def require_plain_path(key: str, folder: Path) -> None:
-    """Raises ConfigError if Orbax could not read again what it saves in this folder."""
-    if found := set(str(folder.absolute())) & set(PATTERN_CHARACTERS):
+def require_plain_path(key: str, folder: Path, refused: str = PATTERN_CHARACTERS) -> None:
+    """Raises ConfigError if the absolute path of a folder of checkpoints has one of the refused characters: those of BACKSLASH
+    for reading, of PATTERN_CHARACTERS for saving.
+    """
+    if found := set(str(folder.absolute())) & set(refused):
         raise ConfigError(
-            f"{key}={folder} has {min(found)!r} in its path, {folder.absolute()}, where Orbax would lose checkpoints: choose a "
-            f"folder without any of {' '.join(PATTERN_CHARACTERS)} in its path."
+            f"{key}={folder} has {' and '.join(sorted(found))} in its path, {folder.absolute()}, where Orbax loses checkpoints: "
+            f"choose a folder without any of {' '.join(PATTERN_CHARACTERS)} in its path."
         )
 
 

@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from jaxllm.checkpoint.arrays import is_not_damage, on_host, read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, describe_files, describe_own_files, verified
 from jaxllm.checkpoint.files import (
+    BACKSLASH,
     META,
     STATE,
     Meta,
@@ -66,6 +67,7 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, require: Callable[[], None] = unfenced):
+        require_plain_path("run.dir", run_dir, BACKSLASH)
         self.folder = run_dir.absolute() / "checkpoints"
         self._config, self._require = config, require
         self._manager: ocp.CheckpointManager | None = None

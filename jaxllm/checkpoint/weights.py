@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllm.checkpoint.arrays import read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, changed, verified
-from jaxllm.checkpoint.files import META, STATE, damage, newest_whole, read_meta
+from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, read_json
@@ -116,6 +116,7 @@ def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
             f"{key}={text} holds no weights: give a run directory, one of its checkpoints (such as "
             f"runs/first/checkpoints/400), or a folder with {CONFIG} (Hugging Face) or {MODEL} (jaxllm)."
         )
+    require_plain_path(key, path, BACKSLASH)
     if reason := damage(path):
         raise ConfigError(f"{key}: the checkpoint {path} is damaged ({reason}): give another.")
     meta = read_meta(path)

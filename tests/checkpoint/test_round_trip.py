@@ -257,7 +257,8 @@ def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path, monkeypatch
     monkeypatch.setattr("jaxllm.runtime.distributed.start", lambda run: pytest.fail("a device was touched"))
     (tmp_path / "secret").write_text("x")
     license = sharded / "LICENSE"
-    init = load_config({**TINY, "model": open_folder("x", str(sharded)).model}, [f"train.init_from={sharded}"])
+    sections = {"model": open_folder("x", str(sharded)).model, "data": {"source": "prepared", "paths": ["none"]}}
+    init = load_config({**TINY, **sections}, [f"train.init_from={sharded}"])
     for target in (tmp_path / "secret", "../secret", "/dev/zero"):
         license.symlink_to(target)
         for start in (lambda: from_hf(str(sharded), str(tmp_path / "ours")), lambda: jaxllm.Trainer(init)):

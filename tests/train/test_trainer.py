@@ -16,7 +16,7 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
-from jaxllm.config import ConfigError, load_config
+from jaxllm.config import ConfigError
 from jaxllm.train.instability import Watch
 from jaxllm.train.json_lines import read_lines
 from jaxllm.train.loop import fit
@@ -226,7 +226,7 @@ def test_metrics_after_a_crash_hold_each_step_once(tmp_path):
     assert (tmp_path / "metrics-1.jsonl").read_text() == '{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
 
 
-def test_metrics_with_damaged_lines_are_kept_and_read(tmp_path):
+def test_metrics_with_damaged_lines_are_kept_and_read(tiny_config, tmp_path):
     path = tmp_path / "metrics.jsonl"
     before = b'{"step": 1, "loss": 1.0}\n\xff odd\n[2]\n{"step": "x"}\n' + b"[" * 2000 + b"\n"
     path.write_bytes(before + b'{"step": 2, "loss": "x", "grad_norm": 1, "eval_loss": 1}\n{"step": 3, "loss": 1.0}')
@@ -236,7 +236,7 @@ def test_metrics_with_damaged_lines_are_kept_and_read(tmp_path):
     assert [record["step"] for _, record in read_lines(path)] == [1, 2, 3, 4]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert [has_evaluation(path, step) for step in (2, 3)] == [True, False]
-    Watch(load_config(TINY)).recall(path)
+    Watch(tiny_config()).recall(path)
 
 
 def test_a_restart_copies_only_the_lines_that_run_again(tmp_path):
