@@ -159,9 +159,10 @@ def require_plain_path(key: str, folder: Path, refused: str = PATTERN_CHARACTERS
     for reading, of PATTERN_CHARACTERS for saving.
     """
     if found := set(str(folder.absolute())) & set(refused):
+        named = " and ".join(sorted(found))
         raise ConfigError(
-            f"{key}={folder} has {' and '.join(sorted(found))} in its path, {folder.absolute()}, where Orbax loses checkpoints: "
-            f"choose a folder without any of {' '.join(PATTERN_CHARACTERS)} in its path."
+            f"{key}={folder} has {named} in its path, {folder.absolute()}, where Orbax loses checkpoints: choose a folder "
+            f"without any of {' '.join(PATTERN_CHARACTERS)} in its path."
         )
 
 

@@ -225,8 +225,7 @@ def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> 
       home: Folder.companions.
       tokenizer: also copy the tokenizer's files and the chat template.
 
-    Raises:
-      ConfigError: see companion_files.
+    Raises ConfigError as companion_files does.
     """
     for name, path in companion_files(home, tokenizer).items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -298,7 +298,6 @@ class PeerMonitor:
             link.rank = member.rank
             self._connected.add(member.rank)
             if len(self._connected) == len(self._members) - 1:
-                # Nobody else has a reason to come.
                 self._stop_listening()
                 for stranger in [other for other in self._links if other.rank is None]:
                     self._drop(stranger)

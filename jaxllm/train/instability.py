@@ -1,4 +1,4 @@
-"""Instability: skipped steps, spikes, and the norms of each layer.
+"""Instability, in the step: skipped steps, spikes, and the norms of each layer. step_watch.py has the part on the host.
 
 If the loss or the gradient norm of a step is not finite, the step itself skips the update, on all devices alike: weights and
 moments stay the same bit for bit, the step counts, and its samples are not read again. A spike is a loss or gradient norm more
@@ -9,18 +9,13 @@ losses and norms are then part of the state, so that a resumed run skips the sam
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxllm.config import Config, ConfigError
 from jaxllm.sharding import stack_dims
-from jaxllm.train.json_lines import numbers, read_lines
 
 WINDOW = 128
 """Number of past steps that define the usual level."""
@@ -100,76 +95,3 @@ def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:
         return jnp.sqrt(total[:num_layers])
 
     return norms
-
-
-# ----------------------------------------------------------------------------------------------------------- on the host
-
-
-class Watch:
-    """Reads each step's metrics: counts skipped steps, marks spikes, and stops a run that only skips.
-
-    Attributes:
-      skipped_steps: number of skipped steps in the complete run.
-    """
-
-    def __init__(self, config: Config):
-        self._most, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
-        self.begin(0)
-
-    def begin(self, skipped_steps: int) -> None:
-        """Starts a new run, or a resumed one whose checkpoint records the number of skipped steps."""
-        self.skipped_steps, self._in_a_row, self._step = skipped_steps, 0, 0
-        self._recent = Recent.empty(np, np.float64)
-
-    def recall(self, metrics: Path) -> None:
-        """Restores the usual level from the last lines of a run's metrics.jsonl."""
-        # Other lines, such as those of evaluations, are in between.
-        for _, record in deque(read_lines(metrics), 4 * WINDOW):
-            if (values := numbers(record, "loss", "grad_norm")) is not None:
-                self._recent = self._recent.after(np.array(values), np)
-
-    def see(self, step: int, values: Mapping[str, float]) -> dict[str, int]:
-        """Returns the keys for a step's line: skipped and loss_spike (0 or 1), and skipped_steps so far."""
-        skipped, new_2 = int(values["skipped"]), np.array([values["loss"], values["grad_norm"]])
-        spike = values.get("loss_spike")
-        if spike is None:
-            spike = self._deviations is not None and self._recent.is_spike(new_2, self._deviations, np)
-        self._recent = self._recent.after(new_2, np)
-        self.skipped_steps += skipped
-        self._step, self._in_a_row = step, self._in_a_row + 1 if skipped else 0
-        return {"skipped": skipped, "skipped_steps": self.skipped_steps, "loss_spike": int(spike)}
-
-    def require_progress(self) -> None:
-        """Raises ConfigError if the last train.max_skips_in_a_row steps were all skipped."""
-        if self._in_a_row < self._most:
-            return
-        last, first = self._step, self._step - self._in_a_row + 1
-        which = f"Steps {first} to {last} were" if first < last else f"Step {last} was"
-        raise ConfigError(
-            f"{which} skipped, with a loss or gradients that are not finite or far above the usual "
-            f"(train.max_skips_in_a_row={self._most}): lower optimizer.learning_rate, or look at the samples that "
-            f"run.dir/spikes.jsonl names; the weights are those from before."
-        )
-
-
-def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] | None:
-    """Makes a line for run.dir/spikes.jsonl with the data to replay a step; None for a usual step. The step read the samples
-    from first_sequence on, in the layout of Trainer.train_batch(step - 1).
-    """
-    if not (record.get("skipped") or record.get("loss_spike")):
-        return None
-    done = int(record["step"]) - 1
-    names = ("step", "skipped", "loss_spike", "loss", "grad_norm", "learning_rate")
-    line = {name: record[name] for name in names if name in record}
-    return line | {"first_sequence": config.sequences_before(done), "sequences": config.phase_at(done).sequences}
-
-
-def by_layer(record: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as numbers. An array over all layers becomes one entry per layer, such as layer_grad_norm/0."""
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if np.ndim(value) == 0:
-            flat[name] = float(value)
-        else:
-            flat |= {f"{name}/{number}": float(x) for number, x in enumerate(value)}
-    return flat

@@ -17,8 +17,8 @@ from typing import IO, Protocol
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.instability import spike_line
 from jaxllm.train.json_lines import parse
+from jaxllm.train.step_watch import spike_line
 
 Record = dict[str, float | int]
 

@@ -39,12 +39,13 @@ from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
-from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, Watch, by_layer
+from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM
 from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import on_device
+from jaxllm.train.step_watch import Watch, by_layer
 
 log = logging.getLogger(__name__)
 

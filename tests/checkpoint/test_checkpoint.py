@@ -222,7 +222,7 @@ def test_a_path_that_orbax_misreads_is_refused(name, tiny_config, trainer, whole
     run = shutil.copytree(whole[0], tmp_path / name)
     found = " and ".join(sorted(set(name) & set("[]*?\\")))
     sentence = (
-        f"={run} has {found} in its path, {run}, where Orbax loses checkpoints: choose a folder without any of [ ] * ? \\ in"
+        f"={run} has {found} in its path, {run}, where Orbax loses checkpoints: choose a folder without any of [ ] * ? \\"
     )
     is_backslash = found == "\\"
     with pytest.raises(ConfigError, match=re.escape(sentence)) if is_backslash else nullcontext():

@@ -17,12 +17,12 @@ from tiny import TINY
 import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
-from jaxllm.train.instability import Watch
 from jaxllm.train.json_lines import read_lines
 from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines, open_sinks
 from jaxllm.train.run_dir import has_evaluation
 from jaxllm.train.signals import SignalHandler
+from jaxllm.train.step_watch import Watch
 
 EIGHT = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
 
