@@ -139,11 +139,11 @@ class Checkpoints:
             self._require()
             if self._manager is not None:
                 self._settle()
-            self._require_room(step)
+            self._saving = step
             self._manager = self._manager or self._open()
             if step in self._manager.all_steps():
+                self._saving = None
                 return
-            self._saving = step
             items = {STATE: ocp.args.PyTreeSave(_as_dict(state)), META: ocp.args.JsonSave(meta)}
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
             # Orbax does not copy arrays in host memory: the next step would overwrite them during the save.
@@ -183,20 +183,6 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._saving = None
 
-    def _require_room(self, step: int) -> None:
-        """Raises SaveError on all processes if process 0 cannot make a folder. Orbax would raise an error on process 0 only,
-        while the others wait in a barrier.
-        """
-        reason, trial = "", self.folder / ".trial"
-        if distributed.is_main_process():
-            try:
-                trial.mkdir(parents=True, exist_ok=True)
-                trial.rmdir()
-            except OSError as error:
-                reason = why(error)
-        if reason := distributed.first_nonempty(reason):
-            raise self._save_error(step, reason)
-
     def _open(self) -> ocp.CheckpointManager:
         silence_orphans()
         policies = ocp.checkpoint_managers
@@ -209,7 +195,11 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
             # Orbax calls it when every file is written and before the folder gets its name.
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._list_files,
+                # In the background, a folder that cannot be made is reported after 300 s, and only by process 0.
+                create_directories_asynchronously=False,
+            ),
         )
         return ocp.CheckpointManager(self.folder, options=options, handler_registry=registry)
 
@@ -221,9 +211,10 @@ class Checkpoints:
             describe_own_files(folder)
 
     def _list_files(self) -> None:
-        for folder in self._unfinished():
-            if not (folder / STATE / MANIFEST).exists():
-                raise OSError(f"Orbax wrote no {MANIFEST}, so that nothing could be read again")
+        written = [folder for folder in self._unfinished() if (folder / STATE / MANIFEST).exists()]
+        if not written:
+            raise OSError(f"Orbax wrote no {MANIFEST}, so that nothing could be read again")
+        for folder in written:
             describe_files(folder)
         # Next, Orbax renames the folder and deletes older ones.
         self._require()
@@ -245,19 +236,16 @@ class Checkpoints:
     def _failure(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):
             return error
-        found = self._save_error(self._saving, why(error))
+        steps = saved_steps(self.folder)
+        safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
+        found = SaveError(
+            f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
+            f"rerun the same command to resume."
+        )
         if distributed.is_of_jax(distributed.causes(error, suppressed=True)[-1]):
             # The cause is a device or a lost peer, not the disk.
             found.exit_code = exit_codes.LOST
         return found
-
-    def _save_error(self, step: int | None, reason: str) -> SaveError:
-        steps = saved_steps(self.folder)
-        safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
-        return SaveError(
-            f"Checkpoint {step} could not be written to {self.folder} ({reason}): {safe}; remove the cause, and rerun the same "
-            f"command to resume."
-        )
 
 
 def _as_dict(state: State) -> Any:

@@ -1,4 +1,4 @@
-"""Reads each step's metrics on the host: counts skipped steps, marks spikes, stops a run that only skips (see instability.py)."""
+"""Reads each step's metrics on the host: counts skipped steps, marks spikes, stops a run that only skips (instability.py)."""
 
 from __future__ import annotations
 
