@@ -14,18 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.checkpoint.orbax_errors import silence_orphans
 from jaxllm.config import ConfigError
 from jaxllm.mesh import HOST
-from jaxllm.runtime import distributed
 from jaxllm.sharding import stack_dims
-
-NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Permission denied", "Too many open files")
-"""Texts in read errors whose cause is this machine, not the checkpoint."""
-
-
-def is_not_damage(error: BaseException) -> bool:
-    links = distributed.causes(error, suppressed=True)
-    return any(isinstance(link, MemoryError | PermissionError) for link in links) or any(
-        word in str(link) for link in links for word in NOT_DAMAGE
-    )
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
@@ -40,7 +29,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
 
     Raises:
       ConfigError: an array is missing or has another shape; the message names it.
-      Exception: the files are damaged, or see NOT_DAMAGE.
+      Exception: the files are damaged, or see is_not_damage in files.py.
     """
     silence_orphans()
     handler = ocp.PyTreeCheckpointHandler()

@@ -12,14 +12,14 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.files import FILES, META, STATE, cannot_be_read, read_meta, why
+from jaxllm.checkpoint.files import FILES, META, STATE, cannot_be_read, is_not_damage, read_meta, why
 from jaxllm.config.errors import ConfigError
 
 PART = "files-of-process-"
@@ -38,10 +38,15 @@ class DamagedError(ConfigError):
         self.reason = reason
 
 
-def describe_own_files(folder: Path) -> None:
-    """Writes the sizes and checksums of the arrays' files of this process into an unfinished checkpoint, for describe_files."""
-    own = [path for path in _files(folder) if _writer(path.relative_to(folder).as_posix()) == jax.process_index()]
-    (folder / f"{PART}{jax.process_index()}.json").write_text(json.dumps(_described(folder, own)))
+def describe_own_files(arrays: Path) -> None:
+    """Writes the sizes and checksums of the arrays' files of this process into an unfinished checkpoint, for describe_files.
+
+    Args:
+      arrays: the folder that will be named STATE.
+    """
+    own = {path: f"{STATE}/{path.relative_to(arrays).as_posix()}" for path in _files_in(arrays)}
+    own = {path: name for path, name in own.items() if _writer(name) == jax.process_index()}
+    (arrays.parent / f"{PART}{jax.process_index()}.json").write_text(json.dumps(_described(own)))
 
 
 def describe_files(folder: Path) -> None:
@@ -51,9 +56,9 @@ def describe_files(folder: Path) -> None:
     known: dict[str, list[int]] = {}
     for part in (parts := list(folder.glob(f"{PART}*.json"))):
         known |= json.loads(part.read_text())
-    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    known |= _described(folder, [path for name, path in files.items() if name not in known])
-    (folder / FILES).write_text(json.dumps({name: known[name] for name in files}))
+    names = {path: path.relative_to(folder).as_posix() for item in (STATE, META) for path in _files_in(folder / item)}
+    known |= _described({path: name for path, name in names.items() if name not in known})
+    (folder / FILES).write_text(json.dumps({name: known[name] for name in names.values()}))
     for part in parts:
         part.unlink()
 
@@ -64,22 +69,26 @@ def verified(folder: Path) -> Iterator[None]:
 
     Raises:
       DamagedError: a file has changed since the save. It replaces an error of the body, which the damage explains.
-      ConfigError: this user may not read a file.
+      ConfigError: a file cannot be read here, for a reason other than damage.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(1) as beside:
         found = beside.submit(changed, folder, jax.process_index(), jax.process_count(), stop)
         try:
-            yield
-        except BaseException as error:
-            if isinstance(error, ConfigError) or not isinstance(error, Exception):
-                # Bad input or Ctrl-C, which no damage explains.
-                stop.set()
+            error: Exception | None = None
+            try:
+                yield
+            except Exception as raised:
+                if isinstance(raised, ConfigError) or is_not_damage(raised):
+                    raise
+                error = raised
             if reason := found.result():
                 raise DamagedError(folder, reason) from error
-            raise
-        if reason := found.result():
-            raise DamagedError(folder, reason)
+            if error is not None:
+                raise error
+        finally:
+            # Otherwise Ctrl-C would wait until all is read.
+            stop.set()
 
 
 def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.Event | None = None) -> str | None:
@@ -89,11 +98,11 @@ def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.
       process, processes: of several processes, each verifies a share of the files.
 
     Raises:
-      ConfigError: this user may not read a file.
+      ConfigError: a file cannot be read here, for a reason other than damage.
     """
     stop = stop or threading.Event()
     if not (folder / FILES).is_file():
-        # An older checkpoint: reading the arrays will show damage.
+        # Of a version before FILES: reading the arrays will show damage.
         return None
     try:
         ends_only = read_meta(folder)["format"] == 1
@@ -105,9 +114,9 @@ def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.
                 if crc != recorded[name][1] and not stop.is_set():
                     stop.set()
                     return f"{name} has changed"
-    except PermissionError as error:
-        raise cannot_be_read(folder, error) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, MemoryError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_not_damage(error):
+            raise cannot_be_read(folder, error) from None
         return why(error)
     return None
 
@@ -115,7 +124,7 @@ def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.
 def checksum(path: Path, ends_only: bool = False, stop: threading.Event | None = None) -> int:
     """CRC32 of a file; with `ends_only`, of the first and the last MiB of a file above 64 MiB."""
     value = 0
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         if ends_only and os.fstat(file.fileno()).st_size > ENDS_ONLY:
             value = zlib.crc32(file.read(2**20))
             file.seek(-(2**20), os.SEEK_END)
@@ -124,15 +133,14 @@ def checksum(path: Path, ends_only: bool = False, stop: threading.Event | None =
     return value
 
 
-def _described(folder: Path, paths: Iterable[Path]) -> dict[str, list[int]]:
-    paths = list(paths)
+def _described(names: Mapping[Path, str]) -> dict[str, list[int]]:
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(checksum, paths))
-    return {path.relative_to(folder).as_posix(): [path.stat().st_size, crc] for path, crc in zip(paths, found, strict=True)}
+        found = list(pool.map(checksum, names))
+    return {name: [path.stat().st_size, crc] for (path, name), crc in zip(names.items(), found, strict=True)}
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for item in (STATE, META) for path in sorted((folder / item).rglob("*")) if path.is_file()]
+def _files_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def _writer(name: str) -> int | None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import uuid
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,29 +84,32 @@ def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tupl
 
 def damage(folder: Path) -> str | None:
     """The damage to a checkpoint that its metadata and the sizes of its files show; None if there is none. checksums.py finds
-    changed bytes.
+    changed bytes of arrays.
 
     Raises:
-      ConfigError: a newer jaxllm wrote it, or this user may not read it.
+      ConfigError: a newer jaxllm wrote it, or it cannot be read here.
     """
     try:
-        read_meta(folder)
+        meta = read_meta(folder)
         if not (folder / STATE).is_dir():
             return f"{STATE} is missing"
         if not (folder / FILES).is_file():
-            # An older checkpoint: reading the arrays will show damage.
-            return None
-        for name, (size, _) in json.loads((folder / FILES).read_text()).items():
+            # Of a version before FILES: reading the arrays will show damage.
+            return None if meta["format"] == 1 else f"{FILES} is missing"
+        for name, (size, crc) in json.loads((folder / FILES).read_text()).items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes of {size}"
+            # The metadata is used before the arrays are read.
+            if name.startswith(f"{META}/") and zlib.crc32(path.read_bytes()) != crc:
+                return f"{name} has changed"
     except ConfigError:
         raise
-    except PermissionError as error:
-        raise cannot_be_read(folder, error) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_not_damage(error):
+            raise cannot_be_read(folder, error) from None
         return why(error)
     return None
 
@@ -124,6 +128,21 @@ def read_meta(folder: Path) -> Meta:
             f"{folder} has format {meta['format']}, and this jaxllm reads up to {FORMAT}: install a newer jaxllm."
         )
     return meta
+
+
+NOT_DAMAGE = (
+    *("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Permission denied", "Too many open files", "Stale file handle"),
+    *("Connection timed out", "Cannot allocate memory"),
+)
+"""Texts in read errors whose cause is this machine, not the checkpoint."""
+
+
+def is_not_damage(error: BaseException) -> bool:
+    """Whether reading failed for a reason of this machine: memory, permissions, descriptors, its network."""
+    links = distributed.causes(error, suppressed=True)
+    return any(isinstance(link, MemoryError | PermissionError) for link in links) or any(
+        word in str(link) for link in links for word in NOT_DAMAGE
+    )
 
 
 def cannot_be_read(folder: Path, error: Exception) -> ConfigError:

@@ -156,6 +156,7 @@ def to_hf(
     if isinstance(found.opened, HuggingFaceFolder):
         raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
     folder = found.as_folder()
+    companion_files(folder.companions)
     config = _config_json(folder, wanted, max_position)
     moves, tensors = _moves_out(folder, wanted)
     layout = in_files(_in_their_order(folder, tensors), "model", largest_file, {"format": "pt"})

@@ -170,7 +170,7 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
 
     like = jax.tree.map(described, functions.table, functions.master_shardings)
     params = read_weights(source, like, functions.table)
-    companions = opened or source.as_folder()
+    companions = source.outline()
     return LoadedModel(config, mesh, functions, params, companions.tokenizer, companions.generation, source.description)
 
 

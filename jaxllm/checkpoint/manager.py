@@ -20,7 +20,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import is_not_damage, on_host, read_arrays, restacked
+from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, describe_files, describe_own_files, verified
 from jaxllm.checkpoint.files import (
     BACKSLASH,
@@ -28,6 +28,7 @@ from jaxllm.checkpoint.files import (
     STATE,
     Meta,
     cannot_be_read,
+    is_not_damage,
     newest_whole,
     read_meta,
     require_plain_path,
@@ -190,7 +191,7 @@ class Checkpoints:
         if self._config.keep_every_steps is not None:
             kept.append(policies.EveryNSteps(self._config.keep_every_steps))
         registry = ocp.DefaultCheckpointHandlerRegistry()
-        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors, self._describe_own_files))
+        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors, describe_own_files))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
@@ -203,15 +204,9 @@ class Checkpoints:
         )
         return ocp.CheckpointManager(self.folder, options=options, handler_registry=registry)
 
-    def _unfinished(self) -> list[Path]:
-        return list(self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*"))
-
-    def _describe_own_files(self) -> None:
-        for folder in self._unfinished():
-            describe_own_files(folder)
-
     def _list_files(self) -> None:
-        written = [folder for folder in self._unfinished() if (folder / STATE / MANIFEST).exists()]
+        unfinished = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        written = [folder for folder in unfinished if (folder / STATE / MANIFEST).exists()]
         if not written:
             raise OSError(f"Orbax wrote no {MANIFEST}, so that nothing could be read again")
         for folder in written:

@@ -6,6 +6,8 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -16,17 +18,19 @@ class WatchedHandler(ocp.PyTreeCheckpointHandler):
     barrier times out after twenty minutes.
 
     Args:
-      written: called in the background when this process has written its arrays, before that barrier.
+      written: called in the background when this process has written its arrays, before that barrier, with their folder,
+        which has another name until the save is complete.
     """
 
-    def __init__(self, errors: list[Exception], written: Callable[[], None]):
+    def __init__(self, errors: list[Exception], written: Callable[[Path], None]):
         super().__init__()
         self._errors, self._written = errors, written
 
-    async def async_save(self, *arguments: Any, **options: Any) -> Any:
-        futures = await super().async_save(*arguments, **options)
+    async def async_save(self, directory: Any, *arguments: Any, **options: Any) -> Any:
+        futures = await super().async_save(directory, *arguments, **options)
         # Orbax waits for them in this order.
-        return [WatchedFuture(future, self._errors) for future in (*(futures or ()), _Call(self._written))]
+        last = _Call(partial(self._written, Path(directory)))
+        return [WatchedFuture(future, self._errors) for future in (*(futures or ()), last)]
 
     def finalize(self, directory: Any) -> None:
         try:

@@ -97,6 +97,7 @@ def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
     if (path / MODEL).is_file() and read_json(path / MODEL).get("format") == 1:
+        require_plain_path(key, path, BACKSLASH)
         return _read_format_1(key, path)
     if is_model_folder(path):
         opened = open_folder(key, text)
@@ -158,8 +159,8 @@ def initial_weights(config: Config) -> WeightsSource | None:
 
 
 def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
-    """Reads the parameters with the shardings and dtypes of `like` (nested dict of ShapeDtypeStructs). Optimizer moments are
-    not read.
+    """Reads the parameters with the shardings and dtypes of `like` (nested dict of ShapeDtypeStructs). The optimizer moments of
+    a checkpoint are read only to verify its files.
 
     Args:
       table: nested dict of Parameter.
@@ -207,6 +208,7 @@ def export(text: str, destination: str, step: int | None = None, dtype: str = "f
     numpy_dtype = dtype_named(dtype)
     source = find_weights("RUN_OR_CHECKPOINT", text, step)
     folder = source.as_folder()
+    companion_files(folder.companions)
     tensors = {entry.name: (numpy_dtype, entry.shape) for entry in folder.entries.values()}
     layout = in_files(tensors, WEIGHTS, LARGEST_FILE, {})
     with new_folder(destination, layout.total_bytes, force) as aside:

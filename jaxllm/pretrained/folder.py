@@ -236,27 +236,29 @@ def companion_files(home: Path | None, tokenizer: bool = True) -> dict[str, Path
     """The files that accompany weights, by their path in the folder `home`.
 
     Raises:
-      ConfigError: one is not a regular file, or is a link out of the folder. Only links into the blobs of Hugging Face's own
-        cache are followed, as its snapshots consist of them.
+      ConfigError: one is not a regular file, or a link out of the folder to anything but a blob of Hugging Face's cache.
     """
-    if home is None:
-        return {}
     patterns = (*BESIDE, *(OF_TOKENIZER if tokenizer else ()))
-    tops = {path for pattern in patterns for path in home.glob(pattern)}
-    found = sorted(path for top in tops for path in ([top], top.rglob("*"))[top.is_dir() and not top.is_symlink()])
-    roots = [home.resolve()]
-    if roots[0].parent.name == "snapshots":
-        roots.append(roots[0].parents[1] / "blobs")
-    files = {}
-    for path in found:
-        real = path.resolve()
-        if not any(real.is_relative_to(root) for root in roots):
-            raise ConfigError(f"{path} is a link to {real}, outside {home}: put the file itself there, or remove the link.")
-        if real.is_file():
-            files[path.relative_to(home).as_posix()] = real
-        elif not real.is_dir():
-            raise ConfigError(f"{path} is not a regular file: replace or remove it.")
+    files: dict[str, Path] = {}
+    for top in () if home is None else sorted({path for pattern in patterns for path in home.glob(pattern)}):
+        for path in sorted(top.rglob("*")) if _followed(top, home).is_dir() else [top]:
+            real = _followed(path, home)
+            if real.is_file():
+                files[path.relative_to(home).as_posix()] = real
+            elif not real.is_dir():
+                raise ConfigError(f"{path} is not a regular file: replace or remove it.")
     return files
+
+
+def _followed(path: Path, home: Path) -> Path:
+    try:
+        real = path.resolve()
+    except RuntimeError:
+        raise ConfigError(f"{path} is a link to itself: remove it.") from None
+    is_blob = real.parent.name == "blobs" and real.parents[1].name.startswith("models--")
+    if not is_blob and not real.is_relative_to(home.resolve()):
+        raise ConfigError(f"{path} is a link to {real}, outside {home}: put the file itself there, or remove the link.")
+    return real
 
 
 def versions() -> dict[str, str]:

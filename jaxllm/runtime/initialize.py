@@ -44,7 +44,7 @@ def initialize(
       environ: of this process. Its proxy variables are changed to let JAX through.
       cpu: this process shall run on the CPU.
       flags: XLA's.
-      peer_timeout_s: silence in seconds after which a process counts as lost; JAX's own timeout is set to twice that.
+      peer_timeout_s: silence in seconds after which a process counts as lost; JAX's own timeout is three times that.
 
     Raises:
       ConfigError: the processes do not fit together, or process 0's port is taken at the first start.

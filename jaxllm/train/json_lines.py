@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields each readable line with its record. Nothing if there is no file."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        if (record := parse(line)) is not None:
+def read_lines(path: Path, containing: str = "", last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields each readable line with its record. Nothing if there is no file.
+
+    Args:
+      containing: only lines with this text, to parse no others.
+      last: only so many lines at the end.
+    """
+    lines, text = path.read_bytes().splitlines() if path.exists() else [], containing.encode()
+    for line in lines if last is None else lines[-last:]:
+        if text in line and (record := parse(line)) is not None:
             yield line, record
 
 

@@ -145,18 +145,15 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def _move_aside(path: Path, last_step: int) -> None:
-    """Moves the first line of a later step and all that follow it to a file of their own, with the lines before it that a crash
-    cut short. A damaged line between others stays.
+    """Moves the lines behind the last one of a step up to `last_step` to a file of their own, also one that a crash cut short.
+    A damaged line between others stays.
     """
     content = path.read_bytes() if path.exists() else b""
-    end = kept = 0
-    for line in content.splitlines(keepends=True):
-        record = parse(line)
-        if record is not None and record["step"] > last_step:
+    kept = len(content)
+    for line in reversed(content.splitlines(keepends=True)):
+        if (record := parse(line)) is not None and record["step"] <= last_step:
             break
-        end += len(line)
-        if record is not None:
-            kept = end
+        kept -= len(line)
     if kept == len(content):
         return
     free = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(1))

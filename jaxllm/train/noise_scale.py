@@ -76,7 +76,7 @@ class NoiseScale:
 
     def recall(self, metrics: Path, last_step: int) -> None:
         """Restores a run's estimates up to a step from its metrics.jsonl."""
-        for _, record in read_lines(metrics):
+        for _, record in read_lines(metrics, containing=G2):
             values = numbers(record, G2, S)
             if values is not None and record["step"] <= last_step and not record.get("skipped"):
                 self.add(*values)

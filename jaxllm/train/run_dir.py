@@ -112,4 +112,4 @@ def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
 
 
 def has_evaluation(metrics: Path, step: int) -> bool:
-    return any("eval_loss" in record and record["step"] == step for _, record in read_lines(metrics))
+    return any("eval_loss" in record and record["step"] == step for _, record in read_lines(metrics, "eval_loss"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ class Watch:
     def recall(self, metrics: Path) -> None:
         """Restores the usual level from the last lines of a run's metrics.jsonl."""
         # Other lines, such as those of evaluations, are in between.
-        for _, record in deque(read_lines(metrics), 4 * WINDOW):
+        for _, record in read_lines(metrics, last=4 * WINDOW):
             if (values := numbers(record, "loss", "grad_norm")) is not None:
                 self._recent = self._recent.after(np.array(values), np)
 

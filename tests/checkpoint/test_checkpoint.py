@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import zlib
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import jax
@@ -24,7 +24,7 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm import cli
-from jaxllm.checkpoint import checksums
+from jaxllm.checkpoint import checksums, manager
 from jaxllm.checkpoint.arrays import read_arrays
 from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints, SaveError
@@ -122,11 +122,23 @@ def overwrite(path):
     path.write_bytes(path.read_bytes()[: size // 2] + bytes(size - size // 2))
 
 
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def unlist(folder):
+    """Makes a checkpoint of a version that wrote no list of files."""
+    (folder / "files.json").unlink()
+    replace(folder / "meta" / "metadata", '"format": 2', '"format": 1')
+
+
 def unlisted(change):
     """Without the list of files, only reading shows the damage."""
 
     def both(folder):
-        (folder / "files.json").unlink()
+        unlist(folder)
         change(folder)
 
     return both
@@ -146,6 +158,8 @@ DAMAGES = {
     "meta truncated": (lambda c: truncate(c / "meta" / "metadata"), "JSONDecodeError"),
     "meta removed": (lambda c: shutil.rmtree(c / "meta"), "No such file"),
     "state removed": (lambda c: shutil.rmtree(c / "state"), "state is missing"),
+    "meta changed": (lambda c: replace(c / "meta" / "metadata", '"seed": 0', '"seed": 1'), "meta/metadata has changed"),
+    "list removed": (lambda c: (c / "files.json").unlink(), "files.json is missing"),
     "list truncated": (lambda c: truncate(c / "files.json"), "JSONDecodeError"),
     "unlisted, arrays truncated": (unlisted(to_all_arrays(truncate)), ""),
     "unlisted, arrays removed": (unlisted(to_all_arrays(Path.unlink)), ""),
@@ -195,14 +209,37 @@ def test_a_flipped_bit_of_a_large_file_is_found_by_the_process_that_reads_it(tmp
     assert checksums.changed(tmp_path) == (None if 2**20 <= offset < 65 * 2**20 else reason)
 
 
-def test_the_checksums_of_a_save_are_those_of_its_files(whole):
-    """Each process computes its own before the checkpoint is complete."""
-    folder = whole[0] / "checkpoints" / "4"
+def test_the_checksums_of_a_save_are_those_of_its_files(trainer, whole, tmp_path, monkeypatch):
+    """Each process computes those of its arrays before the checkpoint is complete."""
+    parts = []
+
+    def spy(folder):
+        parts.extend(json.loads(path.read_text()) for path in folder.glob(f"{checksums.PART}*"))
+        checksums.describe_files(folder)
+
+    monkeypatch.setattr(manager, "describe_files", spy)
+    restore(trainer, whole[0])
+    with closing(Checkpoints(tmp_path, trainer.config.checkpoint)) as checkpoints:
+        checkpoints.save(4, trainer.state, describe_run(trainer.config, 4, "text"))
+        checkpoints.wait()
+    folder = tmp_path / "checkpoints" / "4"
     listed = json.loads((folder / "files.json").read_text())
     files = [path for item in ("state", "meta") for path in (folder / item).rglob("*") if path.is_file()]
     there = {path.relative_to(folder).as_posix(): [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in files}
     assert listed == there
+    assert parts == [{name: value for name, value in listed.items() if name.startswith("state/ocdbt.process_0/")}]
+    assert len(parts[0]) > 1
     assert not list(folder.glob(f"{checksums.PART}*"))
+
+
+def test_a_file_that_this_machine_cannot_read_now_is_not_damage(run, trainer, monkeypatch):
+    def out_of_descriptors(*arguments):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(checksums, "checksum", out_of_descriptors)
+    with pytest.raises(ConfigError, match=r"checkpoints/4 cannot be read here \(Too many open files\): it shows no damage"):
+        restore(trainer, run)
+    assert saved_steps(run / "checkpoints") == [2, 4]
 
 
 def test_weights_whose_bytes_have_changed_are_used_nowhere(run, tiny_config, tmp_path, capsys):
@@ -253,7 +290,7 @@ def test_a_step_that_is_damaged_again_gets_another_name(run, trainer, tmp_path):
 def test_all_damaged_is_refused_again_and_again(run, trainer, listed):
     for step in (2, 4):
         if not listed:
-            (run / "checkpoints" / str(step) / "files.json").unlink()
+            unlist(run / "checkpoints" / str(step))
         to_all_arrays(Path.unlink)(run / "checkpoints" / str(step))
     for _ in range(2):
         with pytest.raises(
@@ -371,9 +408,8 @@ def test_another_shape_is_refused_with_its_parameter(tiny_config, whole):
 
 
 def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):
-    path = run / "checkpoints" / "4" / "meta" / "metadata"
-    path.write_text(path.read_text().replace(trainer.data.fingerprint, "of other text"))
-    (run / "checkpoints" / "4" / "files.json").unlink()
+    unlist(run / "checkpoints" / "4")
+    replace(run / "checkpoints" / "4" / "meta" / "metadata", trainer.data.fingerprint, "of other text")
     sentence = r"holds a run on other text: the files of data\.\* have changed since; restore them"
     with pytest.raises(ConfigError, match=sentence):
         fit(tiny_config(*DATA_8, f"run.dir={run}"))
@@ -430,11 +466,15 @@ def test_two_processes_agree_on_the_checkpoint_before_the_damaged_one(pair, tmp_
     overrides = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "data.held_out_fraction=0.0")
     for code, _, error in pair(*overrides):
         assert code == 0, error
-    array_file(tmp_path / "run" / "checkpoints" / "4").unlink()
+    # Process 0 does not read these files to verify them.
+    for path in array_files(tmp_path / "run" / "checkpoints" / "4"):
+        if "ocdbt.process_1" in path.parts:
+            overwrite(path)
     before = losses(tmp_path / "run")
     (code, out, error), (other_code, *_) = pair(*overrides)
     assert (code, other_code) == (0, 0), error
-    assert re.search(r"checkpoint 4 is damaged \(.* is missing\): moved to run/checkpoints-damaged\nresumed from step 2", out)
+    sentence = r"checkpoint 4 is damaged \(state/ocdbt.process_1/d/.* has changed\): moved to .*-damaged\nresumed from step 2"
+    assert re.search(sentence, out)
     assert saved_steps(tmp_path / "run" / "checkpoints") == [2, 4]
     assert losses(tmp_path / "run") == before
 
@@ -455,12 +495,20 @@ def test_a_process_that_cannot_save_leaves_and_the_other_does_not_wait_for_ever(
 
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_made_ends_all_processes_at_once(pair, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").touch()
-    for code, _, error in pair("checkpoint.every_steps=2", "run.phase_timeout_s=100"):
+    no_room = """
+import os
+real = os.mkdir
+def mkdir(path, *rest, **more):
+    if "4.orbax-checkpoint-tmp" in str(path):
+        raise OSError(28, "No space left on device", str(path))
+    return real(path, *rest, **more)
+os.mkdir = mkdir
+pass"""
+    for code, _, error in pair("checkpoint.every_steps=2", "run.phase_timeout_s=100", first=no_room):
         assert code == 2
-        assert "Checkpoint 2 could not be written to" in error
-        assert "no earlier checkpoint exists; remove the cause, and rerun the same command to resume" in error
+        assert "Checkpoint 4 could not be written to" in error
+        assert "the newest complete checkpoint is 2; remove the cause, and rerun the same command to resume" in error
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
 # ------------------------------------------------------------------------------------------------- weights alone, and export

@@ -267,6 +267,10 @@ def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path, monkeypatch
             ):
                 start()
         license.unlink()
+    license.symlink_to("LICENSE")
+    with pytest.raises(ConfigError, match=r"hf/LICENSE is (a link to itself|not a regular file)"):
+        from_hf(str(sharded), str(tmp_path / "ours"))
+    license.unlink()
     os.mkfifo(license)
     with pytest.raises(ConfigError, match=r"hf/LICENSE is not a regular file: replace or remove it"):
         from_hf(str(sharded), str(tmp_path / "ours"))
@@ -277,7 +281,11 @@ def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path, monkeypatch
     (hub / "blobs" / "1").write_text("of the hub")
     license.symlink_to(Path("..", "..", "blobs", "1"))
     (hub / "snapshots").mkdir()
+    (sharded / "templates").mkdir()
+    (sharded / "templates" / "a.jinja").write_text("a")
+    (sharded / "additional_chat_templates").symlink_to("templates")
     from_hf(str(shutil.move(sharded, hub / "snapshots" / "rev")), str(tmp_path / "ours"))
+    assert (tmp_path / "ours" / "tokenizer" / "additional_chat_templates" / "a.jinja").read_text() == "a"
     assert (tmp_path / "ours" / "tokenizer" / "LICENSE").read_text() == "of the hub"
     assert not (tmp_path / "ours" / "tokenizer" / "LICENSE").is_symlink()
 

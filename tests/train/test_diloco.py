@@ -301,8 +301,8 @@ def test_where_the_first_round_is_damaged_the_steps_before_it_are_taken_up(whole
     for later in range(4, 9):
         shutil.rmtree(copy / "checkpoints" / str(later))
     # Only reading can find this damage.
-    (copy / "checkpoints" / "3" / "files.json").unlink()
-    (copy / "checkpoints" / "3" / "state" / "manifest.ocdbt").unlink()
+    for path in (copy / "checkpoints" / "3" / "state").rglob("d/*"):
+        path.write_bytes(bytes(path.stat().st_size))
     config = tiny_config(*ROUNDS)
     trainer = jaxllm.Trainer(config, resumes=True)
     trainer.restore(Checkpoints(copy, config.checkpoint))

@@ -37,7 +37,7 @@ def finished(tiny_config, tmp_path_factory):
 def test_metrics_hold_what_the_contract_names(finished):
     _, folder = finished
     steps = [r for r in records(folder) if "loss" in r]
-    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert [r["step"] for r in steps] == [1, 200, 2, 3, 4]
     assert [r["tokens"] for r in steps] == [128, 256, 384, 512]
     for r in steps:
         assert set(r) >= {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s_per_device"}
@@ -228,7 +228,7 @@ def test_metrics_after_a_crash_hold_each_step_once(tmp_path):
 
 def test_metrics_with_damaged_lines_are_kept_and_read(tiny_config, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    before = b'{"step": 1, "loss": 1.0}\n\xff odd\n[2]\n{"step": "x"}\n' + b"[" * 2000 + b"\n"
+    before = b'{"step": 1, "loss": 1.0}\n\xff odd\n[2]\n{"step": "x"}\n' + b"[" * 2000 + b"\n" + b'{"step": 200}\n'
     path.write_bytes(before + b'{"step": 2, "loss": "x", "grad_norm": 1, "eval_loss": 1}\n{"step": 3, "loss": 1.0}')
     with closing(JsonLines(path, 3)) as sink:
         sink.write({"step": 4, "loss": 2.0})
