@@ -5,6 +5,8 @@ implicit transfer in a step of the loop.
 import functools
 import gc
 import os
+from contextlib import nullcontext
+from pathlib import Path
 
 import program_cache
 
@@ -54,6 +56,13 @@ def programs_of_one_file():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu_programs():
+    folder = jax.config.jax_compilation_cache_dir
+    with program_cache.kept_gpu_programs(Path(folder)) if jax.config.jax_enable_compilation_cache and folder else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

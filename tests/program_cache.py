@@ -5,16 +5,23 @@ JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off, JAX_COMPILATION_CACHE_DIR mo
 
 JAX does not write an entry atomically: a killed process leaves half an entry, and a second process may read an entry too early.
 JAX then warns and compiles. The same warning appears for each program that is compiled for GPUs without a GPU, because JAX can
-write but not read it.
+write but not read it: `kept_gpu_programs` keeps what tests read of such a program, its text and its memory.
 """
 
+import dataclasses
+import gzip
 import hashlib
+import json
 import os
 import platform
-from collections.abc import MutableMapping
-from contextlib import suppress
+import re
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 LIMIT_BYTES = 2 * 2**30
 WARNING = "Error reading persistent compilation cache entry"
@@ -56,3 +63,77 @@ def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
             break
         path.unlink(missing_ok=True)
         excess -= size
+
+
+@contextmanager
+def kept_gpu_programs(folder: Path) -> Iterator[None]:
+    """Inside, train steps that this process compiles for GPUs without a GPU are read from the folder if they are there."""
+    from jax.experimental import topologies
+
+    from jaxllm.compile import aot
+
+    targets: dict[Any, str] = {}
+    describe, trace = topologies.get_topology_desc, aot.trace_step
+
+    def get_topology_desc(**target):
+        topology = describe(**target)
+        targets[topology.devices[0].client] = json.dumps(target, sort_keys=True)
+        return topology
+
+    def trace_step(config, devices):
+        step = trace(config, devices)
+        target = targets.get(devices[0].client)
+        if target is None:
+            return step
+        lowered = step.lowered._lowered if isinstance(step.lowered, GpuLowered) else step.lowered
+        return dataclasses.replace(step, lowered=GpuLowered(lowered, target, aot.versions(), folder))
+
+    with (
+        mock.patch.object(topologies, "get_topology_desc", get_topology_desc),
+        mock.patch.object(aot, "trace_step", trace_step),
+    ):
+        yield
+
+
+class GpuLowered:
+    """A lowered step whose compilation is looked up first."""
+
+    def __init__(self, lowered: Any, target: str, versions: list[str], folder: Path):
+        self._lowered, self._target, self._versions, self._folder = lowered, target, versions, folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
+        if "xla_dump_to" in (compiler_options or {}):
+            return self._lowered.compile(compiler_options=compiler_options)
+        # Names of operations, which tests read, are debug information; so are places in source files, which differ by checkout.
+        text = re.sub(r'loc\("[^"]*\.py":[^)]*\)', "", self._lowered.as_text(debug_info=True))
+        options = sorted((compiler_options or {}).items())
+        described = repr([self._target, version("jaxlib"), self._versions, options, os.environ.get("XLA_FLAGS"), text])
+        path = self._folder / f"gpu-{hashlib.sha256(described.encode()).hexdigest()}-cache"
+        with suppress(OSError, ValueError, EOFError):
+            return GpuProgram(**json.loads(gzip.decompress(path.read_bytes())))
+        compiled = self._lowered.compile(compiler_options=compiler_options)
+        memory = compiled.memory_analysis()
+        sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
+        program = GpuProgram(compiled.as_text(), sizes)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 1))
+        aside.replace(path)
+        return program
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuProgram:
+    """What tests read of a compiled step."""
+
+    text: str
+    sizes: dict[str, int]
+
+    def as_text(self) -> str:
+        return self.text
+
+    def memory_analysis(self) -> Any:
+        return SimpleNamespace(**self.sizes)

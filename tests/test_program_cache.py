@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import outside
 import program_cache
 import pytest
+
+from jaxllm.compile import aot
 
 # Its compilation is slow enough for the cache.
 PROGRAM = """
@@ -54,6 +57,30 @@ def test_the_entries_unused_for_longest_are_deleted_first(tmp_path):
     program_cache.prune(tmp_path, limit_bytes=25)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["jit_f-2-cache", "jit_f-3-cache", "no_entry"]
     program_cache.prune(tmp_path / "none")
+
+
+@pytest.mark.slow
+def test_a_program_for_gpus_is_compiled_once(tiny_config, tmp_path):
+    """Other options and another memory of the GPU make another program."""
+    memory = (aot.DEMAND_BYTES, aot.DEMAND_BYTES, 2**34)
+    with program_cache.kept_gpu_programs(tmp_path):
+        # On one line: the text has its number.
+        programs = [aot.lower_step(tiny_config("parallel.data=1"), aot.gpu_devices(1, 1, memory_bytes=size)) for size in memory]
+    lowered, again, small = programs
+    first, plain = lowered.compile(), lowered._lowered.compile()
+    assert first.as_text() == plain.as_text()
+    assert first.memory_analysis().temp_size_in_bytes == plain.memory_analysis().temp_size_in_bytes > 0
+    (entry,) = tmp_path.iterdir()
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-20])
+    assert again.compile() == first
+    assert entry.read_bytes() == whole
+    # It cannot compile any more.
+    again._lowered = SimpleNamespace(as_text=again._lowered.as_text)
+    assert again.compile() == first
+    lowered.compile({"xla_gpu_enable_triton_gemm": False})
+    small.compile()
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_half_an_entry_is_compiled_again_without_a_word(run, tmp_path):

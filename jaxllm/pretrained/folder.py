@@ -219,13 +219,9 @@ def open_folder(key: str, text: str) -> Folder:
 
 
 def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> None:
-    """Copies the files that accompany weights. Creates `target` if there are any.
+    """Copies companion_files, by default with the tokenizer's files and the chat template. Creates `target` if there are any.
 
-    Args:
-      home: Folder.companions.
-      tokenizer: also copy the tokenizer's files and the chat template.
-
-    Raises ConfigError as companion_files does.
+    Args: home: Folder.companions.
     """
     for name, path in companion_files(home, tokenizer).items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +229,7 @@ def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> 
 
 
 def companion_files(home: Path | None, tokenizer: bool = True) -> dict[str, Path]:
-    """The files that accompany weights, by their path in the folder `home`.
+    """The files that accompany weights, by their path in the folder `home`, or without those of the tokenizer.
 
     Raises:
       ConfigError: one is not a regular file, or a link out of the folder to anything but a blob of Hugging Face's cache.
