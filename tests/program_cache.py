@@ -120,7 +120,7 @@ class GpuLowered:
         program = GpuProgram(compiled.as_text(), sizes)
         self._folder.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 1))
+        aside.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 1, mtime=0))
         aside.replace(path)
         return program
 

@@ -160,7 +160,7 @@ def test_two_processes_train_like_one_and_one_resumes_them(recipe, tmp_path):
 @pytest.mark.launcher
 @pytest.mark.parametrize(
     ("processes", "devices", "data", "zero"),
-    [(2, 4, 2, 3), (4, 2, 4, 3), pytest.param(2, 2, 2, 1, marks=pytest.mark.nightly)],
+    [(2, 4, 2, 3), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((4, 2, 4, 3), (2, 2, 2, 1)))],
     ids=str,
 )
 def test_any_number_of_processes_trains_like_one(recipe, tmp_path, processes, devices, data, zero):
