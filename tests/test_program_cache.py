@@ -59,28 +59,60 @@ def test_the_entries_unused_for_longest_are_deleted_first(tmp_path):
     program_cache.prune(tmp_path / "none")
 
 
-@pytest.mark.slow
-def test_a_program_for_gpus_is_compiled_once(tiny_config, tmp_path):
-    """Other options and another memory of the GPU make another program."""
-    memory = (aot.DEMAND_BYTES, aot.DEMAND_BYTES, 2**34)
-    with program_cache.kept_gpu_programs(tmp_path):
-        # On one line: the text has its number.
-        programs = [aot.lower_step(tiny_config("parallel.data=1"), aot.gpu_devices(1, 1, memory_bytes=size)) for size in memory]
-    lowered, again, small = programs
-    first, plain = lowered.compile(), lowered._lowered.compile()
-    assert first.as_text() == plain.as_text()
-    assert first.memory_analysis().temp_size_in_bytes == plain.memory_analysis().temp_size_in_bytes > 0
+class Lowered:
+    """A lowered step that counts its compilations."""
+
+    def __init__(self):
+        self.compilations = 0
+
+    def as_text(self, debug_info):
+        assert debug_info
+        return 'module @step {} loc("/a/checkout/step.py":12:0 to :30)'
+
+    def compile(self, compiler_options):
+        self.compilations += 1
+        memory = SimpleNamespace(temp_size_in_bytes=7, host_temp_size_in_bytes=0, other=None)
+        return SimpleNamespace(as_text=lambda: f"HloModule {compiler_options}", memory_analysis=lambda: memory)
+
+
+def test_a_program_for_gpus_is_compiled_once(tmp_path):
+    """Other options, another GPU and other versions of the compiler make another program; another checkout does not."""
+    lowered = Lowered()
+
+    def step(target="h100", versions=("0.10.2",)):
+        return program_cache.GpuLowered(lowered, target, versions, tmp_path)
+
+    first = step().compile({"a": 1})
+    assert first.as_text() == "HloModule {'a': 1}"
+    assert first.memory_analysis() == SimpleNamespace(temp_size_in_bytes=7, host_temp_size_in_bytes=0)
     (entry,) = tmp_path.iterdir()
+    lowered.as_text = lambda debug_info: 'module @step {} loc("/b/step.py":14:0 to :31)'
+    assert step().compile({"a": 1}) == first
+    assert lowered.compilations == 1
     whole = entry.read_bytes()
     entry.write_bytes(whole[:-20])
-    assert again.compile() == first
+    assert step().compile({"a": 1}) == first
+    assert lowered.compilations == 2
     assert entry.read_bytes() == whole
-    # It cannot compile any more.
-    again._lowered = SimpleNamespace(as_text=again._lowered.as_text)
-    assert again.compile() == first
-    lowered.compile({"xla_gpu_enable_triton_gemm": False})
-    small.compile()
-    assert len(list(tmp_path.iterdir())) == 3
+    for number, compile_other in enumerate((
+        lambda: step().compile({"a": 2}),
+        lambda: step("h200").compile({"a": 1}),
+        lambda: step(versions=("0.11.2",)).compile({"a": 1}),
+        lambda: step().compile({"a": 1, "xla_dump_to": "x"}),
+    )):  # fmt: skip
+        compile_other()
+        assert lowered.compilations == 3 + number
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.slow
+def test_steps_compiled_for_gpus_are_kept(tiny_config, tmp_path):
+    with program_cache.kept_gpu_programs(tmp_path):
+        # On one line: the text has its number.
+        compiled = [aot.compile_step(tiny_config("parallel.data=1"), aot.gpu_devices(1, 1)) for _ in range(2)]
+    assert compiled[0] == compiled[1]
+    assert compiled[0].memory_analysis().temp_size_in_bytes > 0
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_half_an_entry_is_compiled_again_without_a_word(run, tmp_path):

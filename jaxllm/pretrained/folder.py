@@ -236,7 +236,9 @@ def companion_files(home: Path | None, tokenizer: bool = True) -> dict[str, Path
     """
     patterns = (*BESIDE, *(OF_TOKENIZER if tokenizer else ()))
     files: dict[str, Path] = {}
-    for top in () if home is None else sorted({path for pattern in patterns for path in home.glob(pattern)}):
+    if home is None:
+        return files
+    for top in sorted({path for pattern in patterns for path in home.glob(pattern)}):
         for path in sorted(top.rglob("*")) if _followed(top, home).is_dir() else [top]:
             real = _followed(path, home)
             if real.is_file():
