@@ -153,9 +153,9 @@ def test_the_whole_of_80_000_bytes_of_hamlet(score):
 @pytest.mark.parametrize(
     ("devices", "overrides"),
     [
-        (2, ("parallel.context=2",)),
+        pytest.param(2, ("parallel.context=2",), marks=pytest.mark.nightly),
         (2, ("parallel.pipe=2",)),
-        (4, ("parallel.data=4", "parallel.zero=3")),
+        pytest.param(4, ("parallel.data=4", "parallel.zero=3"), marks=pytest.mark.nightly),
         (4, ()),
         (3, ("parallel.tensor=3",)),
     ],
