@@ -79,7 +79,6 @@ class PeerMonitor:
         self._connected: set[int] = set()
         self._listener: socket.socket | None = None
         """On process 0. It is closed when all processes have connected."""
-        self._listening = False
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._notice: StopNotice | None = None
@@ -98,7 +97,6 @@ class PeerMonitor:
             self._connect_by_s = time.monotonic() + CONNECT_S + silence_s
             to.setblocking(False)
             self._selector.register(to, selectors.EVENT_READ, None)
-            self._listening = True
         else:
             self._add(connect(rank, to, CONNECT_S), 0)
             self._links[0].send(hello=rank, host=members[rank].host, pid=members[rank].pid)
@@ -272,10 +270,9 @@ class PeerMonitor:
             self._drop(next(link for link in self._links if link.rank is None))
 
     def _stop_listening(self) -> None:
-        if self._listening:
-            self._listening = False
-            self._selector.unregister(self._listener)  # type: ignore[arg-type]
-            self._listener.close()  # type: ignore[union-attr]
+        if self._listener is not None and self._listener.fileno() >= 0:
+            self._selector.unregister(self._listener)
+            self._listener.close()
 
     def _read(self, link: Link) -> None:
         try:
