@@ -335,15 +335,14 @@ def parts(tell: Tell, overrides: Sequence[str], sequences: int, head_chunks: Seq
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
     from jaxllm.model.layers import RMSNorm
     from jaxllm.model.loss import cross_entropy
+    from jaxllm.parallel.kernels import choose_attention
 
     device, config = start_jax(), config_of(overrides)
     model, S = config.model, config.train.sequence_length
     D, H, T = model.hidden_size, model.head_dim, sequences * S
-    kernel = choose_kernel(model, device, in_blocks=False)
-    attend = fused_attention if kernel == "cudnn" else xla_attention
+    kernel, attend = choose_attention(config, device)
     dtype = model.compute_dtype
 
     q, k, v, do = (
@@ -447,15 +446,15 @@ def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
     """
     import jax
 
-    from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
     from jaxllm.model.blockwise_attention import xla_kernel
     from jaxllm.model.cudnn_attention import cudnn_kernel
+    from jaxllm.parallel.kernels import choose_attention
     from jaxllm.parallel.ring_attention import ring_attention
 
     device, config = start_jax(), config_of(overrides)
     model, S = config.model, config.train.sequence_length
-    fused = choose_kernel(model, device, in_blocks=True) == "cudnn"
-    whole, kernel = (fused_attention, cudnn_kernel()) if fused else (xla_attention, xla_kernel())
+    name, whole = choose_attention(config, device)
+    kernel = cudnn_kernel() if name == "cudnn" else xla_kernel()
 
     def times(attend: Callable[..., Any], length: int) -> Figures:
         q, k, v, do = (

@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -156,6 +157,15 @@ def compile_(
     real_memory: Annotated[
         bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Show the time of every kernel by part, by roofline at assumed rates.")
+    ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OTHER", help="With --kernels: compare with this key=value (several may be given), or with this recipe."
+        ),
+    ] = None,
     cache: CacheDir = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
@@ -163,15 +173,24 @@ def compile_(
     """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
+    if against and not kernels:
+        raise ConfigError("--against compares kernels: add --kernels.")
     loaded = load(recipe)
+    other = load(against if any("=" not in word for word in against) else [*recipe, *against]) if against else None
     found = None if gpu is None else find_gpu(gpu)
+    from jaxllm.compile.kernels_text import render_kernels
     from jaxllm.compile.report import compile_report
     from jaxllm.compile.text import render
     from jaxllm.runtime.distributed import cache_folder
 
     folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
-    report = compile_report(loaded, found, gpus, gpus_per_host, real_memory=real_memory, cache=folder)
-    print_report(report, as_json, render)
+    options: dict[str, Any] = {"real_memory": real_memory, "cache": folder}
+    report = compile_report(loaded, found, gpus, gpus_per_host, **options)
+    compared = compile_report(other, found, gpus, gpus_per_host, **options) if other else None
+    if as_json and compared is not None:
+        print(json.dumps({**report.to_json(), "against": compared.to_json()}), flush=True)
+    else:
+        print_report(report, as_json, partial(render_kernels, against=compared) if kernels else render)
 
 
 @app.command(**example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))

@@ -106,7 +106,8 @@ def gpu_devices(
 def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
     """Compiles the train step of `config` for `devices`; with train.diloco_steps, the inner step. It runs nothing and makes no
     array."""
-    return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0].platform))
+    config = config.resolve(len(devices))
+    return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0]))
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:

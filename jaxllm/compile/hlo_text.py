@@ -69,9 +69,14 @@ def attention_flops(instruction: Instruction, target: str, types: Mapping[str, s
     return (10 if "Backward" in target else 4) * square * shape_of(query[2])[-1] // causal
 
 
+def operands(instruction: Instruction) -> list[str]:
+    """Names of the operands, in order."""
+    rest = instruction.text.split(f" {instruction.op}(", 1)[1]
+    return OPERAND.findall(rest[: _closing("(" + rest)])
+
+
 def _first_operand(instruction: Instruction) -> str:
-    match = OPERAND.search(instruction.text.split(f" {instruction.op}(", 1)[1])
-    return match[1] if match else ""
+    return next(iter(operands(instruction)), "")
 
 
 def parsed(line: str) -> Instruction:

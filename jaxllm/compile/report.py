@@ -27,6 +27,7 @@ import jaxlib
 from jaxllm.compile import aot
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.jaxpr_flops import matmul_flops
+from jaxllm.compile.kernel_account import KernelAccount, account_from_json, kernel_account
 from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap
 from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_flops, largest_results
 from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
@@ -43,7 +44,8 @@ from jaxllm.train.memory_check import capacity_of, total_bytes
 log = logging.getLogger(__name__)
 
 REMAT_SHARE = 0.76
-"""Share of the GPU's memory, as XLA knows it, above which XLA rematerialises a step (measured, JAX 0.10.2)."""
+"""Share of the GPU's memory, as XLA knows it, above which XLA rematerialises a step unless an option prevents it (measured,
+JAX 0.10.2)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class RealMemory:
     total_bytes: int
     fits: bool
     compile_s: float
+    compiled_flops: int
+    """As CompileReport.compiled_flops."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,12 @@ class CompileReport:
     """FLOPs of matmuls and cuDNN attention as traced, on all devices: including recomputation, before XLA drops anything."""
     attention_kernel_flops: int
     """cuDNN's part of them, by its shapes."""
+    compiled_flops: int
+    """FLOPs of matmuls and cuDNN attention in XLA's program, on all devices. With more than executed_flops it repeats some."""
     model_flops: int
     """FLOPs of one step: 6 per matmul parameter and token, and causal attention."""
     near_rematerialisation: bool | None
-    """By the share of memory, which is a rule of thumb; real_memory is certain."""
+    """By the share of memory, which is a rule of thumb; real_memory is certain. False where an option prevents it."""
     real_memory: RealMemory | None
     collectives: tuple[CollectiveRow, ...]
     largest_results: tuple[LargeResult, ...]
@@ -106,6 +112,8 @@ class CompileReport:
     jax_version: str
     overlap: tuple[Overlap, ...] = ()
     """Exposed time of collectives, by kind and axes; empty for devices whose figures are not known."""
+    kernels: KernelAccount | None = None
+    """Every kernel by part; None for devices whose figures are not known."""
     cached: bool = False
 
     def __repr__(self) -> str:
@@ -131,6 +139,7 @@ def report_from_json(values: dict[str, Any]) -> CompileReport:
             "largest_results": tupled(LargeResult, values["largest_results"]),
             "warnings": tuple(values["warnings"]),
             "overlap": tupled(Overlap, values["overlap"]),
+            "kernels": account_from_json(values["kernels"]) if values["kernels"] else None,
         }
     )
 
@@ -202,7 +211,8 @@ def _compile(
     """Compiles for `devices`. Args: kind: name, memory and capacity of a device; gpu: its figures; real: devices with real
     memory."""
     name, memory_bytes, capacity = kind
-    options = xla_flags.compile_options(config, devices[0].platform)
+    options = xla_flags.compile_options(config, devices[0])
+    may_remat = not xla_flags.NO_REMAT_GPU_OPTIONS.keys() & options.keys()
     started = time.perf_counter()
     step = aot.trace_step(config, devices)
     trace_s = time.perf_counter() - started
@@ -214,7 +224,8 @@ def _compile(
     module = Module(text, sizes)
     collectives = grouped(module.collectives(), sizes)
     total = total_bytes(memory)
-    kernels = kernel_flops(step.jaxpr)
+    fused_flops = kernel_flops(step.jaxpr)
+    overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else ()
     again = None if real is None or capacity is None else _with_real_memory(config, real, total, capacity)
     fits = None if capacity is None else total <= capacity
     return CompileReport(
@@ -238,10 +249,11 @@ def _compile(
         trace_s=trace_s,
         hlo_instructions=sum(map(len, module.computations.values())),
         hlo_bytes=len(text),
-        executed_flops=matmul_flops(step.jaxpr) + kernels,
-        attention_kernel_flops=kernels,
+        executed_flops=matmul_flops(step.jaxpr) + fused_flops,
+        attention_kernel_flops=fused_flops,
+        compiled_flops=len(devices) * module.flops(module.entry),
         model_flops=config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length),
-        near_rematerialisation=None if memory_bytes is None else total > REMAT_SHARE * memory_bytes,
+        near_rematerialisation=None if memory_bytes is None else may_remat and total > REMAT_SHARE * memory_bytes,
         real_memory=again,
         collectives=collectives,
         largest_results=largest_results(module),
@@ -250,7 +262,8 @@ def _compile(
             *unknown_loop_warnings(module.loops_without_trip_count()),
         ),
         jax_version=jax.__version__,
-        overlap=by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else (),
+        overlap=overlap,
+        kernels=kernel_account(module, config, gpu, per_host, overlap) if gpu else None,
     )
 
 
@@ -259,11 +272,14 @@ def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int
     compiled = aot.compile_step(config, devices)
     compile_s = time.perf_counter() - started
     # XLA's name for a rematerialised instruction.
-    repeated = len(re.findall(r"^\s*(?:ROOT )?%\S+\.remat\S* = ", compiled.as_text() or "", re.MULTILINE))
+    text = compiled.as_text() or ""
+    repeated = len(re.findall(r"^\s*(?:ROOT )?%\S+\.remat\S* = ", text, re.MULTILINE))
     memory: Any = compiled.memory_analysis()
     total = total_bytes(memory)
     changed = repeated > 0 or total < demand
-    return RealMemory(changed, repeated, memory.temp_size_in_bytes, total, total <= capacity, compile_s)
+    module = Module(text, axis_sizes(config.parallel))
+    flops = len(devices) * module.flops(module.entry)
+    return RealMemory(changed, repeated, memory.temp_size_in_bytes, total, total <= capacity, compile_s, flops)
 
 
 def host_bytes(memory: Any) -> int:

@@ -21,17 +21,14 @@ from jaxllm.display import readable, terminal_table
 
 ROWS = 14
 """Collectives in the table; the JSON has all."""
+REPEATED_SHARE = 0.01
+"""FLOPs beyond the traced ones, as a fraction of them, that are worth a line."""
 
 
 def render(report: CompileReport) -> Group:
     """The report for a terminal of at least 80 columns."""
-    taken = f"compiled in {report.compile_s:.1f} s" + (", earlier (from the cache)" if report.cached else "")
     parts = [
-        Text(
-            f"The train step for {report.gpus} x {report.gpu}, "
-            f"{hosts_text(report.gpus, report.gpus_per_host)} ({report.hosts_because}), {taken}"
-        ),
-        Text(f"  {axes_line(report.mesh)}; attention {report.attention}"),
+        *heading(report),
         Text("\nBytes on one device, by XLA"),
         bytes_table(report),
         *verdict(report),
@@ -56,6 +53,18 @@ def render(report: CompileReport) -> Group:
         parts.append(Text("\nWarnings"))
         parts += [Padding(Text(line), (0, 0, 0, 2)) for line in report.warnings]
     return Group(*parts)
+
+
+def heading(report: CompileReport) -> list[Text]:
+    """For what was compiled, and how long it took."""
+    taken = f"compiled in {report.compile_s:.1f} s" + (", earlier (from the cache)" if report.cached else "")
+    return [
+        Text(
+            f"The train step for {report.gpus} x {report.gpu}, "
+            f"{hosts_text(report.gpus, report.gpus_per_host)} ({report.hosts_because}), {taken}"
+        ),
+        Text(f"  {axes_line(report.mesh)}; attention {report.attention}"),
+    ]
 
 
 def bytes_table(report: CompileReport) -> Table:
@@ -90,7 +99,8 @@ def verdict(report: CompileReport) -> Iterator[Text]:
         if real.rematerialises:
             yield Text(
                 f"With the real memory XLA rematerialises {real.rematerialised_instructions} instructions and takes "
-                f"{readable(real.total_bytes)}: slower, and it {'fits' if real.fits else 'does not fit'}"
+                f"{readable(real.total_bytes)}: {teraflops(real.compiled_flops)} TFLOP a step instead of "
+                f"{teraflops(report.compiled_flops)}, and it {'fits' if real.fits else 'does not fit'}"
             )
         else:
             yield Text("With the real memory XLA compiles the same program, without rematerialisation")
@@ -104,6 +114,8 @@ def step_lines(report: CompileReport) -> Iterator[str]:
         f"{teraflops(report.executed_flops)} TFLOP on all devices: matmuls as traced, with recomputation"
         f"{kernels if report.attention_kernel_flops else ''}; the model's own are {teraflops(report.model_flops)} (causal)"
     )
+    if report.compiled_flops > (1 + REPEATED_SHARE) * report.executed_flops:
+        yield f"XLA's program has {teraflops(report.compiled_flops)} TFLOP: it computes some matmuls again"
     yield f"{report.hlo_instructions:,} HLO instructions, {readable(report.hlo_bytes)} of text; JAX {report.jax_version}"
 
 

@@ -371,8 +371,8 @@ class RunConfig(Section):
     cpu_devices: PositiveInt | None = None
     """Run on this many CPU devices of this machine, to try any mesh at home. With several processes, each has this many."""
     deterministic: Switch = False
-    """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and disables autotuning. It costs speed:
-    matmul tiles are not tuned, and the backward pass of attention uses cuDNN's slower algorithm."""
+    """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and does not choose between them by time. It
+    costs speed: cuBLAS's rule selects the matmul kernels, and the backward pass of attention uses cuDNN's slower algorithm."""
     xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
     """Sets of XLA options to try on GPUs, such as [double_buffering]; jaxllm/runtime/xla_flags.py describes each. They change
     the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""

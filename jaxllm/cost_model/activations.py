@@ -17,10 +17,9 @@ def takes_cudnn(model: ModelConfig) -> bool:
 
 
 def is_blockwise(config: Config) -> bool:
-    """Whether attention is merged from blocks on a GPU, so that it has ATTENTION_RESULTS: over context ranks, or where cuDNN
-    masks documents. Plain XLA on one context rank has none.
-    """
-    return config.parallel.context > 1 or (config.data.mask_documents and takes_cudnn(config.model))
+    """Whether attention on a GPU has ATTENTION_RESULTS to keep: cuDNN's, and any over context ranks. Plain XLA on one context
+    rank has none."""
+    return config.parallel.context > 1 or takes_cudnn(config.model)
 
 
 RING_MIN_ROWS = 4096
@@ -57,7 +56,7 @@ def bytes_per_token_and_layer(
     mlp_gate and mlp_up F b / (c t); attention_lse, float32, 4 N / (c t).
 
     Args:
-      blockwise: whether attention runs in blocks (over context ranks, or cuDNN with documents) and so has results to keep.
+      blockwise: whether attention has results to keep (is_blockwise).
 
     Raises:
       ValueError: the policy keeps everything, which has no closed form.

@@ -47,17 +47,8 @@ def xla_attention(
     return out_BKRH.reshape(B, K, G, S, H).transpose(0, 3, 1, 2, 4).reshape(B, S, N, H)
 
 
-def fused_attention(q_BSNH, k_BTKH, v_BTKH, segments_BS: None = None) -> Float[Array, "B S N H"]:
-    """Attention by cuDNN's kernel, for sequences of one document. It stores no S x S tensor. bfloat16, NVIDIA Ampere or
-    newer."""
-    if segments_BS is not None:
-        # The kernel takes segment ids only as a bias or as lengths. Without a mask the result would be wrong without an error.
-        raise ValueError("fused_attention cannot mask documents: cudnn_attention.cudnn_kernel can.")
-    return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
-
-
-def why_not_cudnn(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str | None:
-    """The reason cuDNN attention cannot run this model on this device, or None. In blocks: blockwise_attention.py."""
+def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
+    """The reason cuDNN attention cannot run this model on this device, or None."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
     # A description of a device that is not present may lack it.
@@ -68,19 +59,16 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device, in_blocks: bool) -> st
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
     if model.head_dim % 8 or model.head_dim > 128:
         return f"it takes head sizes that are multiples of 8 up to 128 and model.head_dim is {model.head_dim}"
-    return cudnn_attention.why_not() if in_blocks else None
+    return cudnn_attention.why_not()
 
 
-def choose_kernel(model: ModelConfig, device: jax.Device, in_blocks: bool) -> str:
+def choose_kernel(model: ModelConfig, device: jax.Device) -> str:
     """The kernel, xla or cudnn, that `model.attention` selects on this kind of device.
-
-    Args:
-      in_blocks: attention is computed in blocks, because documents are masked or the sequence is sharded.
 
     Raises:
       ConfigError: the config names cudnn, and it cannot run here. Only `auto` falls back, with a warning.
     """
-    reason = why_not_cudnn(model, device, in_blocks)
+    reason = why_not_cudnn(model, device)
     if model.attention == "cudnn" and reason:
         raise ConfigError(f"model.attention=cudnn cannot run here, because {reason}: set model.attention=auto or xla.")
     if model.attention == "xla" or reason:

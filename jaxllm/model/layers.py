@@ -105,6 +105,7 @@ Rotary = tuple[Float[Array, "B S H/2"], Float[Array, "B S H/2"]]
 """(cosines, sines)"""
 
 
+@jax.named_scope("rotary")
 def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
     """Cosine and sine of every angle, float32: bfloat16 would round position 257 to 256."""
     angles = positions_BS.astype(jnp.float32)[..., None] * rotary_frequencies(model)[None, None]
@@ -112,6 +113,7 @@ def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
+@jax.named_scope("rotary")
 def rotate(x_BSNH: Float[Array, "B S N H"], rotary: Rotary) -> Float[Array, "B S N H"]:
     """x with each pair (i, i + H/2) rotated by its angle. This is the order of pairs in Hugging Face's weights."""
     cos, sin = (table[:, :, None, None, :] for table in rotary)
@@ -142,7 +144,8 @@ class Attention(nnx.Module):
         q_BSNH, k_BSKH, v_BSKH = (
             checkpoint_name(x, name) for x, name in ((q_BSNH, "query"), (k_BSKH, "key"), (v_BSKH, "value"))
         )
-        o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+        with jax.named_scope("attend"):
+            o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
         return ops.matmul("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype))
 
 
@@ -183,9 +186,12 @@ class Block(nnx.Module):
         split, full = SHARDED_SEQUENCE, FULL_SEQUENCE
         x_BSD = ops.constrain(ops.constrain(self.attention_norm(h_BSD), split), full)
         update_BSD = ops.constrain(self.attention(x_BSD, rotary, segments_BS, ops), split)
-        h_BSD = h_BSD + checkpoint_name(update_BSD, "attention_out")
+        with jax.named_scope("residual"):
+            h_BSD = h_BSD + checkpoint_name(update_BSD, "attention_out")
         x_BSD = ops.constrain(ops.constrain(self.mlp_norm(h_BSD), split), full)
-        return h_BSD + ops.constrain(self.mlp(x_BSD, ops), split)
+        update_BSD = ops.constrain(self.mlp(x_BSD, ops), split)
+        with jax.named_scope("residual"):
+            return h_BSD + update_BSD
 
 
 def residual_std(model: ModelConfig) -> float:

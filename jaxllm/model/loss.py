@@ -81,16 +81,17 @@ def sums_and_gradients(
         h_BCD, targets_BC, weights_BC = inputs
         with jax.named_scope("head"):
             logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, head_VD, preferred_element_type=jnp.float32)
-        logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
-        top_BC = part.largest(jnp.max(logits_BCV, axis=-1))
-        # A comparison, not a gather: where the vocabulary is sharded, each device reads only its own rows.
-        is_target_BCV = targets_BC[..., None] == ids_V[None, None]
-        target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
-        z_BC, target_BC = part.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
-        log_z_BC = top_BC + jnp.log(z_BC)
-        loss_BC = (log_z_BC - target_BC) * weights_BC
-        loss += jnp.sum(loss_BC)
-        objective += jnp.sum(loss_BC + z_loss_weight * jnp.square(log_z_BC) * weights_BC)
+        with jax.named_scope("loss"):
+            logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
+            top_BC = part.largest(jnp.max(logits_BCV, axis=-1))
+            # A comparison, not a gather: where the vocabulary is sharded, each device reads only its own rows.
+            is_target_BCV = targets_BC[..., None] == ids_V[None, None]
+            target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
+            z_BC, target_BC = part.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
+            log_z_BC = top_BC + jnp.log(z_BC)
+            loss_BC = (log_z_BC - target_BC) * weights_BC
+            loss += jnp.sum(loss_BC)
+            objective += jnp.sum(loss_BC + z_loss_weight * jnp.square(log_z_BC) * weights_BC)
         if not with_gradients:
             return (objective, loss, dhead_VD), None
         with jax.named_scope("head_backward"):

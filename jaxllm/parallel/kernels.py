@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.config import Config, ModelConfig
 from jaxllm.cost_model.activations import context_method
 from jaxllm.mesh import CONTEXT, TENSOR
-from jaxllm.model.attention import Attend, choose_kernel, fused_attention, xla_attention
+from jaxllm.model.attention import Attend, choose_kernel, xla_attention
 from jaxllm.model.blockwise_attention import xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.model.fp8 import fp8_matmul, require_fp8
@@ -21,17 +21,17 @@ from jaxllm.sharding import tensor_shard_map
 
 def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
     """(name, function) of the attention that model.attention and parallel.context_method ask for on this kind of device."""
-    model, c, masks = config.model, config.parallel.context, config.data.mask_documents
-    in_blocks = c > 1 or masks
-    kernel = choose_kernel(model, device, in_blocks)
+    model, c = config.model, config.parallel.context
+    kernel = choose_kernel(model, device)
     if c > 1:
         method = context_method(config)
         make = {"ring": ring_attention, "all_gather": all_gather_attention}[method]
         return f"{kernel} {method}", make(cudnn_kernel() if kernel == "cudnn" else xla_kernel(), CONTEXT, c)
     if kernel == "xla":
         return kernel, xla_attention
-    # A ring of one rank computes its local block alone.
-    return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1) if in_blocks else fused_attention
+    # A ring of one rank computes its local block alone. jax.nn's attention would do it too, but a remat policy cannot keep its
+    # log-sum-exp, and the backward pass would run the kernel again.
+    return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1)
 
 
 def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:

@@ -282,6 +282,7 @@ def unrolling(model: ModelConfig) -> int | bool:
     return 1 if model.scan_layers else True
 
 
+@jax.named_scope("gradient_sums")
 def _add(sums: Tree, number, gradients: Tree, valid) -> Tree:
     """`sums` with a layer's gradients added in place. If not `valid`, zeros are added."""
 

@@ -40,7 +40,9 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
             total, loss = carry
             (_, part), found = gradient(sinks, weights, rows, scale)
             new, squares = found if sinks else (found, tap.on_microbatch(found) if tap else None)
-            return (jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), total, new), loss + part), squares
+            with jax.named_scope("gradient_sums"):
+                total = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), total, new)
+            return (total, loss + part), squares
 
         squares_MT: Any
         (gradients, loss), squares_MT = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)

@@ -65,7 +65,7 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
     """
     devices = aot.gpu_devices(config.devices // gpus_per_host, gpus_per_host, gpu)
     with tempfile.TemporaryDirectory() as folder:
-        options = compile_options(config, devices[0].platform) | dump_options(folder)
+        options = compile_options(config, devices[0]) | dump_options(folder)
         compiled = aot.lower_step(config, devices).compile(compiler_options=options)
         try:
             curve = read_dump(folder)

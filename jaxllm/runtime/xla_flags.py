@@ -20,12 +20,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jax
 import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import layer_matmul_parameters
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.runtime.cpus import available_cpus
 
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
@@ -76,8 +78,14 @@ cause is not known: fences after each collective change nothing.
 DETERMINISTIC_GPU_FLAGS = {
     # XLA's description: "Guarantees run-to-run determinism on GPU". Scatters are expanded into ordered loops, cuDNN's attention
     # uses its deterministic backward, and no kernel is chosen by timing, where two runs might choose differently. The last is
-    # the price: matmuls run with default tiles. The slowdown has not been measured.
+    # the price.
     "xla_gpu_deterministic_ops": "true",
+    # Of the kernels that XLA generates for a matmul it then takes the first, with tiles of 16 x 8 or 64 x 32 (compiled with JAX
+    # 0.11.2). cuBLAS chooses by its own rule, the same in every run.
+    "xla_gpu_enable_triton_gemm": "false",
+    # With cuBLAS alone and JAX 0.11 this pass computes matmuls of a layer loop twice: once into the stack of layers, and once
+    # for their other reader.
+    "xla_gpu_enable_dynamic_slice_fusion": "false",
 }
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -109,11 +117,11 @@ OFFLOAD_GPU_OPTIONS = {
     # A block has up to nine tensors to fetch from the host; by default each waits for the previous one, at the top of the loop.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
-HOST_GPU_OPTIONS = {
-    # Percent of the GPU's memory beyond which XLA rematerialises, by default 95. It counts tensors in the host's memory too,
-    # and would recompute for a limit that recomputation cannot reach: 280 instructions of Llama 3 8B's step that offloads 46
-    # GiB, and 76 of one that has 49 GiB of state on the host (JAX 0.10.2, an H100's memory). The estimate refuses what really
-    # does not fit.
+NO_REMAT_GPU_OPTIONS = {
+    # Percent of XLA's limit, itself 80% of the GPU's memory, beyond which XLA rematerialises; by default 95. So every step that
+    # fills more than 76% of the card would repeat matmuls: 8B's layers on an H100, 97% of what a step may take, 1,449 TFLOP a
+    # step for 1,064 and 2 GiB less (JAX 0.11.2, compiled). XLA also counts tensors in the host's memory, and would recompute
+    # for a limit that recomputation cannot reach: 280 instructions of 8B's step that offloads 46 GiB (JAX 0.10.2).
     "xla_gpu_memory_limit_slop_factor": 2000,
 }
 LAYER_BYTES = "layer"
@@ -159,19 +167,27 @@ def _layer_bytes(config: Config) -> int:
     return itemsize * layer_matmul_parameters(config.model) // config.parallel.tensor
 
 
-def compile_options(config: Config, platform: str) -> dict[str, Any]:
-    """Options to compile this config's train step. The user's XLA_FLAGS take precedence."""
-    if platform == "cpu":
+def compile_options(config: Config, device: jax.Device) -> dict[str, Any]:
+    """Options to compile a resolved config's train step for devices of this kind. The user's XLA_FLAGS take precedence."""
+    if device.platform == "cpu":
         return {}
-    options = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
+    options: dict[str, Any] = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
-    options = options | (HOST_GPU_OPTIONS if offloads or config.parallel.offload_state != "none" else {})
-    # For steps compiled on another machine: in a run the flag is set from the start.
-    options = options | (dict.fromkeys(DETERMINISTIC_GPU_FLAGS, True) if config.run.deterministic else {})
+    if offloads or config.parallel.offload_state != "none" or _may_fit(config, device.device_kind):
+        options = options | NO_REMAT_GPU_OPTIONS
+    if config.run.deterministic:
+        # For steps compiled on another machine: in a run the flags are set from the start.
+        options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
     options = options | optional_gpu_options(config)
     given = _given_names()
-    return {name: value for name, value in options.items() if name not in given and is_known(name)}
+    return {name: value for name, value in options.items() if name not in given and is_accepted(name, value)}
+
+
+def _may_fit(config: Config, device_kind: str) -> bool:
+    """Whether the estimate fits into a GPU of this kind, as far as its memory is known. XLA may rematerialise what does not."""
+    gpu = gpu_from_device_kind(device_kind)
+    return gpu is None or estimate_memory(config, gpu).peak_bytes <= gpu.capacity_bytes
 
 
 def apply(run: RunConfig) -> list[str]:
@@ -258,9 +274,22 @@ def given_flags() -> str:
 
 
 @functools.cache
+def is_accepted(option: str, value: Any) -> bool:
+    """Whether the installed compiler takes this option with this value: it compiles a number with it (10 ms). A name that was
+    retired is still in the library, and a switch may have become a choice of names."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError as error:
+        if option not in str(error):
+            raise
+        return False
+    return True
+
+
+@functools.cache
 def is_known(flag: str) -> bool:
-    """Whether the installed jaxlib has this flag. XLA aborts the process at an unknown one, so this searches its libraries for
-    the name (0.1 s).
+    """Whether the installed jaxlib has this flag of XLA_FLAGS. XLA aborts the process at an unknown one, and reads flags when
+    JAX starts, so this searches its libraries for the name (0.1 s).
     """
     for library in Path(jaxlib.__file__).parent.glob("*.so"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -65,13 +65,12 @@ ATTENTION_TOLERANCE = 0.03
 
 
 def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
-    """Compares blockwise cuDNN, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
+    """Compares cuDNN's attention, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
 
     Raises:
       ConfigError: they differ.
     """
-    in_blocks = config.data.mask_documents or config.parallel.context > 1
-    if not attention.startswith("cudnn") or not in_blocks or mesh.devices.flat[0].platform == "cpu":
+    if not attention.startswith("cudnn") or mesh.devices.flat[0].platform == "cpu":
         return
     model = config.model
     with jax.default_device(jax.local_devices()[0]):

@@ -119,20 +119,25 @@ def test_too_little_memory_is_said_and_is_no_error(recipe, tmp_path):
 
 @needs_gpu_compiler
 @pytest.mark.slow
-def test_real_memory_shows_what_xla_computes_again():
-    """Selective remat keeps matmul outputs of 12 layers: with room for half of them, XLA keeps fewer."""
+def test_a_nearly_full_gpu_computes_nothing_again(monkeypatch):
+    """A step that fills 95% of a GPU has the FLOPs and bytes of endless memory. By default XLA repeats matmuls."""
     chosen = config(
-        "parallel.data=1", "parallel.tensor=1", "model.num_layers=12", "model.scan_layers=false", "parallel.remat=none"
-    )
-    memory = compile_step(chosen, gpu_devices(1, 1)).memory_analysis()
-    demand = module.total_bytes(memory)
-    small = gpu_devices(1, 1, H100, memory.argument_size_in_bytes + memory.temp_size_in_bytes // 2)
-    real = module._with_real_memory(chosen, small, demand, demand)
-    assert real.rematerialises
-    assert real.total_bytes < demand
-    same = module._with_real_memory(chosen, gpu_devices(1, 1, H100, H100.memory_bytes), demand, demand)
+        "parallel.data=1", "parallel.tensor=1", "model.num_layers=6", "model.scan_layers=false", "parallel.remat=none"
+    ).resolve(1)
+    endless = module.compile_report(chosen, H100, 1)
+    full = gpu_devices(1, 1, H100, int(endless.total_bytes / 0.95))
+    same = module._with_real_memory(chosen, full, endless.total_bytes, endless.total_bytes)
     assert not same.rematerialises
-    assert (same.total_bytes, same.rematerialised_instructions) == (demand, 0)
+    assert (same.total_bytes, same.compiled_flops) == (endless.total_bytes, endless.compiled_flops)
+    monkeypatch.setattr(xla_flags, "NO_REMAT_GPU_OPTIONS", {})
+    again = module._with_real_memory(chosen, full, endless.total_bytes, endless.total_bytes)
+    assert again.rematerialises
+    assert again.total_bytes < endless.total_bytes
+    assert again.compiled_flops > endless.compiled_flops
+    told = dataclasses.replace(endless, real_memory=again, compiled_flops=again.compiled_flops)
+    assert "With the real memory XLA rematerialises" in text_of(told)
+    assert "it computes some matmuls again" in text_of(told)
+    assert "computes some" not in text_of(endless)
 
 
 @needs_gpu_compiler
@@ -146,7 +151,7 @@ def test_what_lies_on_the_host_is_not_held_against_the_gpu(monkeypatch):
     assert on_host > demand
     enough = gpu_devices(1, 1, H100, 2 * demand)
     assert not module._with_real_memory(chosen, enough, demand, demand).rematerialises
-    monkeypatch.setattr(xla_flags, "HOST_GPU_OPTIONS", {})
+    monkeypatch.setattr(xla_flags, "NO_REMAT_GPU_OPTIONS", {})
     assert module._with_real_memory(chosen, enough, demand, demand).rematerialises
 
 
@@ -204,6 +209,7 @@ def test_flops_are_those_of_the_closed_form(report):
     resolved = config().resolve(8)
     assert report.executed_flops == step_matmul_flops(resolved)
     assert report.attention_kernel_flops == 0
+    assert report.compiled_flops == report.executed_flops
     assert report.model_flops < report.executed_flops
 
 

@@ -164,7 +164,7 @@ def test_attention_is_cudnns_where_a_gpu_would_take_it(changes):
     """Plain XLA attention on one rank has no results to keep, with or without masked documents."""
     cfg = config({**MODEL, **changes}, parallel={"data": 1}, data={"mask_documents": True})
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
-    found = choose_kernel(cfg.model, gpu, in_blocks=False)
+    found = choose_kernel(cfg.model, gpu)
     assert (takes_cudnn(cfg.model), is_blockwise(cfg)) == ((found == "cudnn"),) * 2
     assert ("attention_scores" in terms(model=cfg.model.model_dump(), parallel={"data": 1})) == (found == "xla")
 

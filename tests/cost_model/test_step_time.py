@@ -9,7 +9,7 @@ import time
 import pytest
 import scripts
 
-from jaxllm.config import Config, load_config
+from jaxllm.config import ATTENTION_RESULTS, Config, load_config
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu
@@ -221,7 +221,7 @@ def test_recomputing_more_takes_longer():
 
 
 def test_a_mapping_of_fates_means_what_its_name_does():
-    names = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
+    names = ("query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
     kept, offloaded = (configured(remat=dict.fromkeys(names, action)) for action in ("keep", "offload"))
     assert step(kept).terms_s == step(configured(remat="selective")).terms_s
     assert step(offloaded).terms_s.keys() == step(configured(remat="offload")).terms_s.keys()

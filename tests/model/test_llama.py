@@ -11,7 +11,7 @@ from flax import nnx
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.model import cudnn_attention
-from jaxllm.model.attention import choose_kernel, fused_attention, xla_attention
+from jaxllm.model.attention import choose_kernel, xla_attention
 from jaxllm.model.layers import Ops, rotary_frequencies, rotary_table, rotate
 from jaxllm.model.llama import Llama, scan_layers
 from jaxllm.parallel.parameters import initial_params, parameter_table
@@ -167,28 +167,25 @@ CPU, HOPPER, TURING = Device("cpu"), Device("gpu", "9.0"), Device("gpu", "7.5")
 
 def test_a_named_kernel_that_cannot_run_is_an_error(tiny_config, monkeypatch):
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot run here, because it needs an NVIDIA GPU"):
-        choose_kernel(tiny_config("model.attention=cudnn").model, CPU, False)
+        choose_kernel(tiny_config("model.attention=cudnn").model, CPU)
     with pytest.raises(ConfigError, match=r"model.compute_dtype is float32"):
-        choose_kernel(tiny_config("model.attention=cudnn").model, HOPPER, False)
+        choose_kernel(tiny_config("model.attention=cudnn").model, HOPPER)
     with pytest.raises(ConfigError, match=r"needs Ampere .* and some gpu has 7.5"):
-        choose_kernel(tiny_config("model.attention=cudnn").model, TURING, False)
-    with pytest.raises(ValueError, match=r"fused_attention cannot mask documents"):
-        fused_attention(None, None, None, jnp.zeros((1, 1), jnp.int32))
+        choose_kernel(tiny_config("model.attention=cudnn").model, TURING)
     monkeypatch.setattr(cudnn_attention, "why_not", lambda: "the binding is another")
     with pytest.raises(ConfigError, match=r"cannot run here, because the binding is another"):
-        choose_kernel(tiny_config("model.attention=cudnn", "model.compute_dtype=bfloat16").model, HOPPER, True)
+        choose_kernel(tiny_config("model.attention=cudnn", "model.compute_dtype=bfloat16").model, HOPPER)
 
 
 def test_only_auto_falls_back_and_says_so(tiny_config, caplog, monkeypatch):
-    assert choose_kernel(tiny_config().model, CPU, True) == "xla"
+    assert choose_kernel(tiny_config().model, CPU) == "xla"
     assert not caplog.records
-    assert choose_kernel(tiny_config().model, HOPPER, False) == "xla"
+    assert choose_kernel(tiny_config().model, HOPPER) == "xla"
     assert "takes xla, not cudnn: it computes in bfloat16" in caplog.text
     half = tiny_config("model.compute_dtype=bfloat16").model
-    assert choose_kernel(half, HOPPER, False) == choose_kernel(half, HOPPER, True) == "cudnn"
+    assert choose_kernel(half, HOPPER) == "cudnn"
     monkeypatch.setattr(cudnn_attention, "why_not", lambda: "the binding is another")
-    assert choose_kernel(half, HOPPER, False) == "cudnn"
-    assert choose_kernel(half, HOPPER, True) == "xla"
+    assert choose_kernel(half, HOPPER) == "xla"
     assert "takes xla, not cudnn: the binding is another" in caplog.text
 
 

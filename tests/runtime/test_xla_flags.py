@@ -1,6 +1,7 @@
 """Presets of XLA's flags and of CUDA's and NCCL's variables: by kind of GPU, what the user set wins, nothing jaxlib lacks."""
 
 import os
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -11,6 +12,7 @@ from jaxllm.runtime import xla_flags
 from jaxllm.runtime.xla_flags import gpu_kinds, gpu_presets, unknown_flags
 
 KIND = {name: gpu.device_kind for name, gpu in GPUS.items() if gpu.device_kind}
+H100 = SimpleNamespace(platform="gpu", device_kind=KIND["h100-80gb"])
 QUEUES, COMMANDS = "CUDA_DEVICE_MAX_CONNECTIONS", "xla_gpu_enable_command_buffer"
 
 
@@ -36,10 +38,23 @@ def driver(tmp_path, monkeypatch):
 def test_every_flag_is_one_that_jaxlib_has():
     """Left out they would be without a word: is_known is there for other versions."""
     flags = [*xla_flags.CPU_FLAGS, *xla_flags.SEVERAL_CPU_DEVICES_FLAGS, *xla_flags.DETERMINISTIC_GPU_FLAGS]
-    options = (xla_flags.PIPELINE_GPU_OPTIONS, xla_flags.OFFLOAD_GPU_OPTIONS, xla_flags.HOST_GPU_OPTIONS)
-    for names in (*options, *xla_flags.GPU_FLAGS_OF.values(), *xla_flags.OPTIONAL_GPU_OPTIONS.values()):
+    for names in xla_flags.GPU_FLAGS_OF.values():
         flags += names
     assert [name for name in flags if not xla_flags.is_known(name)] == []
+
+
+def test_every_option_is_one_that_the_compiler_takes():
+    """Left out they would be without a word: is_accepted is there for other versions."""
+    options = (xla_flags.PIPELINE_GPU_OPTIONS, xla_flags.OFFLOAD_GPU_OPTIONS, xla_flags.NO_REMAT_GPU_OPTIONS)
+    for one in (*options, *xla_flags.OPTIONAL_GPU_OPTIONS.values()):
+        given = {name: 2**20 if value == xla_flags.LAYER_BYTES else value for name, value in one.items()}
+        assert [name for name, value in given.items() if not xla_flags.is_accepted(name, value)] == []
+
+
+def test_the_compiler_is_asked_for_names_and_values():
+    assert xla_flags.is_accepted("xla_gpu_memory_limit_slop_factor", 95)
+    assert not xla_flags.is_accepted("xla_gpu_memory_limit_slop_factor", "much")
+    assert not xla_flags.is_accepted("xla_gpu_made_up_for_this_test", True)
 
 
 def test_presets_are_those_of_the_chip():
@@ -105,27 +120,47 @@ def test_a_flag_of_another_jaxlib_is_left_out(driver, monkeypatch):
 
 def test_a_deterministic_step_is_compiled_so_where_nothing_runs(tiny_config, driver):
     """`jaxllm compile` sets none of the run's flags. A run has the flag from the start, and its step needs no option."""
-    name = "xla_gpu_deterministic_ops"
-    assert name not in xla_flags.compile_options(tiny_config(), "cuda")
-    assert xla_flags.compile_options(tiny_config("run.deterministic=true"), "cuda")[name] is True
+    expected = {
+        "xla_gpu_deterministic_ops": True,
+        # Or XLA takes the first tiles it finds, untimed.
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+    }
+    asked = tiny_config("run.deterministic=true").resolve(1)
+    plain = xla_flags.compile_options(tiny_config().resolve(1), H100)
+    assert xla_flags.compile_options(asked, H100) == plain | expected
+    assert not plain.keys() & expected.keys()
     xla_flags.apply(RunConfig(deterministic=True, cpu_devices=1))
-    assert f"--{name}=true" in os.environ["XLA_FLAGS"]
-    assert name not in xla_flags.compile_options(tiny_config("run.deterministic=true"), "cuda")
+    for name, value in expected.items():
+        assert f"--{name}={str(value).lower()}" in os.environ["XLA_FLAGS"]
+    assert xla_flags.compile_options(asked, H100) == plain
+
+
+def test_xla_rematerialises_only_a_step_that_would_not_fit(tiny_config):
+    def options(*overrides, device=H100):
+        return xla_flags.compile_options(tiny_config(*overrides).resolve(1), device)
+
+    too_large = ("model.hidden_size=8192", "model.intermediate_size=32768", "model.num_layers=80")
+    assert options() == xla_flags.NO_REMAT_GPU_OPTIONS
+    assert options(*too_large) == {}
+    # Host memory counts against XLA's limit; a GPU that nobody described may be of any size.
+    assert options(*too_large, "parallel.offload_state=optimizer") == xla_flags.NO_REMAT_GPU_OPTIONS
+    assert options(*too_large, device=SimpleNamespace(platform="gpu", device_kind="?")) == xla_flags.NO_REMAT_GPU_OPTIONS
 
 
 def test_options_are_on_where_they_are_asked_for(tiny_config, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     assert set(xla_flags.OPTIONAL_GPU_OPTIONS) == set(get_args(XlaOptions))
-    assert xla_flags.compile_options(tiny_config(), "cuda") == {}
-    asked = tiny_config("run.xla_options=[double_buffering, layer_combined]", "parallel.tensor=2")
+    assert xla_flags.compile_options(tiny_config().resolve(1), H100) == xla_flags.NO_REMAT_GPU_OPTIONS
+    asked = tiny_config("run.xla_options=[double_buffering, layer_combined]", "parallel.tensor=2").resolve(2)
     combined = "xla_gpu_all_gather_combine_threshold_bytes"
-    found = xla_flags.compile_options(asked, "cuda")
+    found = xla_flags.compile_options(asked, H100)
     assert found["xla_gpu_enable_while_loop_double_buffering"] is True
     # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks.
     assert found[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2
-    assert xla_flags.compile_options(asked, "cpu") == {}
+    assert xla_flags.compile_options(asked, SimpleNamespace(platform="cpu", device_kind="cpu")) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{combined}=1")
-    assert combined not in xla_flags.compile_options(asked, "cuda")
+    assert combined not in xla_flags.compile_options(asked, H100)
     with pytest.raises(ConfigError, match=r"run\.xla_options"):
         tiny_config("run.xla_options=[faster]")
 

@@ -1,0 +1,207 @@
+"""The kernel account: every kernel of a compiled step by part, with its bytes, FLOPs and seconds by roofline.
+
+    account = kernel_account(module, config, gpu, gpus_per_host, overlap)
+    account.step_s, account.mfu_causal
+    for row in account.parts: row.part, row.seconds, row.least_seconds
+
+A kernel takes the longer of its FLOPs and its bytes at the rates of cost_model/kernel_rates.py, and the time to launch it. All
+kernels run one after the other; collectives take the time for which they are exposed (overlap.py), and copies to and from the
+host only what exceeds everything else. Nothing is timed.
+
+The part of a kernel follows from what it does and from the named scopes of the traced program. A kernel into which XLA fused
+operations of several parts belongs to the part of its result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.kernels import Kernel, kernels
+from jaxllm.compile.overlap import Overlap
+from jaxllm.config import Config
+from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.kernel_floor import least_seconds
+from jaxllm.cost_model.kernel_rates import KernelRates, kernel_rates
+
+PARTS = {
+    "matmuls": "the layers' matmuls, forward and backward",
+    "matmuls_again": "matmuls that the backward pass repeats",
+    "head_matmuls": "logits and their two gradients",
+    "attention_forward": "attention's kernel",
+    "attention_backward": "its gradients",
+    "attention_again": "attention's kernel, repeated in the backward pass",
+    "attention_blocks": "cutting, masking and merging blocks of attention",
+    "norms": "norms and residual sums",
+    "swiglu": "SiLU and products",
+    "rotary": "rotary embeddings; joining and splitting queries, keys and values",
+    "loss": "softmax of the logits",
+    "embedding": "look-up and its gradient",
+    "sums": "gradients added to float32 sums",
+    "stacks": "tensors copied into a stack of layers or chunks",
+    "slices": "tensors copied out of one",
+    "zero_fills": "buffers filled with a constant",
+    "copies": "whole buffers copied, or stored in another order",
+    "optimizer": "AdamW, the gradients' norm, the weights in the compute dtype",
+    "transfers": "collectives, as far as nothing hides them",
+    "host_transfers": "copies to and from the host, beyond everything else",
+    "other": "the rest",
+}
+"""Part -> what it contains."""
+OF_LAYERS = ("matmuls", "matmuls_again", *(p for p in PARTS if p.startswith("attention")), "norms", "swiglu", "rotary")
+OF_LAYERS += ("sums", "stacks", "slices", "zero_fills", "copies")
+"""Parts that are all or mostly the layers', each microbatch."""
+_SCOPES = (
+    ("sums", r"gradient_sums|reduce_gradients"),
+    ("embedding", r"embedding|embedding_backward"),
+    ("loss", r"head|head_backward|loss"),
+    ("attention_blocks", r"attend"),
+    ("rotary", r"rotary"),
+    ("swiglu", r"mlp"),
+    ("norms", r"norm|residual"),
+    ("rotary", r"attention"),
+)
+"""Named scopes of the model, inner ones first."""
+_MOVERS = {"copy", "bitcast", "compare", "select", "add", "subtract", "multiply", "clamp", "convert", "reshape", "transpose"}
+"""Operations on indices or on layout, beside the slice or the update that a copy consists of."""
+_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "broadcast", "iota", "bitcast"}
+_SMALL_BYTES = 2**12
+"""A fill reads at most some scalars."""
+
+
+@dataclass(frozen=True)
+class KernelPart:
+    """All kernels of one part, in one step on one device."""
+
+    part: str
+    runs: int
+    bytes: int
+    """Read and written; of collectives, sent."""
+    flops: int
+    seconds: float
+    least_seconds: float
+    """The least that the part could take at the same rates; 0 for work that a step can do without."""
+    layer_seconds: float | None
+    """`seconds` per layer and microbatch; None for a part that is not the layers'."""
+
+
+@dataclass(frozen=True)
+class KernelAccount:
+    parts: tuple[KernelPart, ...]
+    """The longest first."""
+    step_s: float
+    mfu_full_square: float
+    """Model FLOPs with the full square of attention, as a share of the dense peak of bfloat16."""
+    mfu_causal: float
+    rates: KernelRates
+
+
+def kernel_account(
+    module: Module, config: Config, gpu: Gpu, gpus_per_host: int, overlap: Sequence[Overlap] = ()
+) -> KernelAccount:
+    """The account of the train step of a resolved config.
+
+    Args:
+      overlap: by_kind() of the same module.
+    """
+    rates = kernel_rates(gpu, config.model.head_dim)
+    groups: dict[str, list[Kernel]] = {}
+    for kernel in kernels(module):
+        groups.setdefault(part_of(kernel), []).append(kernel)
+    seconds = {part: sum(k.runs * kernel_seconds(k, rates) for k in among) for part, among in groups.items()}
+    sent = {"transfers": round(sum(row.sent_bytes for row in overlap))}
+    if "transfers" in groups:
+        seconds["transfers"] = sum(row.exposed_s for row in overlap)
+    if "host_transfers" in groups:
+        crossing = sum(k.runs * k.moved_bytes / 2 for k in groups["host_transfers"]) / gpu.host_bandwidth_bytes_per_s
+        seconds["host_transfers"] = 0.0
+        seconds["host_transfers"] = max(0.0, crossing - sum(seconds.values()))
+    least = least_seconds(config, gpu, gpus_per_host, rates)
+    turns = config.chunk_layers * config.parallel.virtual_stages * config.num_microbatches
+    parts = [
+        KernelPart(
+            part,
+            runs=sum(k.runs for k in among),
+            bytes=sent.get(part, sum(k.runs * k.moved_bytes for k in among)),
+            flops=sum(k.runs * k.flops for k in among),
+            seconds=seconds[part],
+            least_seconds=least.get(part, 0.0),
+            layer_seconds=seconds[part] / turns if part in OF_LAYERS else None,
+        )
+        for part, among in groups.items()
+    ]
+    step_s = sum(seconds.values())
+    full, causal = (_mfu(config, gpu, step_s, causal) for causal in (False, True))
+    return KernelAccount(tuple(sorted(parts, key=lambda row: -row.seconds)), step_s, full, causal, rates)
+
+
+def account_from_json(values: dict) -> KernelAccount:
+    """The inverse of dataclasses.asdict."""
+    parts = tuple(KernelPart(**row) for row in values["parts"])
+    return KernelAccount(**{**values, "parts": parts, "rates": KernelRates(**values["rates"])})
+
+
+def kernel_seconds(kernel: Kernel, rates: KernelRates) -> float:
+    """Seconds of one run, alone on the GPU."""
+    per_s = {
+        "matmul": rates.fp8_flops_per_s if kernel.is_fp8 else rates.matmul_flops_per_s,
+        "attention forward": rates.attention_forward_flops_per_s,
+        "attention backward": rates.attention_backward_flops_per_s,
+    }.get(kernel.kind)
+    moved_s = kernel.moved_bytes / rates.memory_bytes_per_s
+    return max(moved_s, kernel.flops / per_s if per_s else 0.0) + rates.launch_s
+
+
+def part_of(kernel: Kernel) -> str:
+    """The part of the step to which a kernel belongs."""
+    path = next(iter(kernel.op_names), "")
+    again = "rematted_computation" in path or ".remat" in kernel.name
+    backward = "transpose(" in path
+    if kernel.kind == "collective":
+        return "transfers"
+    if kernel.kind == "host copy":
+        return "host_transfers"
+    if kernel.kind.startswith("attention"):
+        # In the backward pass only a repeated kernel is a forward one.
+        return "attention_again" if kernel.kind.endswith("forward") and (again or backward) else kernel.kind.replace(" ", "_")
+    if kernel.kind == "matmul":
+        if _within(path, r"attend"):
+            return "attention_again" if again else "attention_backward" if backward else "attention_forward"
+        return "head_matmuls" if _within(path, r"head|head_backward") else "matmuls_again" if again else "matmuls"
+    if _within(path, r"optimizer|compute_copy|outer_step"):
+        return "optimizer"
+    return _by_structure(kernel) or _by_scope(kernel.op_names) or "other"
+
+
+def _by_structure(kernel: Kernel) -> str | None:
+    """stacks, slices, zero_fills, copies or sums, by the operations alone; None for a kernel that computes."""
+    body = set(kernel.body) - _NOTHING
+    if not body and kernel.read_bytes <= _SMALL_BYTES:
+        return "zero_fills"
+    if "dynamic-update-slice" in body and body <= _MOVERS | {"dynamic-update-slice", "dynamic-slice"}:
+        # Numbers are added to what is in the stack; else an addition is one of indices.
+        return "sums" if "dynamic-slice" in body and "add" in body else "stacks"
+    if body and body <= _MOVERS | {"dynamic-slice"} and "dynamic-slice" in body:
+        return "slices"
+    return "copies" if kernel.kind == "copy" or (body and body <= {"copy", "transpose", "slice", "concatenate"}) else None
+
+
+def _by_scope(paths: Iterable[str]) -> str | None:
+    for path in paths:
+        for part, scopes in _SCOPES:
+            if path.startswith("jit(") and _within(path, scopes):
+                return part
+    return None
+
+
+def _within(path: str, scopes: str) -> bool:
+    """Whether a scope is an element of the path, plain or as in transpose(jvp(norm))."""
+    return re.search(rf"(?:^|[/(])(?:{scopes})(?=[/)]|$)", path) is not None
+
+
+def _mfu(config: Config, gpu: Gpu, step_s: float, causal: bool) -> float:
+    flops = config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length, causal=causal)
+    return flops / (step_s * config.devices * gpu.dense_flops["bfloat16"])

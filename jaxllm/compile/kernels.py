@@ -1,0 +1,187 @@
+"""The kernels of a compiled step: how often each runs, what it reads and writes, what it multiplies, and where it comes from.
+
+    for kernel in kernels(Module(text, axes)): kernel.runs, kernel.moved_bytes, kernel.flops
+
+Bytes follow from the shapes in the program. An operand counts once, as if nothing of it were in the cache. Of an array that a
+fusion only slices, the slice counts; of one that it updates in place, the update.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxllm.compile.hlo import COLLECTIVES, ON_HOST, PASSING, Module
+from jaxllm.compile.hlo_text import BUFFER, TRIPS, Instruction, byte_size, operands, shape_of
+
+NO_KERNELS = (*PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
+"""Operations that launch nothing. The done of an asynchronous one launches nothing either."""
+MATMUL, ATTENTION = re.compile(r"gemm|cublas"), re.compile(r"fmha")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_RUNS_OTHERS = ("while", "call", "conditional", "async-start")
+_WORKSPACES = ("s8", "u8")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instruction that a GPU launches. Bytes and FLOPs are of one run."""
+
+    name: str
+    kind: str
+    """matmul, attention forward, attention backward, collective, host copy, copy, or fusion (anything else)."""
+    runs: int
+    """Runs in one step."""
+    read_bytes: int
+    written_bytes: int
+    flops: int
+    is_fp8: bool
+    op_names: tuple[str, ...]
+    """Paths of the traced operations: the instruction's own, then those that are fused into it."""
+    body: tuple[str, ...]
+    """HLO's names of the fused operations, or of the operation itself."""
+    result: str
+    """Type of the result, as HLO writes it."""
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.read_bytes + self.written_bytes
+
+
+def kernels(module: Module) -> Iterator[Kernel]:
+    """Every kernel, copy, library call and collective of one run of the module, in the order of the program."""
+    return _Kernels(module).all()
+
+
+class _Kernels:
+    def __init__(self, module: Module):
+        self.module = module
+        self.types: dict[str, dict[str, str]] = {}
+
+    def all(self) -> Iterator[Kernel]:
+        for at in self.module.walk():
+            instruction = at.instruction
+            if at.computation in self.counted_conditions or instruction.op in (*NO_KERNELS, *_RUNS_OTHERS):
+                continue
+            if instruction.op.endswith(("-done", "-update")) or target_of(instruction) == "AllocateBuffer":
+                continue
+            yield self.kernel(instruction, self.types_in(at.computation), at.executed)
+
+    @cached_property
+    def counted_conditions(self) -> set[str]:
+        """Conditions of loops whose trip count is known: the host counts, and nothing is launched for them."""
+        everything = (i for among in self.module.computations.values() for i in among)
+        loops = [i.text for i in everything if i.op == "while" and TRIPS.search(i.text)]
+        return {match[1] for text in loops if (match := _CONDITION.search(text))}
+
+    def types_in(self, computation: str) -> dict[str, str]:
+        if computation not in self.types:
+            self.types[computation] = {i.name: i.result for i in self.module.computations[computation]}
+        return self.types[computation]
+
+    def kernel(self, instruction: Instruction, types: Mapping[str, str], runs: int) -> Kernel:
+        fused = [i for name in instruction.called for i in self.module.computations.get(name, [])]
+        if instruction.op.startswith("fusion") and fused:
+            read, written = _moved_by_fusion(instruction, fused, types)
+        else:
+            read, written = _moved(instruction, types)
+        kind = _kind(instruction, fused, types)
+        is_product = kind == "matmul" or kind.startswith("attention")
+        flops = self.module.flops_of(instruction, types) if is_product else 0
+        products = [i for i in (instruction, *fused) if _is_matmul(i)]
+        inner = {**types, **{i.name: i.result for i in fused}}
+        is_fp8 = any(inner.get(name, "").startswith("f8") for product in products for name in operands(product)[:1])
+        names = tuple(match[1] for i in (instruction, *fused) if (match := _OP_NAME.search(i.text)))
+        body = tuple(i.op for i in fused) or (instruction.op.removesuffix("-start"),)
+        return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body, instruction.result)
+
+
+def target_of(instruction: Instruction) -> str:
+    """The library function of a custom call; '' for anything else."""
+    match = _TARGET.search(instruction.text) if instruction.op == "custom-call" else None
+    return match[1] if match else ""
+
+
+def _is_matmul(instruction: Instruction) -> bool:
+    return instruction.op == "dot" or MATMUL.search(target_of(instruction)) is not None
+
+
+def _kind(instruction: Instruction, fused: Sequence[Instruction], types: Mapping[str, str]) -> str:
+    op = instruction.op.removesuffix("-start")
+    if op in COLLECTIVES:
+        return "collective"
+    if any(_is_matmul(i) for i in (instruction, *fused)):
+        return "matmul"
+    if ATTENTION.search(target := target_of(instruction)):
+        return "attention backward" if "Backward" in target else "attention forward"
+    if ON_HOST in instruction.result or any(ON_HOST in types.get(name, "") for name in operands(instruction)):
+        return "host copy"
+    return "copy" if op in ("copy", "transpose") else "fusion"
+
+
+def bytes_of(result: str) -> int:
+    """Bytes of all arrays in a type as HLO writes it."""
+    return sum(byte_size(dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(result))
+
+
+def _moved(instruction: Instruction, types: Mapping[str, str]) -> tuple[int, int]:
+    """(bytes read, bytes written) by an instruction that is not a fusion."""
+    read = [bytes_of(types.get(name, "")) for name in operands(instruction)]
+    if instruction.op == "copy-start":
+        return read[0], read[0]
+    if instruction.op in ("dynamic-slice", "slice", "gather"):
+        return bytes_of(instruction.result), bytes_of(instruction.result)
+    if instruction.op == "dynamic-update-slice":
+        return read[1], read[1]
+    written = [(dtype, byte_size(dtype, shape_of(dims))) for dtype, dims in BUFFER.findall(instruction.result)]
+    if target_of(instruction):
+        # The first result is the product; a library's workspace is not read again.
+        return sum(read), sum(size for n, (dtype, size) in enumerate(written) if n == 0 or dtype not in _WORKSPACES)
+    return sum(read), sum(size for _, size in written)
+
+
+def _moved_by_fusion(instruction: Instruction, fused: Sequence[Instruction], types: Mapping[str, str]) -> tuple[int, int]:
+    by_name = {i.name: i for i in fused}
+    users: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
+    for user in fused:
+        for place, name in enumerate(operands(user)):
+            users[name].append((user, place))
+
+    def uses(name: str) -> Iterator[tuple[Instruction, int]]:
+        for user, place in users[name]:
+            if user.op == "bitcast":
+                yield from uses(user.name)
+            else:
+                yield user, place
+
+    def read(parameter: Instruction) -> int:
+        full = bytes_of(parameter.result)
+        total = 0
+        for user, place in uses(parameter.name):
+            if user.op in ("dynamic-slice", "slice", "gather") and place == 0:
+                total += bytes_of(user.result)
+            elif user.op not in ("dynamic-update-slice", "scatter") or place > 0:
+                return full
+        return min(full, total)
+
+    def written(output: Instruction) -> int:
+        while output.op in ("bitcast", "copy") and operands(output)[0] in by_name:
+            output = by_name[operands(output)[0]]
+        if output.op == "dynamic-update-slice":
+            return bytes_of(by_name[operands(output)[1]].result)
+        if output.op == "scatter":
+            # Each row is read, added to and written.
+            return 2 * bytes_of(by_name[operands(output)[-1]].result)
+        results = BUFFER.findall(output.result)
+        several = len(results) > 1
+        return sum(byte_size(d, shape_of(s)) for n, (d, s) in enumerate(results) if not (several and n and d in _WORKSPACES))
+
+    root = next(i for i in fused if i.text.lstrip().startswith("ROOT "))
+    outputs = [by_name[name] for name in operands(root)] if root.op == "tuple" else [root]
+    parameters = [i for i in fused if i.op == "parameter"]
+    outputs = [output for output in outputs if not (output.op == "get-tuple-element" and output.result.startswith(_WORKSPACES))]
+    return sum(map(read, parameters)), sum(map(written, outputs))

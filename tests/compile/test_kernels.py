@@ -1,0 +1,256 @@
+"""The kernel account: bytes by hand-written HLO; FLOPs of compiled steps by part against closed forms.
+
+Tests that compile are skipped without the extra `aot`.
+"""
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+from tiny import SMALL_MODEL
+
+from jaxllm.compile.aot import can_compile_for_gpus
+from jaxllm.compile.hlo import Module
+from jaxllm.compile.kernel_account import PARTS, account_from_json, kernel_seconds, part_of
+from jaxllm.compile.kernels import Kernel, kernels
+from jaxllm.compile.kernels_text import render_kernels
+from jaxllm.compile.report import compile_report
+from jaxllm.config import ConfigError, load_config
+from jaxllm.config.remat_policy import policy_of
+from jaxllm.cost_model.flops import attention_flops_per_token, layer_matmul_parameters, train_flops_per_token
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.kernel_rates import kernel_rates
+
+H100 = GPUS["h100-80gb"]
+needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+
+# ------------------------------------------------------------------------------------------------- bytes and kinds, by hand
+
+CUBLAS = (
+    'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"]}}}, metadata={op_name="jit(f)/transpose(jvp())/rematted_computation/mlp/dot_general"}'
+)
+HLO = """HloModule by_hand
+
+%slice_of_a_stack (stack: f32[4,8], number: s32[]) -> f32[8] {
+  %stack = f32[4,8]{1,0} parameter(0)
+  %number = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %row = f32[1,8]{1,0} dynamic-slice(%stack, %number, %zero), dynamic_slice_sizes={1,8}
+  ROOT %flat = f32[8]{0} bitcast(%row)
+}
+
+%into_a_stack (stack.1: f32[4,8], row.1: f32[8], number.1: s32[]) -> f32[4,8] {
+  %stack.1 = f32[4,8]{1,0} parameter(0)
+  %row.1 = f32[8]{0} parameter(1)
+  %number.1 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  %update = f32[1,8]{1,0} bitcast(%row.1)
+  ROOT %updated = f32[4,8]{1,0} dynamic-update-slice(%stack.1, %update, %number.1, %zero.1)
+}
+
+%added_to_a_stack (stack.2: f32[4,8], row.2: f32[8], number.2: s32[]) -> f32[4,8] {
+  %stack.2 = f32[4,8]{1,0} parameter(0)
+  %row.2 = f32[8]{0} parameter(1)
+  %number.2 = s32[] parameter(2)
+  %zero.2 = s32[] constant(0)
+  %before = f32[1,8]{1,0} dynamic-slice(%stack.2, %number.2, %zero.2), dynamic_slice_sizes={1,8}
+  %more = f32[1,8]{1,0} bitcast(%row.2)
+  %sum = f32[1,8]{1,0} add(%before, %more)
+  ROOT %updated.1 = f32[4,8]{1,0} dynamic-update-slice(%stack.2, %sum, %number.2, %zero.2)
+}
+
+%filled () -> f32[4,8] {
+  %zero.3 = f32[] constant(0)
+  ROOT %zeros = f32[4,8]{1,0} broadcast(%zero.3), dimensions={}
+}
+
+%product (x: bf16[16,8], w: bf16[8,32]) -> bf16[16,32] {
+  %x = bf16[16,8]{1,0} parameter(0)
+  %w = bf16[8,32]{1,0} parameter(1)
+  ROOT %xw = bf16[16,32]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%condition (state: (s32[], f32[4,8])) -> pred[] {
+  %state = (s32[], f32[4,8]{1,0}) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %limit = s32[] constant(3)
+  ROOT %less = pred[] compare(%count, %limit), direction=LT
+}
+
+%turn (state.1: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %state.1 = (s32[], f32[4,8]{1,0}) parameter(0)
+  %count.1 = s32[] get-tuple-element(%state.1), index=0
+  %stack.3 = f32[4,8]{1,0} get-tuple-element(%state.1), index=1
+  %read = f32[8]{0} fusion(%stack.3, %count.1), kind=kLoop, calls=%slice_of_a_stack
+  %written = f32[4,8]{1,0} fusion(%stack.3, %read, %count.1), kind=kLoop, calls=%into_a_stack
+  %summed = f32[4,8]{1,0} fusion(%written, %read, %count.1), kind=kLoop, calls=%added_to_a_stack
+  ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%count.1, %summed)
+}
+
+ENTRY %main (a: bf16[16,8], b: bf16[8,32], n: s32[]) -> f32[4,8] {
+  %a = bf16[16,8]{1,0} parameter(0)
+  %b = bf16[8,32]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %fill = f32[4,8]{1,0} fusion(), kind=kLoop, calls=%filled
+  %gemm = bf16[16,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%product, metadata={op_name="jit(f)/jvp()/mlp/dot_general"}
+  %call = (bf16[16,32]{1,0}, s8[4096]{0}) custom-call(%a, %b), CUBLAS
+  %start = (s32[], f32[4,8]{1,0}) tuple(%n, %fill)
+  %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%turn, backend_config=TRIPS
+  %result = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  ROOT %copied = f32[4,8]{1,0} copy(%result)
+}
+""".replace("CUBLAS", CUBLAS).replace("TRIPS", '{"known_trip_count":{"n":"3"}}')
+
+
+def by_name():
+    return {kernel.name: kernel for kernel in kernels(Module(HLO, {}))}
+
+
+def test_bytes_are_those_that_move():
+    """A slice reads and writes a row of 32 bytes, an update too, a sum reads two; the stack itself does not move."""
+    moved = {name: (k.runs, k.read_bytes, k.written_bytes) for name, k in by_name().items()}
+    number = 4
+    assert moved == {
+        "fill": (1, 0, 128),
+        "gemm": (1, 2 * (16 * 8 + 8 * 32), 2 * 16 * 32),
+        "call": (1, 2 * (16 * 8 + 8 * 32), 2 * 16 * 32),
+        "read": (3, 32 + number, 32),
+        "written": (3, 32 + number, 32),
+        "summed": (3, 64 + number, 32),
+        "copied": (1, 128, 128),
+    }
+
+
+def test_parts_follow_from_operations_and_scopes():
+    assert {name: part_of(kernel) for name, kernel in by_name().items()} == {
+        "fill": "zero_fills",
+        "gemm": "matmuls",
+        "call": "matmuls_again",
+        "read": "slices",
+        "written": "stacks",
+        "summed": "sums",
+        "copied": "copies",
+    }
+    assert [k.flops for k in by_name().values() if k.kind == "matmul"] == [2 * 16 * 8 * 32] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("jit(step)/while/body/jvp()/checkpoint/norm/mul", "norms"),
+        ("jit(step)/while/body/transpose(jvp(residual))/add_any", "norms"),
+        ("jit(step)/while/body/jvp()/attention/rotary/convert_element_type", "rotary"),
+        ("jit(step)/while/body/jvp()/attention/attend/select_n", "attention_blocks"),
+        ("jit(step)/while/body/jvp()/attention/concatenate", "rotary"),
+        ("jit(step)/while/body/jvp()/mlp/mul", "swiglu"),
+        ("jit(step)/while/body/jvp()/head_backward/mul", "loss"),
+        ("jit(step)/transpose(jvp(embedding))/scatter-add", "embedding"),
+        ("jit(step)/while/body/gradient_sums/add", "sums"),
+        ("jit(step)/reduce_gradients/reduce_sum", "sums"),
+        ("jit(step)/optimizer/mul", "optimizer"),
+        ("jit(step)/compute_copy/convert_element_type", "optimizer"),
+        ("state.params['layers']['mlp']['up']", "other"),
+        ("jit(step)/while/body/add", "other"),
+    ],
+)
+def test_a_scope_is_part_of_the_path(path, part):
+    kernel = Kernel("k", "fusion", 1, 10_000, 10_000, 0, False, (path,), ("parameter", "multiply", "exponential"), "f32[2500]")
+    assert part_of(kernel) == part
+    # The operations inside tell it where XLA gave the fusion no name.
+    named_inside = dataclasses.replace(kernel, op_names=("", path))
+    assert part_of(named_inside) == (part if part != "optimizer" else "other")
+
+
+def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes():
+    rates = kernel_rates(H100, 128)
+    kernel = Kernel("k", "matmul", 1, 10**9, 0, 10**12, False, (), ("dot",), "")
+    assert kernel_seconds(kernel, rates) == pytest.approx(1e12 / rates.matmul_flops_per_s + rates.launch_s)
+    assert kernel_seconds(dataclasses.replace(kernel, is_fp8=True), rates) == pytest.approx(
+        1e12 / rates.fp8_flops_per_s + rates.launch_s
+    )
+    small = dataclasses.replace(kernel, flops=10**6)
+    assert kernel_seconds(small, rates) == pytest.approx(1e9 / rates.memory_bytes_per_s + rates.launch_s)
+    # Small heads are slower; an A100 has no FP8.
+    assert kernel_rates(H100, 64).attention_forward_flops_per_s < rates.attention_forward_flops_per_s
+    assert kernel_rates(GPUS["a100-80gb"], 128).fp8_flops_per_s == 0
+
+
+# --------------------------------------------------------------------------------------------------------- compiled steps
+
+MESHES = {
+    "full": (1, "full", ()),
+    "selective": (1, "selective", ()),
+    "zero 3": (8, "full", ("parallel.zero=3",)),
+    "pipe": (2, "{mlp_gate: keep, mlp_up: keep}", ("parallel.pipe=2",)),
+}
+"""Name -> (GPUs, remat, overrides)."""
+
+
+def compiled(name):
+    gpus, remat, overrides = MESHES[name]
+    base = {
+        "model": {**SMALL_MODEL, "num_layers": 4, "attention": "cudnn"},
+        "train": {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16, "microbatch_sequences": 1},
+        "data": {"mask_documents": False},
+    }
+    config = load_config(base, [f"parallel.remat={remat}", *overrides]).resolve(gpus)
+    return config, compile_report(config, H100, gpus)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", MESHES)
+def test_flops_of_each_part_are_those_of_the_closed_form(name):
+    """Of one device. A pipeline's stages also work in ticks that carry nothing (M + P - 1 for M)."""
+    config, report = compiled(name)
+    model, parallel, S = config.model, config.parallel, config.train.sequence_length
+    account, M = report.kernels, config.num_microbatches
+    ticks = (M + parallel.pipe - 1) / M
+    tokens = config.step_tokens / report.gpus * ticks * parallel.pipe
+    layers = model.num_layers / parallel.pipe
+    D, F, H = model.hidden_size, model.intermediate_size, model.head_dim
+    columns = {"query": model.num_heads * H, "key": model.num_kv_heads * H, "value": model.num_kv_heads * H}
+    columns |= {"attention_out": model.num_heads * H, "mlp_gate": F, "mlp_up": F}
+    again = set(policy_of(parallel.remat).recompute)
+    attention = attention_flops_per_token(model, S, causal=True) / model.num_layers
+    expected = {
+        "matmuls": 6 * layer_matmul_parameters(model) * layers * tokens,
+        "matmuls_again": 2 * D * sum(n for name, n in columns.items() if name in again) * layers * tokens,
+        "head_matmuls": 6 * model.vocab_size * D * config.step_tokens / report.gpus,
+        "attention_forward": attention * layers * tokens,
+        "attention_backward": 2.5 * attention * layers * tokens,
+        "attention_again": attention * layers * tokens if "attention_output" in again else 0,
+    }
+    found = {row.part: row.flops for row in account.parts if row.flops}
+    assert found == {part: flops for part, flops in expected.items() if flops}
+    assert sum(found.values()) * report.gpus == report.compiled_flops
+    for row in account.parts:
+        assert row.part in PARTS
+        if row.part in ("matmuls", "head_matmuls", "attention_forward", "attention_backward"):
+            assert 0 < row.least_seconds <= row.seconds
+    assert account.step_s == pytest.approx(sum(row.seconds for row in account.parts))
+    flops = train_flops_per_token(model, S, causal=False) * config.step_tokens
+    assert account.mfu_full_square == pytest.approx(flops / account.step_s / report.gpus / 989e12)
+    assert account_from_json(dataclasses.asdict(account)) == account
+    # What is left without a part moves next to nothing.
+    assert sum(row.bytes for row in account.parts if row.part == "other") < 0.002 * sum(row.bytes for row in account.parts)
+
+
+@needs_gpu_compiler
+def test_two_configs_are_compared():
+    (_, one), (_, other) = compiled("full"), compiled("selective")
+
+    def text(*reports):
+        console = Console(file=io.StringIO(), width=100, highlight=False, markup=False)
+        console.print(render_kernels(*reports))
+        return console.file.getvalue()
+
+    alone, both = text(one), text(one, other)
+    for part in (row.part for row in one.kernels.parts):
+        assert part in alone
+        assert part in both
+    assert "MFU" in alone
+    assert f"{1e3 * (other.kernels.step_s - one.kernels.step_s):+,.1f}" in both
+    with pytest.raises(ConfigError, match=r"--kernels needs the figures of the GPU, and cpu has none: name a kind with --gpu"):
+        text(dataclasses.replace(one, gpu="cpu", kernels=None))
