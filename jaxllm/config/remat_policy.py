@@ -32,8 +32,8 @@ class Policy:
 def policy_of(remat: Remat) -> Policy:
     """The policy that a value of parallel.remat stands for.
 
-    `selective` keeps every name; the tensors between them are cheap to recompute. Only blockwise attention has
-    ATTENTION_RESULTS. Without them, attention runs once more.
+    `selective` keeps every name; the tensors between them are cheap to recompute. Plain XLA attention on one context rank has
+    no ATTENTION_RESULTS, and runs once more.
     """
     if isinstance(remat, str):
         keep = {"none": BLOCK_TENSORS, "selective": BLOCK_TENSORS, "full": (BLOCK_INPUT,), "offload": ()}[remat]

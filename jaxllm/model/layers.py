@@ -21,9 +21,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.model.attention import Attend, xla_attention
 
 MATMUL_OUTPUTS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
-"""Names of the tensors that `selective` remat keeps. All others follow from them without a matmul against weights. Attention is
-recomputed, except attention in blocks, where blockwise_attention.RESIDUALS are kept too. The output of the block's last matmul,
-mlp_down, is not kept: only the addition that ends the block reads it."""
+"""Names of the tensors that `selective` remat keeps. All others follow from them without a matmul against weights. Plain XLA
+attention is recomputed; by cuDNN or over context ranks blockwise_attention.RESIDUALS are kept too. The output of the block's
+last matmul, mlp_down, is not kept: only the addition that ends the block reads it."""
 
 
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
-from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.pipeline_schedule import idle_share, microbatches_for
@@ -48,8 +47,8 @@ def print_header(console: Console, trainer: Trainer) -> None:
     attention = trainer.parallelized.attention
     console.say(f"attention {attention}; remat {remat_words(actions)}; {trainer.data.description}")
     named = set(actions) & set(ATTENTION_RESULTS) if isinstance(actions, dict) else ()
-    if named and (attention == "xla" or not is_blockwise(config)):
-        console.say(f"note: attention that is not blockwise has no {', '.join(sorted(named))}: it is recomputed")
+    if named and attention == "xla":
+        console.say(f"note: plain XLA attention has no {', '.join(sorted(named))}: it is recomputed")
     note_epochs(console, trainer)
 
 

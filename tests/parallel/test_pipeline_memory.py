@@ -11,7 +11,7 @@ from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import ON_HOST, Module
 from jaxllm.config import ATTENTION_RESULTS, load_config
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.cost_model.activations import bytes_per_token_and_layer
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
 from jaxllm.mesh import axis_sizes
 from jaxllm.pipeline_schedule import make_schedule
 
@@ -64,7 +64,7 @@ def bytes_per_slot(config):
     model, parallel = config.model, config.parallel
     layers = -(-model.num_layers // (parallel.pipe * parallel.virtual_stages))
     ranks = {"context": parallel.context, "tensor": parallel.tensor}
-    held = bytes_per_token_and_layer(policy_of(parallel.remat), model, **ranks, blockwise=parallel.context > 1)
+    held = bytes_per_token_and_layer(policy_of(parallel.remat), model, **ranks, blockwise=is_blockwise(config))
     kept, offloaded = (sum(tensors.values()) for tensors in (held.kept, held.offloaded))
     return layers * config.train.sequence_length * kept, layers * config.train.sequence_length * offloaded
 

@@ -285,7 +285,7 @@ def test_a_pipeline_says_what_it_costs(tiny_config, tmp_path, capsys):
     assert "note: 1 identity layer pads the last stage: computed, never changed" in printed
     assert "10 microbatches (such as train.global_batch_sequences=40) reduce that below 10%" in printed
     assert "remat attention_lse keep, attention_output keep;" in printed
-    assert "note: attention that is not blockwise has no attention_lse, attention_output: it is recomputed" in printed
+    assert "note: plain XLA attention has no attention_lse, attention_output: it is recomputed" in printed
 
 
 def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch):
