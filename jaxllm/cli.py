@@ -178,7 +178,7 @@ def compile_(
     loaded = load(recipe)
     other = load(against if any("=" not in word for word in against) else [*recipe, *against]) if against else None
     found = None if gpu is None else find_gpu(gpu)
-    from jaxllm.compile.kernels_text import render_kernels
+    from jaxllm.compile.kernels_text import account_of, render_kernels
     from jaxllm.compile.report import compile_report
     from jaxllm.compile.text import render
     from jaxllm.runtime.distributed import cache_folder
@@ -186,6 +186,8 @@ def compile_(
     folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
     options: dict[str, Any] = {"real_memory": real_memory, "cache": folder}
     report = compile_report(loaded, found, gpus, gpus_per_host, **options)
+    if kernels:
+        account_of(report)
     compared = compile_report(other, found, gpus, gpus_per_host, **options) if other else None
     if as_json and compared is not None:
         print(json.dumps({**report.to_json(), "against": compared.to_json()}), flush=True)

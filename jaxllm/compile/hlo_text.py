@@ -36,7 +36,9 @@ class Instruction:
 
 
 def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array, by HLO's name of its dtype; an element of less than a byte takes a full byte."""
+    """Bytes of an array, by HLO's name of its dtype; an element of less than a byte takes a full byte, a token nothing."""
+    if dtype in ("token", "opaque"):
+        return 0
     width = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
     return math.prod(shape) * max(1, width // 8)
 

@@ -40,7 +40,7 @@ PARTS = {
     "rotary": "rotary embeddings; joining and splitting queries, keys and values",
     "loss": "softmax of the logits",
     "embedding": "look-up and its gradient",
-    "sums": "gradients added to float32 sums",
+    "sums": "gradients cast to float32, and added to sums",
     "stacks": "tensors copied into a stack of layers or chunks",
     "slices": "tensors copied out of one",
     "zero_fills": "buffers filled with a constant",
@@ -55,7 +55,7 @@ OF_LAYERS = ("matmuls", "matmuls_again", *(p for p in PARTS if p.startswith("att
 OF_LAYERS += ("sums", "stacks", "slices", "zero_fills", "copies")
 """Parts that are all or mostly the layers', each microbatch."""
 _SCOPES = (
-    ("sums", r"gradient_sums|reduce_gradients"),
+    ("sums", r"gradient_sums|reduce_gradients|zero_scatter"),
     ("embedding", r"embedding|embedding_backward"),
     ("loss", r"head|head_backward|loss"),
     ("attention_blocks", r"attend"),
@@ -65,8 +65,8 @@ _SCOPES = (
     ("rotary", r"attention"),
 )
 """Named scopes of the model, inner ones first."""
-_MOVERS = {"copy", "bitcast", "compare", "select", "add", "subtract", "multiply", "clamp", "convert", "reshape", "transpose"}
-"""Operations on indices or on layout, beside the slice or the update that a copy consists of."""
+_MOVERS = {"copy", "convert", "reshape", "transpose"}
+"""Operations on layout and dtype, beside the slice or the update that a copy consists of."""
 _NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "broadcast", "iota", "bitcast"}
 _SMALL_BYTES = 2**12
 """A fill reads at most some scalars."""
@@ -107,7 +107,7 @@ def kernel_account(
     Args:
       overlap: by_kind() of the same module.
     """
-    rates = kernel_rates(gpu, config.model.head_dim)
+    rates = kernel_rates(gpu, config.model)
     groups: dict[str, list[Kernel]] = {}
     for kernel in kernels(module):
         groups.setdefault(part_of(kernel), []).append(kernel)
@@ -156,7 +156,8 @@ def kernel_seconds(kernel: Kernel, rates: KernelRates) -> float:
 
 
 def part_of(kernel: Kernel) -> str:
-    """The part of the step to which a kernel belongs."""
+    """The part of the step to which a kernel belongs. The matmuls of plain XLA attention count as attention's kernel, its softmax
+    as attention_blocks."""
     path = next(iter(kernel.op_names), "")
     again = "rematted_computation" in path or ".remat" in kernel.name
     backward = "transpose(" in path
@@ -177,13 +178,14 @@ def part_of(kernel: Kernel) -> str:
 
 
 def _by_structure(kernel: Kernel) -> str | None:
-    """stacks, slices, zero_fills, copies or sums, by the operations alone; None for a kernel that computes."""
+    """stacks, slices, zero_fills, copies or sums, by the operations on arrays alone; None for a kernel that computes."""
     body = set(kernel.body) - _NOTHING
     if not body and kernel.read_bytes <= _SMALL_BYTES:
         return "zero_fills"
+    if body >= (added := {"dynamic-update-slice", "dynamic-slice", "add"}) and body <= _MOVERS | added | {"select"}:
+        return "sums"
     if "dynamic-update-slice" in body and body <= _MOVERS | {"dynamic-update-slice", "dynamic-slice"}:
-        # Numbers are added to what is in the stack; else an addition is one of indices.
-        return "sums" if "dynamic-slice" in body and "add" in body else "stacks"
+        return "stacks"
     if body and body <= _MOVERS | {"dynamic-slice"} and "dynamic-slice" in body:
         return "slices"
     return "copies" if kernel.kind == "copy" or (body and body <= {"copy", "transpose", "slice", "concatenate"}) else None

@@ -43,9 +43,7 @@ class Kernel:
     op_names: tuple[str, ...]
     """Paths of the traced operations: the instruction's own, then those that are fused into it."""
     body: tuple[str, ...]
-    """HLO's names of the fused operations, or of the operation itself."""
-    result: str
-    """Type of the result, as HLO writes it."""
+    """HLO's names of the fused operations on arrays, or of the operation itself. Those on scalars compute indices."""
 
     @property
     def moved_bytes(self) -> int:
@@ -92,12 +90,12 @@ class _Kernels:
         kind = _kind(instruction, fused, types)
         is_product = kind == "matmul" or kind.startswith("attention")
         flops = self.module.flops_of(instruction, types) if is_product else 0
-        products = [i for i in (instruction, *fused) if _is_matmul(i)]
-        inner = {**types, **{i.name: i.result for i in fused}}
-        is_fp8 = any(inner.get(name, "").startswith("f8") for product in products for name in operands(product)[:1])
+        product = next((i for i in (*fused, instruction) if _is_matmul(i)), None)
+        first = operands(product)[0] if product else ""
+        is_fp8 = next((i.result for i in fused if i.name == first), types.get(first, "")).startswith("f8")
         names = tuple(match[1] for i in (instruction, *fused) if (match := _OP_NAME.search(i.text)))
-        body = tuple(i.op for i in fused) or (instruction.op.removesuffix("-start"),)
-        return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body, instruction.result)
+        body = tuple(i.op for i in fused if not _is_scalar(i)) or (instruction.op.removesuffix("-start"),)
+        return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body)
 
 
 def target_of(instruction: Instruction) -> str:
@@ -123,6 +121,10 @@ def _kind(instruction: Instruction, fused: Sequence[Instruction], types: Mapping
     return "copy" if op in ("copy", "transpose") else "fusion"
 
 
+def _is_scalar(instruction: Instruction) -> bool:
+    return re.fullmatch(r"\w+\[\]", instruction.result) is not None
+
+
 def bytes_of(result: str) -> int:
     """Bytes of all arrays in a type as HLO writes it."""
     return sum(byte_size(dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(result))
@@ -131,12 +133,12 @@ def bytes_of(result: str) -> int:
 def _moved(instruction: Instruction, types: Mapping[str, str]) -> tuple[int, int]:
     """(bytes read, bytes written) by an instruction that is not a fusion."""
     read = [bytes_of(types.get(name, "")) for name in operands(instruction)]
-    if instruction.op == "copy-start":
-        return read[0], read[0]
-    if instruction.op in ("dynamic-slice", "slice", "gather"):
+    op = instruction.op.removesuffix("-start")
+    if op in ("copy", "dynamic-update-slice"):
+        moved = read[1 if op == "dynamic-update-slice" else 0]
+        return moved, moved
+    if op in ("dynamic-slice", "slice", "gather"):
         return bytes_of(instruction.result), bytes_of(instruction.result)
-    if instruction.op == "dynamic-update-slice":
-        return read[1], read[1]
     written = [(dtype, byte_size(dtype, shape_of(dims))) for dtype, dims in BUFFER.findall(instruction.result)]
     if target_of(instruction):
         # The first result is the product; a library's workspace is not read again.
@@ -168,11 +170,18 @@ def _moved_by_fusion(instruction: Instruction, fused: Sequence[Instruction], typ
                 return full
         return min(full, total)
 
+    def behind_bitcasts(i: Instruction) -> Instruction:
+        while i.op == "bitcast":
+            i = by_name[operands(i)[0]]
+        return i
+
     def written(output: Instruction) -> int:
-        while output.op in ("bitcast", "copy") and operands(output)[0] in by_name:
-            output = by_name[operands(output)[0]]
+        output = behind_bitcasts(output)
         if output.op == "dynamic-update-slice":
-            return bytes_of(by_name[operands(output)[1]].result)
+            updated, update = (by_name[name] for name in operands(output)[:2])
+            updated = behind_bitcasts(updated)
+            if updated.op in ("parameter", "dynamic-update-slice"):
+                return bytes_of(update.result) + (0 if updated.op == "parameter" else written(updated))
         if output.op == "scatter":
             # Each row is read, added to and written.
             return 2 * bytes_of(by_name[operands(output)[-1]].result)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from jaxllm.compile.kernel_account import KernelAccount, KernelPart
 from jaxllm.compile.report import CompileReport
-from jaxllm.compile.text import heading, teraflops
+from jaxllm.compile.text import heading, teraflops, verdict
 from jaxllm.config import ConfigError
 from jaxllm.display import terminal_table
 
@@ -25,6 +25,8 @@ def render_kernels(report: CompileReport, against: CompileReport | None = None) 
     lines = [f"  {value:,.3g} {unit}" for value, unit in _rates(account)]
     return Group(
         *heading(report),
+        *verdict(report),
+        *([Text("\nThe other"), *heading(against), *verdict(against)] if against else []),
         Text("\nKernels of one step, on one device, by roofline (nothing was timed)"),
         Padding(table, (0, 0, 0, 2)),
         Text(""),
@@ -32,6 +34,7 @@ def render_kernels(report: CompileReport, against: CompileReport | None = None) 
         *([Text(_total("the other: ", other))] if other else []),
         Text("\nRates that are assumed (jaxllm/cost_model/kernel_rates.py)"),
         *map(Text, lines),
+        *([Text("\nWarnings"), *(Text(f"  {line}") for line in report.warnings)] if report.warnings else []),
     )
 
 

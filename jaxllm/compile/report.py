@@ -211,7 +211,7 @@ def _compile(
     """Compiles for `devices`. Args: kind: name, memory and capacity of a device; gpu: its figures; real: devices with real
     memory."""
     name, memory_bytes, capacity = kind
-    options = xla_flags.compile_options(config, devices[0])
+    options = xla_flags.compile_options(config, devices[0], capacity)
     may_remat = not xla_flags.NO_REMAT_GPU_OPTIONS.keys() & options.keys()
     started = time.perf_counter()
     step = aot.trace_step(config, devices)

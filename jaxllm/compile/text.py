@@ -115,7 +115,7 @@ def step_lines(report: CompileReport) -> Iterator[str]:
         f"{kernels if report.attention_kernel_flops else ''}; the model's own are {teraflops(report.model_flops)} (causal)"
     )
     if report.compiled_flops > (1 + REPEATED_SHARE) * report.executed_flops:
-        yield f"XLA's program has {teraflops(report.compiled_flops)} TFLOP: it computes some matmuls again"
+        yield f"XLA's program has {teraflops(report.compiled_flops)} TFLOP: it repeats matmuls, or several ranks do the same"
     yield f"{report.hlo_instructions:,} HLO instructions, {readable(report.hlo_bytes)} of text; JAX {report.jax_version}"
 
 

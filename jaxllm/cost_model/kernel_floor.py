@@ -9,7 +9,8 @@ flops.py, in elements of the compute dtype:
     rotary    4 H (N + K)       queries and keys, in and out, in both directions
 
 Per logit 10 bytes: float32 is read twice (for its sum of exponentials, for its gradient), and the gradient is written. Per
-parameter 34: AdamW's 28, the norm's 4, and 2 of the copy in the compute dtype. Work that a step can do without has no entry.
+parameter 32 and an element of the compute dtype: AdamW's 28, the norm's 4, and the copy for the matmuls. Work that a step can
+do without has no entry.
 """
 
 from __future__ import annotations
@@ -46,5 +47,5 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
         "loss": moved(columns, times=10, itemsize=1),
         # A row is read and written once forward; backward the gradient is read, and a float32 row is read and written.
         "embedding": moved(D, times=3 * sizes.itemsize + 8, itemsize=1),
-        "optimizer": 34 * parameters / rates.memory_bytes_per_s,
+        "optimizer": (32 + sizes.itemsize) * parameters / rates.memory_bytes_per_s,
     }

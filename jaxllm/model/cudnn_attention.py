@@ -42,7 +42,7 @@ _BACKWARD = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "lay
 
 
 def why_not() -> str | None:
-    """The reason this JAX cannot run cuDNN attention in blocks, or None. Device, dtype, head size: attention.why_not_cudnn."""
+    """The reason this JAX cannot run cuDNN's attention, or None. Device, dtype, head size: attention.why_not_cudnn."""
     lowest, above = KNOWN
     if not lowest <= jax.__version_info__[:2] < above:
         return f"jaxllm knows JAX's cuDNN binding up to 0.12 and this is JAX {jax.__version__}"
@@ -63,7 +63,7 @@ def cudnn_kernel() -> Kernel:
       ConfigError: this JAX has another binding.
     """
     if reason := why_not():
-        raise ConfigError(f"Attention by cuDNN in blocks cannot run, because {reason}: install JAX 0.10 to 0.12, or take xla.")
+        raise ConfigError(f"Attention by cuDNN cannot run, because {reason}: install JAX 0.10 to 0.12, or take xla.")
     plain = Kernel("cudnn", _forward, _backward)
     # 128 rows: the squares' scores are then B x N x S x 128, and a smaller call to cuDNN would be all start-up (not measured).
     packed = documents_by_halves(off_diagonal=plain, diagonal=xla_kernel(), smallest=128)
@@ -80,7 +80,7 @@ def cudnn_kernel() -> Kernel:
 
 def largest_error(num_heads: int, num_kv_heads: int, head_dim: int) -> float:
     """The largest relative error of this machine's output and gradients against plain XLA's, in the Euclidean norm, for a small
-    packed batch. bfloat16 rounds to about 0.005; a wrong mask or layout gives 0.1 and more.
+    batch: packed, of one document, without a mask. bfloat16 rounds to about 0.005; a wrong mask or layout gives 0.1 and more.
     """
     S = 512
     keys = jax.random.split(jax.random.key(0), 4)
@@ -90,9 +90,11 @@ def largest_error(num_heads: int, num_kv_heads: int, head_dim: int) -> float:
 
     def answers(kernel: Kernel):
         def run(q, k, v, do):
-            mask = Mask(True, segments_BS, segments_BS)
-            o, lse = kernel.forward(q, k, v, mask)
-            return o, *kernel.backward(q, k, v, o, lse, do, mask)
+            found = []
+            for mask in (Mask(True, segments_BS, segments_BS), Mask(True), Mask(False)):
+                o, lse = kernel.forward(q, k, v, mask)
+                found += [o, *kernel.backward(q, k, v, o, lse, do, mask)]
+            return found
 
         return [x.astype(jnp.float32) for x in jax.jit(run)(*arrays)]
 

@@ -167,14 +167,18 @@ def _layer_bytes(config: Config) -> int:
     return itemsize * layer_matmul_parameters(config.model) // config.parallel.tensor
 
 
-def compile_options(config: Config, device: jax.Device) -> dict[str, Any]:
-    """Options to compile a resolved config's train step for devices of this kind. The user's XLA_FLAGS take precedence."""
+def compile_options(config: Config, device: jax.Device, capacity_bytes: int | None = None) -> dict[str, Any]:
+    """Options to compile a resolved config's train step for devices of this kind. The user's XLA_FLAGS take precedence.
+
+    Args:
+      capacity_bytes: the most that a step may use on a device; default: by the table of GPUs, if it has this kind.
+    """
     if device.platform == "cpu":
         return {}
     options: dict[str, Any] = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
-    if offloads or config.parallel.offload_state != "none" or _may_fit(config, device.device_kind):
+    if offloads or config.parallel.offload_state != "none" or _may_fit(config, device.device_kind, capacity_bytes):
         options = options | NO_REMAT_GPU_OPTIONS
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.
@@ -184,10 +188,11 @@ def compile_options(config: Config, device: jax.Device) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in given and is_accepted(name, value)}
 
 
-def _may_fit(config: Config, device_kind: str) -> bool:
-    """Whether the estimate fits into a GPU of this kind, as far as its memory is known. XLA may rematerialise what does not."""
+def _may_fit(config: Config, device_kind: str, capacity_bytes: int | None) -> bool:
+    """Whether the estimate fits into a GPU, as far as its memory is known. XLA may rematerialise what does not."""
     gpu = gpu_from_device_kind(device_kind)
-    return gpu is None or estimate_memory(config, gpu).peak_bytes <= gpu.capacity_bytes
+    capacity_bytes = capacity_bytes or (gpu.capacity_bytes if gpu else None)
+    return capacity_bytes is None or estimate_memory(config, gpu).peak_bytes <= capacity_bytes
 
 
 def apply(run: RunConfig) -> list[str]:
@@ -277,8 +282,11 @@ def given_flags() -> str:
 def is_accepted(option: str, value: Any) -> bool:
     """Whether the installed compiler takes this option with this value: it compiles a number with it (10 ms). A name that was
     retired is still in the library, and a switch may have become a choice of names."""
+    # Of one device: inside a mesh of several processes the program would be one of all of them.
+    one = jax.make_mesh((1,), ("one",), devices=jax.local_devices()[:1])
     try:
-        jax.jit(lambda: 0).lower().compile(compiler_options={option: value})
+        with jax.set_mesh(one):
+            jax.jit(lambda: 0).lower().compile(compiler_options={option: value})
     except jax.errors.JaxRuntimeError as error:
         if option not in str(error):
             raise

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxllm.compile.inspect import inspect_config
 from jaxllm.compile.inspect_text import render
-from jaxllm.config import ConfigError, config_folder, load_config
+from jaxllm.config import ATTENTION_RESULTS, ConfigError, config_folder, load_config
 from jaxllm.mesh import make_mesh
 from jaxllm.train.build import build_training
 
@@ -63,7 +63,7 @@ def test_what_remat_keeps_is_said():
     assert (kept.offloaded, kept.recomputed, kept.link_s) == ({}, (), 0)
     mixed = inspect_config(published("llama-3.1-8b", *mesh, "parallel.remat={mlp_up: offload, query: keep}"))
     assert mixed.activations.offloaded == {"mlp_up": 7168}
-    assert mixed.activations.recomputed == ("key", "value", "attention_out", "mlp_gate")
+    assert mixed.activations.recomputed == ("key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate")
     np.testing.assert_allclose(mixed.activations.link_s, 7168 / 55.04e9)
     text = " ".join(text_of(mixed).split())
     assert "Remat mapping" in text

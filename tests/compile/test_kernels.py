@@ -5,11 +5,16 @@ Tests that compile are skipped without the extra `aot`.
 
 import dataclasses
 import io
+import json
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from rich.console import Console
 from tiny import SMALL_MODEL
 
+from jaxllm import cli
+from jaxllm.compile import report as report_module
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.kernel_account import PARTS, account_from_json, kernel_seconds, part_of
@@ -61,6 +66,39 @@ HLO = """HloModule by_hand
   ROOT %updated.1 = f32[4,8]{1,0} dynamic-update-slice(%stack.2, %sum, %number.2, %zero.2)
 }
 
+%computed_into_a_stack (stack.4: f32[4,8], row.4: f32[8], number.4: s32[]) -> f32[4,8] {
+  %stack.4 = f32[4,8]{1,0} parameter(0)
+  %row.4 = f32[8]{0} parameter(1)
+  %number.4 = s32[] parameter(2)
+  %zero.4 = s32[] constant(0)
+  %last = s32[] constant(3)
+  %turned = s32[] subtract(%last, %number.4)
+  %square = f32[8]{0} multiply(%row.4, %row.4), metadata={op_name="jit(f)/jvp()/norm/mul"}
+  %update.4 = f32[1,8]{1,0} bitcast(%square)
+  ROOT %updated.4 = f32[4,8]{1,0} dynamic-update-slice(%stack.4, %update.4, %turned, %zero.4)
+}
+
+%stack_to_stack (from: f32[4,8], to: f32[4,8], number.5: s32[]) -> f32[4,8] {
+  %from = f32[4,8]{1,0} parameter(0)
+  %to = f32[4,8]{1,0} parameter(1)
+  %number.5 = s32[] parameter(2)
+  %zero.5 = s32[] constant(0)
+  %one = s32[] constant(1)
+  %next.5 = s32[] add(%number.5, %one)
+  %row.5 = f32[1,8]{1,0} dynamic-slice(%from, %number.5, %zero.5), dynamic_slice_sizes={1,8}
+  ROOT %updated.5 = f32[4,8]{1,0} dynamic-update-slice(%to, %row.5, %next.5, %zero.5)
+}
+
+%into_zeros (row.6: f32[8], number.6: s32[]) -> f32[4,8] {
+  %row.6 = f32[8]{0} parameter(0)
+  %number.6 = s32[] parameter(1)
+  %nothing = f32[] constant(0)
+  %zero.6 = s32[] constant(0)
+  %zeros.6 = f32[4,8]{1,0} broadcast(%nothing), dimensions={}
+  %update.6 = f32[1,8]{1,0} bitcast(%row.6)
+  ROOT %updated.6 = f32[4,8]{1,0} dynamic-update-slice(%zeros.6, %update.6, %number.6, %zero.6)
+}
+
 %filled () -> f32[4,8] {
   %zero.3 = f32[] constant(0)
   ROOT %zeros = f32[4,8]{1,0} broadcast(%zero.3), dimensions={}
@@ -86,7 +124,10 @@ HLO = """HloModule by_hand
   %read = f32[8]{0} fusion(%stack.3, %count.1), kind=kLoop, calls=%slice_of_a_stack
   %written = f32[4,8]{1,0} fusion(%stack.3, %read, %count.1), kind=kLoop, calls=%into_a_stack
   %summed = f32[4,8]{1,0} fusion(%written, %read, %count.1), kind=kLoop, calls=%added_to_a_stack
-  ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%count.1, %summed)
+  %computed = f32[4,8]{1,0} fusion(%summed, %read, %count.1), kind=kLoop, calls=%computed_into_a_stack
+  %moved = f32[4,8]{1,0} fusion(%stack.3, %computed, %count.1), kind=kLoop, calls=%stack_to_stack
+  %fresh = f32[4,8]{1,0} fusion(%read, %count.1), kind=kLoop, calls=%into_zeros
+  ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%count.1, %moved)
 }
 
 ENTRY %main (a: bf16[16,8], b: bf16[8,32], n: s32[]) -> f32[4,8] {
@@ -119,6 +160,9 @@ def test_bytes_are_those_that_move():
         "read": (3, 32 + number, 32),
         "written": (3, 32 + number, 32),
         "summed": (3, 64 + number, 32),
+        "computed": (3, 32 + number, 32),
+        "moved": (3, 32 + number, 32),
+        "fresh": (3, 32 + number, 128),
         "copied": (1, 128, 128),
     }
 
@@ -131,6 +175,9 @@ def test_parts_follow_from_operations_and_scopes():
         "read": "slices",
         "written": "stacks",
         "summed": "sums",
+        "computed": "norms",
+        "moved": "stacks",
+        "fresh": "stacks",
         "copied": "copies",
     }
     assert [k.flops for k in by_name().values() if k.kind == "matmul"] == [2 * 16 * 8 * 32] * 2
@@ -156,7 +203,7 @@ def test_parts_follow_from_operations_and_scopes():
     ],
 )
 def test_a_scope_is_part_of_the_path(path, part):
-    kernel = Kernel("k", "fusion", 1, 10_000, 10_000, 0, False, (path,), ("parameter", "multiply", "exponential"), "f32[2500]")
+    kernel = Kernel("k", "fusion", 1, 10_000, 10_000, 0, False, (path,), ("parameter", "multiply", "exponential"))
     assert part_of(kernel) == part
     # The operations inside tell it where XLA gave the fusion no name.
     named_inside = dataclasses.replace(kernel, op_names=("", path))
@@ -164,21 +211,25 @@ def test_a_scope_is_part_of_the_path(path, part):
 
 
 def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes():
-    rates = kernel_rates(H100, 128)
-    kernel = Kernel("k", "matmul", 1, 10**9, 0, 10**12, False, (), ("dot",), "")
+    model = load_config({"model": {**SMALL_MODEL, "head_dim": 128}, "train": TRAIN}).model
+    rates = kernel_rates(H100, model)
+    kernel = Kernel("k", "matmul", 1, 10**9, 0, 10**12, False, (), ("dot",))
     assert kernel_seconds(kernel, rates) == pytest.approx(1e12 / rates.matmul_flops_per_s + rates.launch_s)
     assert kernel_seconds(dataclasses.replace(kernel, is_fp8=True), rates) == pytest.approx(
         1e12 / rates.fp8_flops_per_s + rates.launch_s
     )
     small = dataclasses.replace(kernel, flops=10**6)
     assert kernel_seconds(small, rates) == pytest.approx(1e9 / rates.memory_bytes_per_s + rates.launch_s)
-    # Small heads are slower; an A100 has no FP8.
-    assert kernel_rates(H100, 64).attention_forward_flops_per_s < rates.attention_forward_flops_per_s
-    assert kernel_rates(GPUS["a100-80gb"], 128).fp8_flops_per_s == 0
+    # Small heads are slower, and TF32 than bfloat16; an A100 has no FP8.
+    narrow, single = model.model_copy(update={"head_dim": 64}), model.model_copy(update={"compute_dtype": "float32"})
+    assert kernel_rates(H100, narrow).attention_forward_flops_per_s < rates.attention_forward_flops_per_s
+    assert kernel_rates(H100, single).matmul_flops_per_s == pytest.approx(rates.matmul_flops_per_s * 494 / 989)
+    assert kernel_rates(GPUS["a100-80gb"], model).fp8_flops_per_s == 0
 
 
 # --------------------------------------------------------------------------------------------------------- compiled steps
 
+TRAIN = {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16, "microbatch_sequences": 1}
 MESHES = {
     "full": (1, "full", ()),
     "selective": (1, "selective", ()),
@@ -192,7 +243,7 @@ def compiled(name):
     gpus, remat, overrides = MESHES[name]
     base = {
         "model": {**SMALL_MODEL, "num_layers": 4, "attention": "cudnn"},
-        "train": {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16, "microbatch_sequences": 1},
+        "train": TRAIN,
         "data": {"mask_documents": False},
     }
     config = load_config(base, [f"parallel.remat={remat}", *overrides]).resolve(gpus)
@@ -234,7 +285,7 @@ def test_flops_of_each_part_are_those_of_the_closed_form(name):
     assert account.mfu_full_square == pytest.approx(flops / account.step_s / report.gpus / 989e12)
     assert account_from_json(dataclasses.asdict(account)) == account
     # What is left without a part moves next to nothing.
-    assert sum(row.bytes for row in account.parts if row.part == "other") < 0.002 * sum(row.bytes for row in account.parts)
+    assert sum(row.bytes for row in account.parts if row.part == "other") < 0.01 * sum(row.bytes for row in account.parts)
 
 
 @needs_gpu_compiler
@@ -247,10 +298,38 @@ def test_two_configs_are_compared():
         return console.file.getvalue()
 
     alone, both = text(one), text(one, other)
-    for part in (row.part for row in one.kernels.parts):
-        assert part in alone
-        assert part in both
+    parts = {row.part for row in one.kernels.parts}
+    for shown in (alone, both):
+        assert parts <= {line.split()[0] for line in shown.splitlines() if line.strip()}
     assert "MFU" in alone
     assert f"{1e3 * (other.kernels.step_s - one.kernels.step_s):+,.1f}" in both
     with pytest.raises(ConfigError, match=r"--kernels needs the figures of the GPU, and cpu has none: name a kind with --gpu"):
         text(dataclasses.replace(one, gpu="cpu", kernels=None))
+
+
+# ------------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("against", "expected"),
+    [(["parallel.remat=none"], ("none", 8)), (["other.yaml", "train.seed=3"], ("full", 16)), (None, None)],
+    ids=["keys", "another recipe", "alone"],
+)
+def test_the_other_config_is_another_recipe_or_this_one_with_other_keys(monkeypatch, tmp_path, capsys, against, expected):
+    """Nothing is compiled: the configs that would be are looked at."""
+    monkeypatch.chdir(tmp_path)
+    for name, batch in (("one.yaml", 8), ("other.yaml", 16)):
+        train = {**TRAIN, "global_batch_sequences": batch}
+        (tmp_path / name).write_text(yaml.safe_dump({"model": SMALL_MODEL, "train": train, "parallel": {"remat": "full"}}))
+    seen = []
+
+    def compiled_of(config, *_, **__):
+        seen.append((config.parallel.remat, config.train.global_batch_sequences))
+        return SimpleNamespace(kernels=object(), to_json=lambda: {"number": len(seen)})
+
+    monkeypatch.setattr(report_module, "compile_report", compiled_of)
+    cli.compile_(["one.yaml"], gpu="h100-80gb", gpus=1, kernels=True, against=against, no_cache=True, as_json=True)
+    assert seen == [("full", 8), *([expected] if expected else [])]
+    assert ("against" in json.loads(capsys.readouterr().out)) is (expected is not None)
+    with pytest.raises(ConfigError, match=r"--against compares kernels: add --kernels\."):
+        cli.compile_(["one.yaml"], gpu="h100-80gb", gpus=1, against=["parallel.remat=none"])
