@@ -156,7 +156,7 @@ def kernel_seconds(kernel: Kernel, rates: KernelRates) -> float:
 
 
 def part_of(kernel: Kernel) -> str:
-    """The part of the step to which a kernel belongs. The matmuls of plain XLA attention count as attention's kernel, its softmax
+    """The part of the step to which a kernel belongs. Plain XLA attention: its matmuls count as attention's kernel, its softmax
     as attention_blocks."""
     path = next(iter(kernel.op_names), "")
     again = "rematted_computation" in path or ".remat" in kernel.name
