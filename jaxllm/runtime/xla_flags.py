@@ -13,6 +13,7 @@ once, is left to the user.
 from __future__ import annotations
 
 import functools
+import logging
 import mmap
 import os
 import re
@@ -87,6 +88,8 @@ DETERMINISTIC_GPU_FLAGS = {
     # for their other reader.
     "xla_gpu_enable_dynamic_slice_fusion": "false",
 }
+
+log = logging.getLogger(__name__)
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities."""
@@ -185,7 +188,10 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
     options = options | optional_gpu_options(config)
     given = _given_names()
-    return {name: value for name, value in options.items() if name not in given and is_accepted(name, value)}
+    accepted = {name: value for name, value in options.items() if name not in given and is_accepted(name, value)}
+    if lacking := [name for name in optional_gpu_options(config) if name not in given and name not in accepted]:
+        log.warning("jaxlib %s has no %s: run.xla_options goes without.", jaxlib.__version__, ", ".join(lacking))
+    return accepted
 
 
 def _may_fit(config: Config, device_kind: str, capacity_bytes: int | None) -> bool:

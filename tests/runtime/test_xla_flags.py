@@ -51,6 +51,14 @@ def test_every_option_is_one_that_the_compiler_takes():
         assert [name for name, value in given.items() if not xla_flags.is_accepted(name, value)] == []
 
 
+def test_an_option_that_the_compiler_lacks_is_said(tiny_config, monkeypatch, caplog):
+    monkeypatch.setitem(xla_flags.OPTIONAL_GPU_OPTIONS, "double_buffering", {"xla_gpu_made_up_for_this_test": True})
+    asked = tiny_config("run.xla_options=[double_buffering, more_at_once]").resolve(1)
+    found = xla_flags.compile_options(asked, H100)
+    assert set(found) == {*xla_flags.NO_REMAT_GPU_OPTIONS, *xla_flags.OPTIONAL_GPU_OPTIONS["more_at_once"]}
+    assert "has no xla_gpu_made_up_for_this_test: run.xla_options goes without." in caplog.text
+
+
 def test_the_compiler_is_asked_for_names_and_values():
     assert xla_flags.is_accepted("xla_gpu_memory_limit_slop_factor", 95)
     assert not xla_flags.is_accepted("xla_gpu_memory_limit_slop_factor", "much")
