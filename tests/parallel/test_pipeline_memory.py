@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import ON_HOST, Module
-from jaxllm.config import ATTENTION_RESULTS, load_config
+from jaxllm.config import load_config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
 from jaxllm.mesh import axis_sizes
@@ -198,8 +198,7 @@ def test_offloaded_tensors_wait_in_the_host_and_move_behind_matmuls(capfd, sched
     assert slots == 4 * V + 4
     assert step.memory_analysis().host_temp_size_in_bytes == slots * bytes_per_slot(config)[1]
 
-    # Attention in one piece has no results to keep.
-    tensors = len(set(policy_of(config.parallel.remat).offload) - set(ATTENTION_RESULTS))
+    tensors = len(policy_of(config.parallel.remat).offload)
     copies = list(host_copies(Module(text, axis_sizes(config.parallel))))
     units = M * V + 3
     stores, loads = ([copy for copy in copies if copy.to_host is to_host] for to_host in (True, False))
