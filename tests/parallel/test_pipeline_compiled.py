@@ -345,8 +345,12 @@ def test_zero_2_and_3_scatter_each_layer_in_float32_in_every_tick(step, name):
     layer = elements_per_rank(step(name).config)[0] // (CHUNK * step(name).V)
     scatters = [c for c in step(name).over("data", "reduce-scatter") if c.loops]
     assert {dtype for c in scatters for dtype, _ in c.buffers} == {"f32"}
-    if name == "ZeRO 2":  # of ZeRO 3, whose backward gathers as well, two of nine tensors are left bare
-        assert all(c.asynchronous and c.spans_matmul for c in scatters if in_layers(c))
+    if name == "ZeRO 2":
+        # XLA leaves bare attention's matrices, a fifth of the elements; of ZeRO 3, whose backward gathers as well, others.
+        in_loop = [c for c in scatters if in_layers(c)]
+        assert all(c.asynchronous for c in in_loop)
+        wide = step(name).config.model.intermediate_size // step(name).t
+        assert all(c.spans_matmul for c in in_loop if wide in c.buffers[0][1])
     # Of each chunk a turn more, where the loop begins with zeros.
     everything = step(name).over("data", "reduce-scatter")
     rest = elements_per_rank(step(name).config)[1]
