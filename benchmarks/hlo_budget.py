@@ -24,7 +24,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jaxlib
 
 from jaxllm.compile import aot
-from jaxllm.compile.hlo import COLLECTIVES, PASSING, Module
+from jaxllm.compile.hlo import COLLECTIVES, Module
+from jaxllm.compile.kernels import NO_KERNELS
 from jaxllm.config import Config, load_config
 from jaxllm.mesh import axis_sizes
 
@@ -46,8 +47,6 @@ STEPS: Mapping[str, tuple[int, Sequence[str]]] = {
     "tensor-fp8": (8, ("parallel.tensor=2", "model.matmul_dtype=fp8")),
 }
 """Name -> (number of H100s, overrides)."""
-NO_KERNELS = (*PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
-"""Operations that launch nothing. The done of an asynchronous one launches nothing either."""
 
 
 def configured(name: str) -> Config:

@@ -32,10 +32,10 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 ON_HOST = "S(5)"
 """XLA's mark for arrays in host memory."""
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 PASSING = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant", "opt-barrier")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_RUNNING = ("while", "call", "conditional", "async-start")
+TARGET = re.compile(r'custom_call_target="([^"]*)"')
+RUNNING = ("while", "call", "conditional", "async-start")
 """Operations that run other computations instruction by instruction."""
 
 
@@ -159,7 +159,7 @@ class Module:
 
         def visit(computation: str) -> None:
             for instruction in self.computations[computation]:
-                for name in instruction.called if instruction.op in _RUNNING else ():
+                for name in instruction.called if instruction.op in RUNNING else ():
                     visit(name)
             order.setdefault(computation)
 
@@ -176,7 +176,7 @@ class Module:
             instruction = occurrence.instruction
             if instruction.op in PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
                 continue
-            argument, op_name = self._argument(occurrence), _OP_NAME.search(instruction.text)
+            argument, op_name = self._argument(occurrence), OP_NAME.search(instruction.text)
             name = op_name[1] if op_name else instruction.name
             for dtype, dims in BUFFER.findall(instruction.result):
                 results.append(Result(dtype, shape_of(dims), name, argument, occurrence.executed, bool(occurrence.loops)))
@@ -186,7 +186,7 @@ class Module:
         """The program argument that an instruction reads, through others with a single array input; '' if there is none."""
         for _ in range(8):
             if occurrence.instruction.op == "parameter":
-                name = _OP_NAME.search(occurrence.instruction.text)
+                name = OP_NAME.search(occurrence.instruction.text)
                 return name[1].replace("\\'", "'") if name else ""
             inputs = [instruction for instruction in occurrence.inputs() if instruction.op not in ("constant", "iota")]
             if len(inputs) != 1:
@@ -209,7 +209,7 @@ class Module:
         Args:
           types: result types of the instructions in its computation, by name.
         """
-        target = match[1] if (match := _TARGET.search(instruction.text)) else ""
+        target = match[1] if (match := TARGET.search(instruction.text)) else ""
         if instruction.op == "dot" or re.search(r"gemm|cublas", target):
             return matmul_flops(instruction, types)
         if "fmha" in target:
@@ -227,7 +227,7 @@ class Module:
                 trips = trip_count(instruction)
                 for name in instruction.called:
                     yield from self.walk(name, executed * trips, (*loops, trips))
-            elif instruction.op in _RUNNING:
+            elif instruction.op in RUNNING:
                 for name in instruction.called:
                     yield from self.walk(name, executed, loops)
 
@@ -254,7 +254,7 @@ class Module:
 
     def has_matmul(self, instruction: Instruction) -> bool:
         """Whether it is a matmul or fused attention, or a loop or call with one."""
-        target = _TARGET.search(instruction.text)
+        target = TARGET.search(instruction.text)
         if instruction.op == "dot" or (target and re.search(r"gemm|cublas|cudnn", target[1])):
             return True
         inner = itertools.chain.from_iterable(self.computations.get(name, []) for name in instruction.called)

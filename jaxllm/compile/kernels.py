@@ -14,16 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxllm.compile.hlo import COLLECTIVES, ON_HOST, PASSING, Module
+from jaxllm.compile.hlo import COLLECTIVES, ON_HOST, OP_NAME, PASSING, RUNNING, TARGET, Module
 from jaxllm.compile.hlo_text import BUFFER, TRIPS, Instruction, byte_size, operands, shape_of
 
 NO_KERNELS = (*PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
 """Operations that launch nothing. The done of an asynchronous one launches nothing either."""
 MATMUL, ATTENTION = re.compile(r"gemm|cublas"), re.compile(r"fmha")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_RUNS_OTHERS = ("while", "call", "conditional", "async-start")
 _WORKSPACES = ("s8", "u8")
 
 
@@ -63,7 +60,7 @@ class _Kernels:
     def all(self) -> Iterator[Kernel]:
         for at in self.module.walk():
             instruction = at.instruction
-            if at.computation in self.counted_conditions or instruction.op in (*NO_KERNELS, *_RUNS_OTHERS):
+            if at.computation in self.counted_conditions or instruction.op in (*NO_KERNELS, *RUNNING):
                 continue
             if instruction.op.endswith(("-done", "-update")) or target_of(instruction) == "AllocateBuffer":
                 continue
@@ -93,14 +90,14 @@ class _Kernels:
         product = next((i for i in (*fused, instruction) if _is_matmul(i)), None)
         first = operands(product)[0] if product else ""
         is_fp8 = next((i.result for i in fused if i.name == first), types.get(first, "")).startswith("f8")
-        names = tuple(match[1] for i in (instruction, *fused) if (match := _OP_NAME.search(i.text)))
+        names = tuple(match[1] for i in (instruction, *fused) if (match := OP_NAME.search(i.text)))
         body = tuple(i.op for i in fused if not _is_scalar(i)) or (instruction.op.removesuffix("-start"),)
         return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body)
 
 
 def target_of(instruction: Instruction) -> str:
     """The library function of a custom call; '' for anything else."""
-    match = _TARGET.search(instruction.text) if instruction.op == "custom-call" else None
+    match = TARGET.search(instruction.text) if instruction.op == "custom-call" else None
     return match[1] if match else ""
 
 

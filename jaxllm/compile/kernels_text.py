@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from jaxllm.compile.kernel_account import KernelAccount, KernelPart
+from jaxllm.compile.kernel_account import KernelAccount
 from jaxllm.compile.report import CompileReport
 from jaxllm.compile.text import heading, teraflops, verdict
 from jaxllm.config import ConfigError
@@ -61,17 +61,12 @@ def _table(account: KernelAccount) -> Table:
 def _comparison(account: KernelAccount, other: KernelAccount) -> Table:
     figures = ("ms", "other", "change")
     table = terminal_table(("part", *figures), right=figures)
-    ours, theirs = ({row.part: row for row in one.parts} for one in (account, other))
-    nothing = KernelPart("", 0, 0, 0, 0.0, 0.0, None)
-    for part in sorted(ours.keys() | theirs.keys(), key=lambda part: -max(_seconds(ours, part), _seconds(theirs, part))):
-        a, b = ours.get(part, nothing).seconds, theirs.get(part, nothing).seconds
+    ours, theirs = ({row.part: row.seconds for row in one.parts} for one in (account, other))
+    pairs = {part: (ours.get(part, 0.0), theirs.get(part, 0.0)) for part in ours | theirs}
+    for part, (a, b) in sorted(pairs.items(), key=lambda item: -max(item[1])):
         table.add_row(part, _ms(a), _ms(b), f"{1e3 * (b - a):+,.1f}")
     table.add_row("all", _ms(account.step_s), _ms(other.step_s), f"{1e3 * (other.step_s - account.step_s):+,.1f}")
     return table
-
-
-def _seconds(rows: dict[str, KernelPart], part: str) -> float:
-    return rows[part].seconds if part in rows else 0.0
 
 
 def _ms(seconds: float) -> str:

@@ -186,10 +186,11 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
-    options = options | optional_gpu_options(config)
+    asked = optional_gpu_options(config)
+    options = options | asked
     given = _given_names()
     accepted = {name: value for name, value in options.items() if name not in given and is_accepted(name, value)}
-    if lacking := [name for name in optional_gpu_options(config) if name not in given and name not in accepted]:
+    if lacking := [name for name in asked if name not in given and name not in accepted]:
         log.warning("jaxlib %s has no %s: run.xla_options goes without.", jaxlib.__version__, ", ".join(lacking))
     return accepted
 

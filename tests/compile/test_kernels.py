@@ -253,7 +253,7 @@ def compiled(name):
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", MESHES)
 def test_flops_of_each_part_are_those_of_the_closed_form(name):
-    """Of one device. A pipeline's stages also work in ticks that carry nothing (M + P - 1 for M)."""
+    """They are of one device. A pipeline's stages also work in ticks that carry nothing (M + P - 1 for M)."""
     config, report = compiled(name)
     model, parallel, S = config.model, config.parallel, config.train.sequence_length
     account, M = report.kernels, config.num_microbatches
