@@ -83,8 +83,9 @@ class ModelConfig(Section):
     per array, computed from the array itself. Head, attention, embedding and all sums do not change."""
     attention: Literal["xla", "cudnn", "auto"] = "auto"
     """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged."""
-    scan_layers: Switch = True
-    """One compiled layer, in a loop. false unrolls: about a third faster on CPU for a few layers, slow to compile for many."""
+    scan_layers: Switch | None = None
+    """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
+    to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2; else a loop."""
 
     @model_validator(mode="before")
     @classmethod

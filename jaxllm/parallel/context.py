@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
+from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
 from jaxllm.parallel.embedding import look_up_over_ranks
@@ -90,6 +91,11 @@ class ParallelContext:
     def access(self) -> WeightAccess:
         """To one layer's weights and gradients."""
         return self.zero.access if self.zero else WeightAccess()
+
+    @cached_property
+    def has_own_layers(self) -> bool:
+        """Whether each layer has arrays of its own in the step; else all layers are one stack."""
+        return has_own_layers(self.config, self.mesh.devices.flat[0].platform != "cpu")
 
     @property
     def is_diloco(self) -> bool:

@@ -5,7 +5,7 @@ the figures do not depend on the mesh. A part's gradient is nowhere stored once 
 taken before:
 
     ZeRO 0 and 1   as soon as the microbatch has its gradients, before they are added to the rank's own
-    ZeRO 2 and 3   a layer at a time, before it is reduced and scattered; the squares leave autodiff through a sink (zero.py)
+    ZeRO 2 and 3   a layer at a time, before it is reduced and scattered; the squares leave autodiff as a cotangent
     pipeline       in the tick that makes them: each stage takes those of its layers and of its slices of embedding and head,
                    adds them to the squares of the tick's microbatch, and sums over stages once, at the end
     tensor         squares of sharded gradients add up, those of replicated gradients count once; summed at the end too

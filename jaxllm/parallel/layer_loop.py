@@ -45,9 +45,8 @@ from jaxllm.config.remat_policy import Policy
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import Tree, WeightAccess
+from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
-from jaxllm.parallel.zero import Sinks
 from jaxllm.private_jax import empty_on_host
 
 
@@ -251,35 +250,31 @@ class LayerLoop:
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
-    def run(self, layers: Tree, sinks: Sinks | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
-        """All layers, as one function with gradients of its own. Those of the layers go to `sinks` (zero.py), without sinks to
-        the layers.
-        """
+    def run(self, layers: Tree, own: Accumulators | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
+        """All layers, as one function with gradients of its own. Those of the layers are added to their accumulators."""
 
         @jax.custom_vjp
-        def stack(layers, sinks, h_BSD, block_context):
+        def stack(layers, own, h_BSD, block_context):
             return self.forward(layers, Pass(0, h_BSD, block_context, 0))[0]
 
-        def stack_forward(layers, sinks, h_BSD, block_context):
+        def stack_forward(layers, own, h_BSD, block_context):
             ring = self.new_ring(1, layers, h_BSD, block_context)
             h_BSD, ring, last = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
-            return h_BSD, (layers, sinks, block_context, ring, last)
+            return h_BSD, (layers, own.sums, block_context, ring, last)
 
         def stack_backward(saved, dh_BSD):
-            layers, sinks, block_context, ring, last = saved
-            sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sinks.gradients if sinks else layers)
-            dh_BSD, sums, squares = self.backward(layers, Pass(0, dh_BSD, block_context, 0), ring, sums, last)
-            if sinks is None:
-                return jax.tree.map(lambda sum, w: sum.astype(w.dtype), sums, layers), None, dh_BSD, None
-            return None, Sinks(sums, squares), dh_BSD, None
+            layers, sums, block_context, ring, last = saved
+            back = Pass(0, dh_BSD, block_context, 0)
+            dh_BSD, sums, squares = self.backward(layers, back, ring, sums, last)
+            return None, Accumulators(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)
-        return stack(layers, sinks, h_BSD, block_context)
+        return stack(layers, own, h_BSD, block_context)
 
 
 def unrolling(model: ModelConfig) -> int | bool:
     """Layers per turn of the layer loop, as `lax.scan` takes it. True: all."""
-    return 1 if model.scan_layers else True
+    return True if model.scan_layers is False else 1
 
 
 @jax.named_scope("gradient_sums")

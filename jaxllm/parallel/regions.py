@@ -1,11 +1,15 @@
 """The forward and backward pass of a step without a pipeline: gradient accumulation over microbatches.
 
-A region is run by each rank of (replica, pipe, data, context) on its own weights and rows, with `tensor` left to XLA.
+A region is run by each rank of (replica, pipe, data, context) on its own weights and rows, with `tensor` left to XLA. Gradients
+are added to running sums where they are made: of the layers in their loop (layer_loop.py) or, in an unrolled stack, in the
+matmul that makes them (accumulate.py); with ZeRO 2 and 3 after they are reduced and scattered (zero.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,40 +17,49 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.model.llama import scan_layers
+from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
+from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.model.loss import cross_entropy
+from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows
-from jaxllm.parallel.zero import Sinks, sink
+from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
+from jaxllm.parallel.zero import new_sum
 
-Sums = Callable[[Sinks | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Array]]
-"""(sinks, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. Without sinks
-(zero.py) the objective is differentiated with respect to the weights."""
+Sums = Callable[[Accumulators | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Array]]
+"""(accumulators, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. The
+objective is differentiated with respect to the accumulators. Without them there is no backward pass."""
 
 
 def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> GradientRegion:
     """Gradients by autodiff, a microbatch at a time."""
-    gradient = jax.value_and_grad(microbatch_sums(ctx, tap), argnums=0 if ctx.zero else 1, has_aux=True)
+    gradient = jax.value_and_grad(microbatch_sums(ctx, tap), has_aux=True)
 
     def region(weights: Params, batch: Batch):
         scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
-        sinks = new_sinks(ctx, tap)
-        zeros = sinks.gradients if sinks else jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+        weights = cut_layers(weights) if ctx.has_own_layers else weights
 
         def microbatch(carry, rows: Rows):
-            total, loss = carry
-            (_, part), found = gradient(sinks, weights, rows, scale)
-            new, squares = found if sinks else (found, tap.on_microbatch(found) if tap else None)
+            sums, loss = carry
+            (_, part), (sums, squares) = add_gradients(sums, weights, rows, scale)
+            return (sums, loss + part), squares
+
+        def add_gradients(sums: Params, *inputs: Any):
+            if tap is None or ctx.zero is not None:
+                return gradient(Accumulators(sums, tap.zeros() if tap else None), *inputs)
+            # The squares are taken of a microbatch's gradients, so these are made apart.
+            loss, (own, _) = gradient(Accumulators(jax.tree.map(jnp.zeros_like, sums)), *inputs)
+            squares = tap.on_microbatch(join_layers(own) if ctx.has_own_layers else own)
             with jax.named_scope("gradient_sums"):
-                total = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), total, new)
-            return (total, loss + part), squares
+                return loss, Accumulators(jax.tree.map(jnp.add, sums, own), squares)
 
         squares_MT: Any
-        (gradients, loss), squares_MT = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), batch)
-        if sinks is None:
+        start = (new_sums(ctx, weights), jnp.zeros((), jnp.float32))
+        (gradients, loss), squares_MT = jax.lax.scan(microbatch, start, batch)
+        gradients = join_layers(gradients) if ctx.has_own_layers else gradients
+        if ctx.zero is None:
             gradients = jax.tree.map(lambda g: g[None], gradients)
         parts = tap.parts(squares_MT, batch["mask"], ctx.loss_axes) if tap else None
         return jax.lax.psum(loss, ctx.loss_axes), gradients, parts
@@ -59,8 +72,10 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
     sums = microbatch_sums(ctx)
 
     def region(weights: Params, batch: Batch):
+        read = cut_layers(weights) if ctx.has_own_layers else weights
+
         def microbatch(total, rows: Rows):
-            return total + sums(new_sinks(ctx), weights, rows, jnp.ones((), jnp.float32))[1], None
+            return total + sums(None, read, rows, jnp.ones((), jnp.float32))[1], None
 
         total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
@@ -68,36 +83,93 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
     return region
 
 
-def new_sinks(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> Sinks | None:
-    """Sinks for one microbatch; None where gradients are those of the weights."""
+def cut_layers(weights: Params) -> Params:
+    """`weights` with a list of layers in the place of their stack."""
+    number = jax.tree.leaves(weights["layers"])[0].shape[0]
+    return {**weights, "layers": [jax.tree.map(lambda w: w[at], weights["layers"]) for at in range(number)]}  # noqa: B023
+
+
+def join_layers(gradients: Params) -> Params:
+    """The inverse of cut_layers."""
+    return {**gradients, "layers": jax.tree.map(lambda *g: jnp.stack(g), *gradients["layers"])}
+
+
+def new_sums(ctx: ParallelContext, weights: Params) -> Params:
+    """Zeros for the sums of a rank's gradients: of the weights' shapes, or of its shards of them."""
     if ctx.zero is None:
-        return None
-    gradients = jax.tree.map(lambda p, layout: sink(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
-    return Sinks(gradients, tap.zeros() if tap else None)
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    return jax.tree.map(lambda p, layout: new_sum(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
 
 
 def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> Sums:
     """The forward pass of one microbatch, to be differentiated."""
     model, train, ops, zero = ctx.config.model, ctx.config.train, ctx.ops, ctx.zero
-    policy, unroll = policy_of(ctx.config.parallel.remat), unrolling(model)
+    network = nnx.merge(ctx.graph, ctx.table)
+    norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
+    run_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
+    run_layers = partial(run_layers, ctx, nnx.split(network.layers)[0])
+    options = {"vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens, "z_loss_weight": train.z_loss_weight}
 
-    def sums(sinks: Sinks | None, weights: Params, rows: Rows, scale: jax.Array) -> Any:
+    def sums(accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array) -> Any:
         if zero is not None:
             rest = {name: w for name, w in weights.items() if name != "layers"}
-            weights = {**zero.read(rest, sinks, tap), "layers": weights["layers"]}
-
-        def run_layers(block, layers, h_BSD, block_context):
-            if zero is None and not policy.offload:
-                rematted = remat(policy, block, in_loop=model.scan_layers and model.num_layers > 1)
-                return scan_layers(rematted, layers, h_BSD, block_context, unroll=unroll)
-            loop = LayerLoop(block, model.num_layers, policy, ctx.access, tap if zero else None, unroll=unroll)
-            return loop.run(layers, sinks and Sinks(sinks.gradients["layers"], sinks.squares), h_BSD, block_context)
-
-        network = nnx.merge(ctx.graph, weights)
-        h_BSD = network.hidden(rows["tokens"], rows["positions"], rows.get("segments"), ops=ops, run_layers=run_layers)
-        h_BSD = ops.constrain(h_BSD, ("batch", "sequence", "embed"))
-        weights_BS = rows["mask"].astype(jnp.float32) * scale
-        chunk, z = train.loss_chunk_tokens, train.z_loss_weight
-        return cross_entropy(h_BSD, network.head_matrix(), rows["targets"], weights_BS, model.vocab_size, chunk, z)
+            weights = {**zero.read(rest, accumulators, tap), "layers": weights["layers"]}
+        # Where ZeRO reads the weights, it adds their gradients too.
+        own = accumulators.sums if accumulators and zero is None else None
+        tokens, final_norm, head_sum = rows["tokens"], weights["final_norm"], None
+        with jax.named_scope("embedding"):
+            if own is None:
+                h_BSD = ops.look_up(weights["embedding"], tokens)
+            else:
+                look_up = partial(accumulate.look_up, ops, ctx.config.parallel.tensor, is_head=model.tie_embeddings)
+                h_BSD, head_sum = look_up(weights["embedding"], own["embedding"], tokens)
+                final_norm = accumulate.accumulated(final_norm, own["final_norm"])
+            h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
+        block_context = (rotary_table(model, rows["positions"]), rows.get("segments"))
+        h_BSD = run_layers(weights["layers"], accumulators, h_BSD, block_context)
+        h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
+        targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
+        if own is None:
+            return cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *options.values())
+        head_sum = own["head"] if head_sum is None else head_sum
+        return accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, **options)
 
     return sums
+
+
+def _stacked_layers(
+    ctx: ParallelContext,
+    graph: nnx.GraphDef,
+    layers: Tree,
+    accumulators: Accumulators | None,
+    h_BSD: jax.Array,
+    block_context: BlockContext,
+    *,
+    tap: GradSquareNorms | None,
+) -> jax.Array:
+    model, block = ctx.config.model, partial(apply_block, graph, ctx.ops)
+    policy = policy_of(ctx.config.parallel.remat)
+    loop = LayerLoop(block, model.num_layers, policy, ctx.access, tap, unroll=unrolling(model))
+    own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
+    return loop.run(layers, own, h_BSD, block_context)
+
+
+def _own_layers(
+    ctx: ParallelContext,
+    graph: nnx.GraphDef,
+    layers: list[Tree],
+    accumulators: Accumulators | None,
+    h_BSD: jax.Array,
+    block_context: BlockContext,
+) -> jax.Array:
+    model, ops = ctx.config.model, ctx.ops
+    # In float32 the matmul would only round in another order than autodiff's.
+    in_matmuls = accumulators is not None and model.compute_dtype != "float32" and model.matmul_dtype != "fp8"
+    if in_matmuls:
+        ops = dataclasses.replace(ops, matmul=accumulate.matmul)
+    block = remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, ops), in_loop=False)
+    for number, layer in enumerate(layers):
+        if accumulators is not None:
+            layer = accumulate.with_sums(layer, accumulators.sums["layers"][number], in_matmuls)
+        h_BSD = block(layer, h_BSD, block_context)
+    return h_BSD

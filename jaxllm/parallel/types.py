@@ -28,6 +28,15 @@ class WeightAccess:
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
 
 
+class Accumulators(NamedTuple):
+    """Inputs of the forward pass that it never reads. Their cotangents are the new sums (accumulate.py)."""
+
+    sums: Tree
+    """float32: the gradients of a tree of weights so far; a rank's shards of them where ZeRO scatters."""
+    squares: Any = None
+    """Zeros for the squares of a microbatch's gradients (grad_square_norms.py); None without a tap."""
+
+
 class NoiseParts(NamedTuple):
     """Sums over the parts of one step, for the gradient noise scale. A part has n of the step's N targets. G is the gradient of
     the part's mean loss; the part adds n/N of G to the step's gradient."""

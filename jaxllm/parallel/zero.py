@@ -1,12 +1,11 @@
 """ZeRO 2 and 3: full gradients (and weights) exist for one layer at a time.
 
-*Sinks* carry the gradients out of autodiff. A sink is an input of the forward pass that it never reads: zeros in float32, in
-the shape of a rank's shard. Where a weight is used, a custom VJP returns the weight's gradient, reduced over ranks and
-scattered, as the cotangent of its sink. The weight itself gets no cotangent. So jax.grad with respect to the sinks gives
-gradients whose shape and dtype differ from the weight's, and no full gradient outlives its layer.
+Where a weight is used, a custom VJP gathers it, and reduces its gradient over ranks, scatters it, and adds it to the weight's
+accumulator (accumulate.py), which has the shape of a rank's shard. The weight itself gets no cotangent. So no full gradient
+outlives its layer.
 
-    forward     weight (shard or full, bf16) --- gather ---> layer         sink (shard, float32, zeros)   not read
-    backward    weight <--- None                             layer --- reduce-scatter ---> cotangent of the sink
+    forward     weight (shard or full, bf16) --- gather ---> layer       accumulator (shard, float32)   not read
+    backward    weight <--- None                           layer --- reduce-scatter, + ---> cotangent of the accumulator
 
 The layer loop (layer_loop.py) is written by hand in both directions, so that transfers hide behind matmuls. XLA by itself
 leaves the backward's transfers bare. All of it runs inside the region that is manual over (pipe, data, context).
@@ -16,24 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.types import Tree, WeightAccess
+from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
-
-
-class Sinks(NamedTuple):
-    """Dummy inputs whose cotangents are gradients."""
-
-    gradients: Tree
-    """A rank's shards of the gradients of a tree of weights, float32."""
-    squares: Any
-    """An array for the squares of these gradients (grad_square_norms.py); None without a tap."""
 
 
 class Zero:
@@ -52,24 +41,27 @@ class Zero:
         self.access = WeightAccess(_gather(layer) if level == 3 else None, _scatter(layer))
         """To one layer, for a loop over layers."""
 
-    def read(self, weights: Tree, sinks: Sinks | None, tap: GradSquareNorms | None = None) -> Tree:
-        """Full weights of the entries outside the layer stack. Their gradients go to `sinks`, and the squares that `tap` takes
-        of the gradients before they are reduced go to sinks.squares. Without sinks there is no backward pass.
+    def read(self, weights: Tree, accumulators: Accumulators | None, tap: GradSquareNorms | None = None) -> Tree:
+        """Full weights of the entries outside the layer stack. Their gradients are added to `accumulators`, and so are the
+        squares that `tap` takes of them before they are reduced. Without accumulators there is no backward pass.
         """
-        targets = None if sinks is None else Sinks({name: sinks.gradients[name] for name in weights}, sinks.squares)
 
         @jax.custom_vjp
-        def take(weights, targets):
+        def take(weights, own):
             return self._rest_gather(weights)
 
-        def backward(_, g):
-            return None, Sinks(self._rest_scatter(g), tap.on_microbatch(g) if tap else None)
+        def backward(sums, g):
+            with jax.named_scope("gradient_sums"):
+                sums = jax.tree.map(jnp.add, sums, self._rest_scatter(g))
+            return None, Accumulators(sums, tap.on_microbatch(g) if tap else None)
 
-        take.defvjp(lambda *inputs: (take(*inputs), None), backward)
-        return take(weights, targets)
+        take.defvjp(lambda weights, own: (take(weights, own), own.sums), backward)
+        if accumulators is None:
+            return self._rest_gather(weights)
+        return take(weights, accumulators._replace(sums={name: accumulators.sums[name] for name in weights}))
 
 
-def sink(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:
+def new_sum(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:
     """Zeros in the shape of one rank's shard of a gradient."""
     local = [size // ranks if dim == layout.zero_dim else size for dim, size in enumerate(shape)]
     return jnp.zeros(local, jnp.float32)

@@ -1,0 +1,137 @@
+"""Gradients that are added to running sums where they are made.
+
+An *accumulator* is an input of the forward pass that it never reads: the float32 sum of a weight's gradients so far. Where the
+weight is used, a custom VJP returns that sum with the new gradient added as the accumulator's cotangent. So jax.grad with
+respect to the accumulators gives the new sums, and no gradient exists beside its sum: on a GPU the matmul that makes a gradient
+adds it, in float32 (beta = 1), and rows of an embedding are added in place.
+
+    forward     weight ------------------> matmul                  accumulator (sum so far)    not read
+    backward    weight <--- None           x, dy  --- x' dy + ---> cotangent of the accumulator (the new sum)
+
+A cotangent is then no gradient, so two rules hold. The objective is differentiated with cotangent 1. And an accumulator is used
+once: a weight with two uses hands it from one to the other (`look_up`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.model.fp8 import letters
+from jaxllm.model.layers import Ops
+from jaxllm.model.loss import sums_and_gradients
+from jaxllm.parallel.embedding import add_over_ranks
+from jaxllm.parallel.types import Tree
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight", "sum"], meta_fields=[])
+@dataclass(frozen=True)
+class Accumulating:
+    """A matrix and its accumulator, in the place of the matrix in a network. Only `matmul` can use it."""
+
+    weight: jax.Array
+    sum: jax.Array
+
+    def __getitem__(self, key: Any) -> Accumulating:
+        """What the network reads of a parameter: all of it."""
+        assert key is Ellipsis, key
+        return self
+
+    def astype(self, dtype: Any) -> Accumulating:
+        return Accumulating(self.weight.astype(dtype), self.sum)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(spec: str, x: jax.Array, w: jax.Array, total: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, x, w)
+
+
+def _matmul_backward(spec: str, kept: tuple[jax.Array, ...], dy: jax.Array):
+    x, w, total = kept
+    of_x, of_w, result = letters(spec)
+    dx = jnp.einsum(f"{result},{of_w}->{of_x}", dy, w)
+    with jax.named_scope("gradient_sums"):
+        # The order of the operands is that of autodiff, so that results are the same to the bit.
+        total = total + jnp.einsum(f"{result},{of_x}->{of_w}", dy, x, preferred_element_type=jnp.float32)
+    return dx, None, total
+
+
+_matmul.defvjp(lambda spec, x, w, total: (jnp.einsum(spec, x, w), (x, w, total)), _matmul_backward)
+
+
+def matmul(spec: str, x: jax.Array, w: Accumulating) -> jax.Array:
+    """The einsum of two arrays of one dtype, as Ops.matmul. The gradient of w is added to its accumulator.
+
+    Args:
+      spec: every letter is in exactly two of the three, so that the gradients are einsums too.
+    """
+    return _matmul(spec, x, w.weight, w.sum)
+
+
+@jax.custom_vjp
+def accumulated(weights: Tree, sums: Tree) -> Tree:
+    """`weights`, for any use. Their gradients are made, and then added to the accumulators `sums`."""
+    return weights
+
+
+def _accumulated_backward(sums: Tree, gradients: Tree):
+    with jax.named_scope("gradient_sums"):
+        return None, jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, gradients)
+
+
+accumulated.defvjp(lambda weights, sums: (weights, sums), _accumulated_backward)
+
+
+def look_up(
+    ops: Ops, tensor: int, table_VD: jax.Array, sum_VD: jax.Array, ids_BS: jax.Array, is_head: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """(h_BSD, sum_VD): the rows of the ids; and the accumulator for the table's other use, if it is the head too."""
+
+    @jax.custom_vjp
+    def run(table_VD, sum_VD):
+        return ops.look_up(table_VD, ids_BS), sum_VD if is_head else None
+
+    def backward(sum_VD, cotangents):
+        dh_BSD, head_sum_VD = cotangents
+        with jax.named_scope("embedding_backward"):
+            return None, add_over_ranks(head_sum_VD if is_head else sum_VD, ids_BS, dh_BSD, tensor)
+
+    run.defvjp(lambda table_VD, sum_VD: (run(table_VD, sum_VD), None if is_head else sum_VD), backward)
+    return run(table_VD, sum_VD)
+
+
+def cross_entropy(
+    h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(objective, loss) as in loss.cross_entropy; the head's gradient is added to its accumulator in the forward pass.
+
+    Args:
+      options: vocab_size, chunk_tokens, z_loss_weight.
+    """
+
+    @jax.custom_vjp
+    def run(h_BSD, sum_VD):
+        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, **options)[0]
+
+    def forward(h_BSD, sum_VD):
+        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, dhead_VD=sum_VD, **options)
+
+    def backward(gradients, cotangents):
+        dh_BSD, sum_VD = gradients
+        return dh_BSD * cotangents[0].astype(dh_BSD.dtype), sum_VD
+
+    run.defvjp(forward, backward)
+    return run(h_BSD, sum_VD)
+
+
+def with_sums(weights: Tree, sums: Tree, in_matmuls: bool) -> Tree:
+    """One layer's weights with their accumulators: matrices as `matmul` takes them with `in_matmuls`, all others as arrays."""
+
+    def one(w: jax.Array, total: jax.Array) -> Any:
+        return Accumulating(w, total) if in_matmuls and w.ndim > 1 else accumulated(w, total)
+
+    return jax.tree.map(one, weights, sums)
