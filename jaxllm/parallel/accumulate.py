@@ -56,8 +56,8 @@ def _matmul_backward(spec: str, kept: tuple[jax.Array, ...], dy: jax.Array):
     dx = jnp.einsum(f"{result},{of_w}->{of_x}", dy, w)
     with jax.named_scope("gradient_sums"):
         # The order of the operands is that of autodiff, so that results are the same to the bit.
-        total = total + jnp.einsum(f"{result},{of_x}->{of_w}", dy, x, preferred_element_type=jnp.float32)
-    return dx, None, total
+        product = jnp.einsum(f"{result},{of_x}->{of_w}", dy, x, preferred_element_type=total.dtype)
+        return dx, None, total + product
 
 
 _matmul.defvjp(lambda spec, x, w, total: (jnp.einsum(spec, x, w), (x, w, total)), _matmul_backward)
@@ -80,7 +80,7 @@ def accumulated(weights: Tree, sums: Tree) -> Tree:
 
 def _accumulated_backward(sums: Tree, gradients: Tree):
     with jax.named_scope("gradient_sums"):
-        return None, jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, gradients)
+        return None, jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients)
 
 
 accumulated.defvjp(lambda weights, sums: (weights, sums), _accumulated_backward)

@@ -56,11 +56,11 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
                 return loss, Accumulators(jax.tree.map(jnp.add, sums, own), squares)
 
         squares_MT: Any
-        start = (new_sums(ctx, weights), jnp.zeros((), jnp.float32))
+        start = (new_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros((), jnp.float32))
         (gradients, loss), squares_MT = jax.lax.scan(microbatch, start, batch)
         gradients = join_layers(gradients) if ctx.has_own_layers else gradients
         if ctx.zero is None:
-            gradients = jax.tree.map(lambda g: g[None], gradients)
+            gradients = jax.tree.map(lambda g: g[None].astype(jnp.float32), gradients)
         parts = tap.parts(squares_MT, batch["mask"], ctx.loss_axes) if tap else None
         return jax.lax.psum(loss, ctx.loss_axes), gradients, parts
 
@@ -94,10 +94,13 @@ def join_layers(gradients: Params) -> Params:
     return {**gradients, "layers": jax.tree.map(lambda *g: jnp.stack(g), *gradients["layers"])}
 
 
-def new_sums(ctx: ParallelContext, weights: Params) -> Params:
-    """Zeros for the sums of a rank's gradients: of the weights' shapes, or of its shards of them."""
+def new_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
+    """Zeros for the sums of a rank's gradients: of the weights' shapes, or of its shards of them. They are float32, but for
+    full layers with a single microbatch: nothing is added to their gradients, which stay as the matmuls make them."""
     if ctx.zero is None:
-        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+        layers = jnp.float32 if microbatches > 1 else ctx.config.model.compute_dtype
+        zeros = lambda name: lambda w: jnp.zeros(w.shape, layers if name == "layers" else jnp.float32)  # noqa: E731
+        return {name: jax.tree.map(zeros(name), tree) for name, tree in weights.items()}
     return jax.tree.map(lambda p, layout: new_sum(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
 
 

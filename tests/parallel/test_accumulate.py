@@ -1,0 +1,175 @@
+"""Gradients that are added to float32 sums where they are made are autodiff's, in bfloat16 at least as near to float32's; and on
+a GPU nothing is copied for them.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from meshes import Run, unequal_batch
+from tiny import TINY
+
+from jaxllm.compile.aot import can_compile_for_gpus
+from jaxllm.compile.report import compile_report
+from jaxllm.config import load_config
+from jaxllm.config.layer_stack import MOST_UNROLLED, has_own_layers
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.model import loss
+from jaxllm.model.layers import Ops, look_up
+from jaxllm.parallel import accumulate
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("spec", ["BSD,DNH->BSNH", "BSNH,NHD->BSD", "BSD,DF->BSF"])
+def test_a_matmul_adds_its_gradient_in_float32(spec):
+    """The product of bfloat16 arrays is not rounded before it is added; x's gradient is autodiff's."""
+    sizes = dict(zip("BSDNHF", (2, 3, 8, 4, 5, 7), strict=True))
+    of_x, of_w, result = ([sizes[letter] for letter in letters] for letters in spec.replace("->", ",").split(","))
+    x, w, dy = (normal(*shape, dtype=jnp.bfloat16) for shape in (of_x, of_w, result))
+    before = normal(*of_w)
+    _, vjp = jax.vjp(lambda x, total: accumulate.matmul(spec, x, accumulate.Accumulating(w, total)), x, before)
+    dx, total = vjp(dy)
+    exact = jax.vjp(lambda w: jnp.einsum(spec, x.astype(jnp.float32), w), w.astype(jnp.float32))[1](dy.astype(jnp.float32))[0]
+    np.testing.assert_allclose(total, before + exact, rtol=1e-6, atol=1e-6)
+    assert (dx == jax.vjp(lambda x: jnp.einsum(spec, x, w), x)[1](dy)[0]).all()
+
+
+@pytest.mark.parametrize("is_head", [False, True])
+def test_an_embedding_adds_rows_and_hands_its_sum_to_the_head(is_head):
+    table, before, dh, from_head = normal(6, 4), normal(6, 4), normal(2, 3, 4), normal(6, 4)
+    ids = jnp.array([[0, 5, 0], [0, 2, 5]])
+
+    def objective(total):
+        h, passed = accumulate.look_up(Ops(), 1, table, total, ids, is_head)
+        # The head's use, by its cotangent alone: the sum that it was given and its own gradient.
+        head = jnp.sum(_adds(passed, from_head)) if is_head else 0.0
+        return jnp.sum(h * dh) + head
+
+    mesh = jax.make_mesh((1, 1), ("pipe", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(jax.grad(objective), in_specs=jax.P(), out_specs=jax.P(), axis_names={"pipe"}, check_vma=False)
+        total = jax.jit(run)(before)
+    expected = jax.grad(lambda table: jnp.sum(look_up(table, ids) * dh))(table)
+    np.testing.assert_allclose(total, before + expected + (from_head if is_head else 0), rtol=1e-5, atol=1e-6)
+
+
+@jax.custom_vjp
+def _adds(total, gradient):
+    return jnp.zeros(())
+
+
+_adds.defvjp(lambda total, gradient: (jnp.zeros(()), (total, gradient)), lambda kept, _: (kept[0] + kept[1], None))
+
+
+def test_the_heads_gradient_is_added_in_the_forward_pass():
+    h, head, before = normal(2, 6, 8), normal(10, 8), normal(10, 8)
+    targets, weights = jnp.asarray(rng.integers(0, 9, (2, 6))), jnp.full((2, 6), 1 / 12, jnp.float32)
+    options = {"vocab_size": 9, "chunk_tokens": 4, "z_loss_weight": 0.1}
+
+    def ours(h, total):
+        return accumulate.cross_entropy(h, head, total, targets, weights, **options)
+
+    def theirs(h, head):
+        return loss.cross_entropy(h, head, targets, weights, *options.values())
+
+    (found, aux), (dh, total) = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(h, before)
+    (expected, _), (dh_expected, dhead) = jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True)(h, head)
+    assert found == expected
+    assert aux == theirs(h, head)[1]
+    assert (dh == dh_expected).all()
+    np.testing.assert_allclose(total, before + dhead, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ whole steps
+
+
+@pytest.fixture(scope="module")
+def gradients_of(module_tiny_config):
+    kept = {}
+
+    def run(dtype, scan, tied):
+        if (dtype, scan, tied) not in kept:
+            overrides = (f"model.compute_dtype={dtype}", f"model.scan_layers={scan}", f"model.tie_embeddings={tied}")
+            config = module_tiny_config("parallel.data=1", "train.microbatch_sequences=2", "model.num_layers=3", *overrides)
+            one = Run(config, lambda seed: unequal_batch(seed, (4, 2, 16), ends=1))
+            kept[dtype, scan, tied] = jax.tree.map(np.asarray, one.gradients())
+        return kept[dtype, scan, tied]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def module_tiny_config():
+    return lambda *overrides: load_config(TINY, [f"data.paths=[{__file__}]", *overrides])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_unrolled_layers_have_the_same_gradients(gradients_of, tied):
+    (loss_a, a), (loss_b, b) = (gradients_of("float32", scan, tied) for scan in ("true", "false"))
+    assert loss_a == loss_b
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), a, b)
+
+
+def test_sums_of_float32_products_are_nearer_to_float32(gradients_of):
+    """In bfloat16: a product that is not rounded before it is added is at least as near as one that is."""
+
+    def distance(scan):
+        half, exact = gradients_of("bfloat16", scan, False)[1]["layers"], gradients_of("float32", "true", False)[1]["layers"]
+        squares = [np.sum((a - b) ** 2) / np.sum(b**2) for a, b in zip(*map(jax.tree.leaves, (half, exact)), strict=True)]
+        return np.sqrt(np.mean(squares))
+
+    assert distance("false") <= 1.02 * distance("true")
+
+
+# ------------------------------------------------------------------------------------------------------ which steps unroll
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu", "expected"),
+    [
+        ((), True, True),
+        ((), False, False),
+        (("model.scan_layers=true",), True, False),
+        (("model.scan_layers=false",), False, True),
+        (("parallel.data=4", "parallel.zero=1"), True, True),
+        (("parallel.data=4", "parallel.zero=2"), True, False),
+        (("parallel.tensor=2",), True, False),
+        (("parallel.tensor=2", "model.scan_layers=false"), True, True),
+        (("parallel.context=2",), True, False),
+        (("parallel.pipe=2", "model.scan_layers=false"), True, False),
+        (("parallel.remat=offload", "model.scan_layers=false"), True, False),
+        ((f"model.num_layers={MOST_UNROLLED}",), True, True),
+        ((f"model.num_layers={MOST_UNROLLED + 1}",), True, False),
+    ],
+)
+def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, on_gpu, expected):
+    config = tiny_config("parallel.data=1", *overrides)
+    assert has_own_layers(config.resolve(config.devices), on_gpu) is expected
+
+
+@pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+def test_unrolled_layers_copy_nothing():
+    """Compiled for an H100 with two microbatches, layers in a loop read weights out of stacks, copy and add gradients; own
+    layers leave that to their matmuls, in no more memory."""
+    base = {
+        "model": {"num_layers": 4, "hidden_size": 1024, "intermediate_size": 2816, "num_heads": 8, "vocab_size": 2048},
+        "train": {"steps": 1, "sequence_length": 2048, "global_batch_sequences": 2, "microbatch_sequences": 1},
+        "data": {"mask_documents": False},
+    }
+    reports = {}
+    for scan in ("null", "true"):
+        reports[scan] = compile_report(load_config(base, [f"model.scan_layers={scan}"]), GPUS["h100-80gb"], 1)
+    moved = {
+        scan: sum(row.bytes for row in report.kernels.parts if row.part in ("sums", "stacks", "slices", "zero_fills"))
+        for scan, report in reports.items()
+    }
+    assert moved["null"] < 0.3 * moved["true"]
+    assert reports["null"].kernels.step_s < reports["true"].kernels.step_s
+    assert reports["null"].total_bytes <= 1.01 * reports["true"].total_bytes
+    assert reports["null"].compiled_flops == reports["null"].executed_flops
