@@ -166,9 +166,13 @@ class Step(StepSizes):
             moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
             return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
         head, embedding = self.head_gradient(), self.embedding_gradient()
-        summed = head if self.loss_chunks > 1 else 0
+        if self.zero < 2:
+            # Added to the sums where they are made.
+            head = 0 if self.accumulates else FLOAT32 * self.head.compute
+            embedding = 0
+        summed = head if self.loss_chunks > 1 or self.zero < 2 else 0
         at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
-        if not (self.stacks_gradients_early if self.zero < 2 else self.runs_ahead or self.policy.offload):
+        if not self.stacks_gradients_early and self.zero < 2:
             at_loss["microbatch_gradients"] = 0
         if not self.runs_ahead:
             at_loss["activations.fetched"] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 
 from jaxllm.config import Config
+from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise, takes_cudnn
 from jaxllm.cost_model.hardware import Gpu
@@ -190,9 +191,8 @@ class StepSizes:
 
     @cached_property
     def loops_by_hand(self) -> bool:
-        """Whether the layer loop accumulates its own gradients (layer_loop.py); else autodiff stacks them in the compute
-        dtype."""
-        return self.pipelined or self.zero >= 2 or bool(self.policy.offload)
+        """Whether the layers go through a loop with a ring of residuals (layer_loop.py); else each has its own arrays."""
+        return not has_own_layers(self.config)
 
     @cached_property
     def accumulates(self) -> bool:
@@ -234,12 +234,10 @@ class StepSizes:
         return (2 * self.units["mlp"] + self.units["whole"] + self.units["layer"]) / self.itemsize
 
     def gradients(self) -> dict[str, float]:
-        """Float32 sums over microbatches, and the gradients of the current microbatch beside them."""
+        """Float32 sums, to which each microbatch adds; a single one leaves its layers' gradients in the compute dtype."""
         layers = self.layers.master if self.zero >= 2 else self.layers.compute
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
-        if self.pipelined:
+        if self.accumulates or self.zero >= 2:
             return {"gradients": FLOAT32 * (layers + vocabulary)}
-        at_hand = FLOAT32 * layers if self.loops_by_hand else self.itemsize * layers
-        sums = FLOAT32 * (layers + vocabulary) if self.accumulates else 0
-        return {"gradients": sums, "microbatch_gradients": at_hand}
+        return {"microbatch_gradients": self.itemsize * layers}

@@ -98,7 +98,7 @@ def look_up(
     def backward(sum_VD, cotangents):
         dh_BSD, head_sum_VD = cotangents
         with jax.named_scope("embedding_backward"):
-            return None, add_over_ranks(head_sum_VD if is_head else sum_VD, ids_BS, dh_BSD, tensor)
+            return None, add_over_ranks(head_sum_VD if is_head else sum_VD, ids_BS, dh_BSD, 1, tensor)
 
     run.defvjp(lambda table_VD, sum_VD: (run(table_VD, sum_VD), None if is_head else sum_VD), backward)
     return run(table_VD, sum_VD)

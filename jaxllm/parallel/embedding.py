@@ -30,16 +30,19 @@ def look_up_over_ranks(pipe: int, tensor: int) -> Callable[[jax.Array, jax.Array
     return tensor_shard_map(local, in_specs=(P(TENSOR), P()), out_specs=P(None, TENSOR))
 
 
-def add_over_ranks(sums_VD: jax.Array, ids_BS: jax.Array, dh_BSD: jax.Array, tensor: int) -> jax.Array:
-    """The backward pass of look_up_over_ranks in a pipeline: float32 sums_VD with the gradient of each id's row added, if the
-    rank has that row. It works in place. Autodiff's gradient of the look-up makes a table of zeros for each use.
+def add_over_ranks(sums_VD: jax.Array, ids_BS: jax.Array, dh_BSD: jax.Array, pipe: int, tensor: int) -> jax.Array:
+    """The backward pass of look_up_over_ranks: float32 sums_VD with the gradient of each id's row added, if the rank has that
+    row. It works in place. Autodiff's gradient of the look-up makes a table of zeros for each use.
 
     Args:
       dh_BSD: zero except on one stage.
     """
+    if pipe == tensor == 1:
+        return sums_VD.at[ids_BS].add(dh_BSD.astype(sums_VD.dtype))
 
     def local(sums_VD, ids_BS, dh_BSD):
-        dh_BSD = jax.lax.all_gather(jax.lax.psum(dh_BSD, PIPE), TENSOR, axis=1, tiled=True)
+        dh_BSD = jax.lax.psum(dh_BSD, PIPE) if pipe > 1 else dh_BSD
+        dh_BSD = jax.lax.all_gather(dh_BSD, TENSOR, axis=1, tiled=True)
         is_mine, own = _own(sums_VD, ids_BS, tensor)
         # mode="drop" ignores ids whose row another rank has.
         return sums_VD.at[jnp.where(is_mine, own, sums_VD.shape[0])].add(dh_BSD.astype(sums_VD.dtype), mode="drop")

@@ -102,7 +102,7 @@ class LlamaStage:
     ):
         model, parallel, train = ctx.config.model, ctx.config.parallel, ctx.config.train
         self.overlaps_passes = parallel.overlap_passes
-        self._model, self._tensor, self._ops = model, parallel.tensor, ctx.ops
+        self._model, self._pipe, self._tensor, self._ops = model, parallel.pipe, parallel.tensor, ctx.ops
         self._weights, self._scale, self._tap = weights, scale, stage_tap
         self._head = "embedding" if model.tie_embeddings else "head"
         self._z_loss_weight = train.z_loss_weight
@@ -125,7 +125,7 @@ class LlamaStage:
 
     @jax.named_scope("embedding_backward")
     def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: StageSums) -> StageSums:
-        add = partial(add_over_ranks, ids_BS=microbatch.rows["tokens"], dh_BSD=dh_BSD, tensor=self._tensor)
+        add = partial(add_over_ranks, ids_BS=microbatch.rows["tokens"], dh_BSD=dh_BSD, pipe=self._pipe, tensor=self._tensor)
         before_VD = sums.gradients["embedding"]
         if self._tap is None:
             return StageSums(sums.gradients | {"embedding": add(before_VD)}, None)
