@@ -180,7 +180,7 @@ class Step(StepSizes):
         moments["loss"] = {**at_loss, "logits": self.logits()}
         at_end = {"vocabulary_gradients": self.waiting_head_gradient() if self.zero >= 2 else head + embedding}
         moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
-        if self.stacks_gradients_early and self.shared_out:
+        if self.zero == 0 and not self.accumulates and self.shared_out:
             moments["reduce"] = {"gradients": FLOAT32 * (self.all.compute + self.largest_stack)}
         if self.zero >= 2:
             if self.loss_chunks > 1 or self.multiplies_early:

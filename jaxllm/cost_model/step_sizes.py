@@ -102,6 +102,11 @@ class StepSizes:
         # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
         # and the gathered sequence that enters the matmuls; queries, keys, values, attention's output; SwiGLU's products.
         u = self.units
+        if not self.loops_by_hand:
+            # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
+            of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
+            of_halves = {"block_input": 2 * u["split"], "attention_input": u["whole"], "mlp_input": u["whole"]}
+            return {**of_halves, **of_attention, "mlp_products": 3 * u["mlp"]}
         return {
             "block_input": 2 * FLOAT32 / self.itemsize * 3 * u["split"],
             "attention_input": u["whole"],
