@@ -14,13 +14,18 @@ def has_own_layers(config: Config, on_gpu: bool = True) -> bool:
     """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums.
 
     Layers that are sharded (ZeRO 2 and 3), offloaded or in a pipeline go through a loop in any case. `null` unrolls on GPUs up
-    to MOST_UNROLLED layers, and not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers
-    back: 8B on eight H100s takes 46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
+    to MOST_UNROLLED layers, but
+
+    - not where SwiGLU's products are recomputed to save memory: outside a loop XLA needs more for them, 5 to 19% of four steps
+      with `full` that would be 1 to 6% faster;
+    - not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers back: 8B on eight H100s takes
+      46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
     """
     model, parallel = config.model, config.parallel
-    ranks = int(parallel.data) * parallel.context
-    if parallel.pipe > 1 or (parallel.zero >= 2 and ranks > 1) or policy_of(parallel.remat).offload:
+    ranks, policy = int(parallel.data) * parallel.context, policy_of(parallel.remat)
+    if parallel.pipe > 1 or (parallel.zero >= 2 and ranks > 1) or policy.offload:
         return False
     if model.scan_layers is not None:
         return not model.scan_layers
-    return on_gpu and model.num_layers <= MOST_UNROLLED and parallel.tensor == parallel.context == 1
+    is_few = model.num_layers <= MOST_UNROLLED and "mlp_gate" not in policy.recompute
+    return on_gpu and is_few and parallel.tensor == parallel.context == 1

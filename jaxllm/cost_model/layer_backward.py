@@ -193,7 +193,7 @@ def attention(layer: LayerShape, moment: str) -> float:
     method = "whole" if ranks == 1 else layer.context_method
     copied = REARRANGED_IN_A_RING if method == "ring" and is_recomputed_early(layer) else REARRANGED_QUERIES
     rearranged = copied if ranks > 1 and layer.sequences > 1 else 0
-    halves = halvings(layer) / 2 if documents and not layer.scores else 0
+    halves = halvings(layer.local_length, ranks) / 2 if documents and not layer.scores else 0
     if moment == "attention":
         blocks = ATTENTION[method]
         queries = max(blocks.query, QUERIES_WITH_DOCUMENTS if documents and not layer.scores else 0)
@@ -207,9 +207,9 @@ def attention(layer: LayerShape, moment: str) -> float:
     return (queries + min(rearranged, 1) + halves) * units["query"]
 
 
-def halvings(layer: LayerShape) -> int:
+def halvings(local_length: int, context: int) -> int:
     """How often a block on the diagonal is halved; with several context ranks it is one of a rank's two chunks."""
-    rows = layer.local_length if layer.context == 1 else layer.local_length // 2
+    rows = local_length if context == 1 else local_length // 2
     return max(0, (rows // SMALLEST_HALF).bit_length() - 1)
 
 

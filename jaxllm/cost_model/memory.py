@@ -172,7 +172,7 @@ class Step(StepSizes):
             embedding = 0
         summed = head if self.loss_chunks > 1 or self.zero < 2 else 0
         at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
-        if not self.stacks_gradients_early and self.zero < 2:
+        if self.zero < 2:
             at_loss["microbatch_gradients"] = 0
         if not self.runs_ahead:
             at_loss["activations.fetched"] = 0
@@ -195,7 +195,7 @@ class Step(StepSizes):
         if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
             if self.pipelined:
                 return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
-            stack = {"relayout": self.itemsize * self.largest_stack}
+            stack = {"relayout": self.itemsize * self.largest_stack if self.loops_by_hand else 0}
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
         if self.zero == 2 and not (self.accumulates or self.policy.offload):
             # Layers only: a single microbatch gathers the vocabulary when it is needed.
@@ -206,12 +206,6 @@ class Step(StepSizes):
             arriving = {"vocabulary_weights": self.itemsize * gathered, "waiting_layer": 2 * self.units["layer"]}
             return {"weights": self.weights(), **self.gradients(), **arriving}
         return {}
-
-    @property
-    def stacks_gradients_early(self) -> bool:
-        """Whether XLA writes autodiff's zero gradients early. With one microbatch and ZeRO 0 they are in the outermost part of
-        the program, which XLA runs before they are needed."""
-        return self.zero == 0 and not self.accumulates and not self.loops_by_hand
 
     def logits(self) -> float:
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""

@@ -9,7 +9,7 @@ from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise, takes_cudnn
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.layer_backward import LayerShape
+from jaxllm.cost_model.layer_backward import LayerShape, halvings
 from jaxllm.cost_model.parameters import Elements, parameters
 from jaxllm.pipeline_schedule import GPIPE, make_schedule
 
@@ -106,6 +106,10 @@ class StepSizes:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
             of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
             of_halves = {"block_input": 2 * u["split"], "attention_input": u["whole"], "mlp_input": u["whole"]}
+            if self.config.data.mask_documents and not self.scores:
+                # Of each halving a half of the queries, and of the keys and values.
+                levels = halvings(self.local_length, self.parallel.context)
+                of_attention["attention_halves"] = levels * (u["query"] / 2 + u["key"])
             return {**of_halves, **of_attention, "mlp_products": 3 * u["mlp"]}
         return {
             "block_input": 2 * FLOAT32 / self.itemsize * 3 * u["split"],
@@ -239,10 +243,12 @@ class StepSizes:
         return (2 * self.units["mlp"] + self.units["whole"] + self.units["layer"]) / self.itemsize
 
     def gradients(self) -> dict[str, float]:
-        """Float32 sums, to which each microbatch adds; a single one leaves its layers' gradients in the compute dtype."""
+        """Float32 sums, to which each microbatch adds; a single one leaves its layers' gradients in the compute dtype, where
+        layers with arrays of their own free as many weights as they make gradients."""
         layers = self.layers.master if self.zero >= 2 else self.layers.compute
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
         if self.accumulates or self.zero >= 2:
             return {"gradients": FLOAT32 * (layers + vocabulary)}
-        return {"microbatch_gradients": self.itemsize * layers}
+        is_freed = self.weights() > 0 and not self.loops_by_hand
+        return {"microbatch_gradients": 0 if is_freed else self.itemsize * layers}

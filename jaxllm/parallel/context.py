@@ -17,11 +17,11 @@ from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batc
 from jaxllm.model.layers import Ops
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
-from jaxllm.parallel.layer_stacking import Stacking, stacking_of
+from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.types import Params, WeightAccess
 from jaxllm.parallel.zero import Zero
-from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, weight_rules
+from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, unstack_layout, weight_rules
 
 SpecTransform = Callable[[PartitionSpec], PartitionSpec]
 """PartitionSpec inside a replica -> PartitionSpec on the mesh with all replicas."""
@@ -30,6 +30,10 @@ SpecTransform = Callable[[PartitionSpec], PartitionSpec]
 def shared_by_replicas(spec: PartitionSpec) -> PartitionSpec:
     """The SpecTransform of arrays that are equal in all replicas."""
     return spec
+
+
+def master_specs(layouts: Any) -> Any:
+    return jax.tree.map(lambda layout: layout.master, layouts)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ class ParallelContext:
         return len(self.stacking.shape)
 
     @property
+    def layers_dim(self) -> int:
+        """The layers' dim of a stack that is not a pipeline's: the first, or with DiLoCo the one after the replicas'."""
+        return int(self.is_diloco)
+
+    @property
     def access(self) -> WeightAccess:
         """To one layer's weights and gradients."""
         return self.zero.access if self.zero else WeightAccess()
@@ -124,13 +133,20 @@ class ParallelContext:
         return PartitionSpec(None, *batch_sharding(self.mesh).spec[1:])
 
     @cached_property
-    def master_specs(self) -> Any:
-        return jax.tree.map(lambda layout: layout.master, self.layouts)
+    def layer_layouts(self) -> Any:
+        """Layouts of one layer."""
+        return jax.tree.map(partial(unstack_layout, stack_dims=self.stack_dims), self.layouts["layers"])
 
     @cached_property
-    def weight_specs(self) -> Any:
-        """PartitionSpecs of the weights over the manual axes, as the region reads them."""
-        shard, full = (jax.tree.map(partial(manual_spec, share=share), self.layouts) for share in (True, False))
+    def step_layouts(self) -> Any:
+        """Layouts of weights and gradients in the train step: with `has_own_layers` of each layer in a list, else as stored."""
+        if not self.has_own_layers:
+            return self.layouts
+        return {**self.layouts, "layers": [self.layer_layouts] * self.config.model.num_layers}
+
+    def weight_specs(self, layouts: Any) -> Any:
+        """PartitionSpecs of the weights over the manual axes, as a region reads them in `layouts`."""
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
         return self.by_zero_level(3, shard, full)
 
     def is_zero_sharded(self, name: str, level_from: int) -> bool:
@@ -146,10 +162,11 @@ class ParallelContext:
         return jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs)))
 
     @jax.named_scope("compute_copy")
-    def compute_copy(self, params: Params, transform: SpecTransform = shared_by_replicas) -> Params:
-        """The weights that a region reads, in the compute dtype."""
+    def compute_copy(self, params: Params, layouts: Any, transform: SpecTransform = shared_by_replicas) -> Params:
+        """The weights that a region reads in `layouts`, in the compute dtype."""
         # Cast, then gather: the gather then carries the compute dtype. The cast is pinned to the master layout, or XLA gathers
         # in float32 for a pipeline. With ZeRO 3 each rank keeps its shard.
-        compute = jax.tree.map(lambda layout: layout.compute, self.layouts)
-        cast = self.pin(jax.tree.map(lambda p: p.astype(self.config.model.compute_dtype), params), self.master_specs, transform)
-        return self.pin(cast, self.by_zero_level(3, self.master_specs, compute), transform)
+        master, compute = master_specs(layouts), jax.tree.map(lambda layout: layout.compute, layouts)
+        params = cut_layers(params, self.layers_dim) if isinstance(layouts["layers"], list) else params
+        cast = self.pin(jax.tree.map(lambda p: p.astype(self.config.model.compute_dtype), params), master, transform)
+        return self.pin(cast, self.by_zero_level(3, master, compute), transform)

@@ -19,7 +19,6 @@ so that no loop waits for a sum.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +30,7 @@ from jaxllm.mesh import CONTEXT, PIPE, TENSOR
 from jaxllm.model.layers import SHARDED_SEQUENCE, Ops
 from jaxllm.parallel.types import NoiseParts, Tree
 from jaxllm.pipeline_table import Schedule
-from jaxllm.sharding import tensor_shard_map, tensor_specs, unstack_layout
+from jaxllm.sharding import tensor_shard_map, tensor_specs
 
 
 class GradSquareNorms:
@@ -42,14 +41,13 @@ class GradSquareNorms:
     `context`.
 
     Args:
-      layouts: nested dict of Layout, of the parameters as they are stored.
-      stack_dims: leading dims of those under "layers".
+      layouts: of the gradients that `on_microbatch` gets.
+      layer: of one layer's gradients.
       sizes: of the mesh axes.
     """
 
-    def __init__(self, layouts: Tree, stack_dims: int, sizes: Mapping[str, int]):
-        self._layouts, self.context, self.tensor = layouts, sizes[CONTEXT], sizes[TENSOR]
-        self._layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
+    def __init__(self, layouts: Tree, layer: Tree, sizes: Mapping[str, int]):
+        self._layouts, self._layer, self.context, self.tensor = layouts, layer, sizes[CONTEXT], sizes[TENSOR]
 
     def on_layer(self, gradients: Tree) -> jax.Array:
         """Squares of one layer's gradients, to be added up over layers."""

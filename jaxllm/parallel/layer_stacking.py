@@ -12,6 +12,7 @@ weights, or the output of one, as a factor. Weight decay leaves zero unchanged.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,6 +71,18 @@ def flatten_layers(weights: dict[str, Any], stack_dims: int) -> dict[str, Any]:
     """`weights` with the layers' leading dims, `stack_dims` of them, merged into one."""
     flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stack_dims:]), weights["layers"])
     return {**weights, "layers": flat}
+
+
+def cut_layers(params: dict[str, Any], dim: int = 0) -> dict[str, Any]:
+    """`params` with a list of layers in the place of their stack, whose leaves have the layers in `dim`."""
+    number = jax.tree.leaves(params["layers"])[0].shape[dim]
+    one = partial(jax.lax.index_in_dim, axis=dim, keepdims=False)
+    return {**params, "layers": [jax.tree.map(partial(one, index=at), params["layers"]) for at in range(number)]}
+
+
+def join_layers(params: dict[str, Any], dim: int = 0) -> dict[str, Any]:
+    """The inverse of cut_layers."""
+    return {**params, "layers": jax.tree.map(lambda *layers: jnp.stack(layers, dim), *params["layers"])}
 
 
 def over_layers(function: Any, params: Any) -> Any:

@@ -22,8 +22,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxllm.config import Config
 from jaxllm.mesh import PIPE
 from jaxllm.parallel.activation_norms import layer_norms_region
-from jaxllm.parallel.context import ParallelContext, SpecTransform, shared_by_replicas
+from jaxllm.parallel.context import ParallelContext, SpecTransform, master_specs, shared_by_replicas
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.layer_stacking import join_layers
 from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
 from jaxllm.parallel.parameters import initial_params
 from jaxllm.parallel.regions import gradient_region, loss_region
@@ -37,7 +38,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     is_pipeline = ctx.sizes[PIPE] > 1
     make_gradient = pipeline_gradient_region if is_pipeline else gradient_region
     loss = pipeline_loss_region(ctx) if is_pipeline else loss_region(ctx)
-    plain, measuring = make_gradient(ctx), make_gradient(ctx, GradSquareNorms(ctx.layouts, ctx.stack_dims, ctx.sizes))
+    plain, measuring = make_gradient(ctx), make_gradient(ctx, GradSquareNorms(ctx.step_layouts, ctx.layer_layouts, ctx.sizes))
     reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
@@ -46,17 +47,17 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:
         return reduction.run(measuring, params, batch)
 
-    def without_gradients(region: Any, params: Params, batch: Batch) -> Any:
-        on_ranks = ctx.on_ranks(region, in_specs=(ctx.weight_specs, ctx.batch_spec), out_specs=PartitionSpec())
-        return on_ranks(ctx.compute_copy(params), batch)
+    def without_gradients(region: Any, layouts: Any, params: Params, batch: Batch) -> Any:
+        specs = (ctx.weight_specs(layouts), ctx.batch_spec)
+        return ctx.on_ranks(region, in_specs=specs, out_specs=PartitionSpec())(ctx.compute_copy(params, layouts), batch)
 
     return Parallelized(
         value_and_grad=value_and_grad,
         value_grad_and_parts=value_grad_and_parts,
-        loss_sum=partial(without_gradients, loss),
-        layer_norms=partial(without_gradients, norms),
+        loss_sum=partial(without_gradients, loss, ctx.step_layouts),
+        layer_norms=partial(without_gradients, norms, ctx.layouts),
         initialize=partial(initial_params, config),
-        master_shardings=named(mesh, ctx.master_specs),
+        master_shardings=named(mesh, master_specs(ctx.layouts)),
         table=ctx.table,
         attention=ctx.attention,
     )
@@ -75,20 +76,20 @@ class GradientReduction:
 
     def run(self, region: GradientRegion, params: Params, batch: Batch) -> tuple[jax.Array, Params, NoiseParts | None]:
         """(loss, float32 gradients in the master layout, NoiseParts if the region has them)"""
-        ctx, numbers = self._ctx, self._weight_transform(PartitionSpec())
+        ctx, layouts, numbers = self._ctx, self._ctx.step_layouts, self._weight_transform(PartitionSpec())
         on_ranks = ctx.on_ranks(
             partial(self._in_replica, region) if self._has_replicas else region,
-            in_specs=(map_specs(self._weight_transform, ctx.weight_specs), ctx.batch_spec),
+            in_specs=(map_specs(self._weight_transform, ctx.weight_specs(layouts)), ctx.batch_spec),
             out_specs=(numbers, map_specs(self._gradient_transform, self._gradient_specs()), numbers),
         )
-        loss, gradients, parts = on_ranks(ctx.compute_copy(params, self._weight_transform), batch)
+        loss, gradients, parts = on_ranks(ctx.compute_copy(params, layouts, self._weight_transform), batch)
         with jax.named_scope("reduce_gradients"):
-            gradients = self._reduce(gradients)
-        return loss, ctx.pin(gradients, ctx.master_specs, self._weight_transform), parts
+            gradients = ctx.pin(self._reduce(gradients), master_specs(layouts), self._weight_transform)
+        return loss, join_layers(gradients, ctx.layers_dim) if ctx.has_own_layers else gradients, parts
 
     def _gradient_specs(self) -> Any:
         """PartitionSpecs over the manual axes of the gradients that a region returns."""
-        shard, full = (jax.tree.map(partial(manual_spec, share=share), self._ctx.layouts) for share in (True, False))
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), self._ctx.step_layouts) for share in (True, False))
         return self._ctx.by_zero_level(2, shard, jax.tree.map(partial_sum_spec, full))
 
     def _in_replica(self, region: GradientRegion, weights: Params, batch: Batch) -> tuple[Any, ...]:
@@ -105,6 +106,6 @@ class GradientReduction:
         gradients = {name: g if self._ctx.is_zero_sharded(name, 2) else total(g) for name, g in gradients.items()}
         if self._has_replicas and not self._ctx.is_diloco:
             # Pinned first, or XLA would all-reduce full gradients over all replicas and scatter them afterwards.
-            gradients = self._ctx.pin(gradients, self._ctx.master_specs, self._gradient_transform)
+            gradients = self._ctx.pin(gradients, master_specs(self._ctx.step_layouts), self._gradient_transform)
             gradients = jax.tree.map(lambda g: g.sum(0), gradients)
         return gradients

@@ -39,7 +39,6 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
 
     def region(weights: Params, batch: Batch):
         scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
-        weights = cut_layers(weights) if ctx.has_own_layers else weights
 
         def microbatch(carry, rows: Rows):
             sums, loss = carry
@@ -51,14 +50,13 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
                 return gradient(Accumulators(sums, tap.zeros() if tap else None), *inputs)
             # The squares are taken of a microbatch's gradients, so these are made apart.
             loss, (own, _) = gradient(Accumulators(jax.tree.map(jnp.zeros_like, sums)), *inputs)
-            squares = tap.on_microbatch(join_layers(own) if ctx.has_own_layers else own)
+            squares = tap.on_microbatch(own)
             with jax.named_scope("gradient_sums"):
                 return loss, Accumulators(jax.tree.map(jnp.add, sums, own), squares)
 
         squares_MT: Any
         start = (new_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros((), jnp.float32))
         (gradients, loss), squares_MT = jax.lax.scan(microbatch, start, batch)
-        gradients = join_layers(gradients) if ctx.has_own_layers else gradients
         if ctx.zero is None:
             gradients = jax.tree.map(lambda g: g[None].astype(jnp.float32), gradients)
         parts = tap.parts(squares_MT, batch["mask"], ctx.loss_axes) if tap else None
@@ -72,26 +70,13 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
     sums = microbatch_sums(ctx)
 
     def region(weights: Params, batch: Batch):
-        read = cut_layers(weights) if ctx.has_own_layers else weights
-
         def microbatch(total, rows: Rows):
-            return total + sums(None, read, rows, jnp.ones((), jnp.float32))[1], None
+            return total + sums(None, weights, rows, jnp.ones((), jnp.float32))[1], None
 
         total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
 
     return region
-
-
-def cut_layers(weights: Params) -> Params:
-    """`weights` with a list of layers in the place of their stack."""
-    number = jax.tree.leaves(weights["layers"])[0].shape[0]
-    return {**weights, "layers": [jax.tree.map(lambda w: w[at], weights["layers"]) for at in range(number)]}  # noqa: B023
-
-
-def join_layers(gradients: Params) -> Params:
-    """The inverse of cut_layers."""
-    return {**gradients, "layers": jax.tree.map(lambda *g: jnp.stack(g), *gradients["layers"])}
 
 
 def new_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:

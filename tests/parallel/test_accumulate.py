@@ -1,5 +1,5 @@
-"""Gradients that are added to float32 sums where they are made are autodiff's, in bfloat16 at least as near to float32's; and on
-a GPU nothing is copied for them.
+"""Gradients that are added to float32 sums where they are made are autodiff's, in bfloat16 at least as near to float32's;
+and on a GPU nothing is copied for them.
 """
 
 import jax

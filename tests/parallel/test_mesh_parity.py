@@ -81,9 +81,10 @@ def test_the_layer_loop_by_hand_takes_every_remat_policy(make_run, one_device, l
     check(make_run(level, (2, 2), "gqa-untied", f"parallel.remat={remat}"), "gqa-untied", one_device)
 
 
-@pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_unrolled_layers_take_every_level(make_run, one_device, level):
-    check(make_run(level, (2, 2), "mqa-tied", "model.scan_layers=false"), "mqa-tied", one_device)
+@pytest.mark.parametrize(("level", "mesh"), [pytest.param(0, (2, 2), marks=pytest.mark.slow), (1, (4, 1)), (3, (2, 2))])
+def test_unrolled_layers_take_every_level(make_run, one_device, level, mesh):
+    """Below ZeRO 2 each layer has arrays of its own: what GPUs run on meshes of data ranks."""
+    check(make_run(level, mesh, "mqa-tied", "model.scan_layers=false"), "mqa-tied", one_device)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +116,8 @@ def test_bfloat16_on_a_mesh_follows_float32(make_run, one_device, level, mesh):
 
 def test_evaluation_equals_one_device(make_run):
     totals = {}
-    for level, mesh in ((0, (1, 1)), (1, (4, 2)), (3, (4, 2))):
-        run = make_run(level, mesh, "gqa-untied")
+    for level, mesh, scan in ((0, (1, 1), "true"), (1, (4, 2), "false"), (3, (4, 2), "true")):
+        run = make_run(level, mesh, "gqa-untied", f"model.scan_layers={scan}")
         with jax.set_mesh(run.mesh):
             totals[level] = jax.jit(run.functions.loss_sum)(run.state.params, run.place(batch()))
     for level in (1, 3):

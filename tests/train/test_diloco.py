@@ -38,8 +38,8 @@ S = 16
 COMMON = ("train.global_batch_sequences=16", "train.microbatch_sequences=2", "optimizer.learning_rate=1e-2")
 # With a small epsilon Adam's first updates are the signs of the gradients, even of pure rounding errors.
 COMMON = (*COMMON, "optimizer.epsilon=1e-3")
-TWO = ("parallel.replica=2", "parallel.data=2", *COMMON)
-"""Two replicas of two devices."""
+TWO = ("parallel.replica=2", "parallel.data=2", "model.scan_layers=false", *COMMON)
+"""Two replicas of two devices, with layers as on GPUs."""
 
 
 def batch(seed, masked=True):

@@ -168,10 +168,14 @@ MESHES = {
         *("parallel.schedule=interleaved", "parallel.virtual_stages=2", "model.num_layers=4"),
     ),
     "hybrid": ((2, 1, 2, 1, 2, 2),),
+    "hybrid, unrolled": ((2, 1, 4, 1, 1, 1), "model.scan_layers=false"),
     "hybrid pipeline": ((2, 2, 2, 1, 1, 1), "model.tie_embeddings=true"),
     "unrolled, offload": ((1, 1, 2, 1, 1, 1), "model.scan_layers=false", "parallel.remat=offload"),
 }
-FAST = {"one device", "data ranks", "zero 3, tensor", "pipeline, zero 2, tied", "interleaved, context, tied", "hybrid"}
+FAST = {
+    *("one device", "data ranks", "zero 3, tensor", "pipeline, zero 2, tied", "interleaved, context, tied"),
+    *("hybrid", "hybrid, unrolled"),
+}
 NIGHTLY = {"gpipe, tied", "interleaved, zero 3", "unrolled, offload"}
 
 
