@@ -23,7 +23,7 @@ A step is fullest at one of a few moments, whose sums are compared:
                 all activations, the gradients, and one layer's backward at its three fullest moments
     head        the head's gradient is reduce-scattered beside all activations (ZeRO 2 and 3)
     embedding   the embedding's gradient exists with all rows, in float32, before it is reduce-scattered (ZeRO 2 and 3)
-    reduce      the gradients are summed over ranks in float32, one of them in transfer (ZeRO 0, one microbatch)
+    reduce      the gradients are summed over ranks in float32, beside the last of them (ZeRO 0, one microbatch)
 """
 
 from __future__ import annotations
@@ -167,12 +167,11 @@ class Step(StepSizes):
             return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
         head, embedding = self.head_gradient(), self.embedding_gradient()
         if self.zero < 2:
-            # Added to the sums where they are made.
-            head = 0 if self.accumulates else FLOAT32 * self.head.compute
-            embedding = 0
+            # Added to the sums where they are made, if there are sums.
+            head, embedding = (0, 0) if self.accumulates else (FLOAT32 * self.head.compute, embedding)
         summed = head if self.loss_chunks > 1 or self.zero < 2 else 0
         at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
-        if self.zero < 2:
+        if self.zero < 2 or not (self.runs_ahead or self.policy.offload):
             at_loss["microbatch_gradients"] = 0
         if not self.runs_ahead:
             at_loss["activations.fetched"] = 0
@@ -181,7 +180,7 @@ class Step(StepSizes):
         at_end = {"vocabulary_gradients": self.waiting_head_gradient() if self.zero >= 2 else head + embedding}
         moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
         if self.zero == 0 and not self.accumulates and self.shared_out:
-            moments["reduce"] = {"gradients": FLOAT32 * (self.all.compute + self.largest_stack)}
+            moments["reduce"] = {"gradients": FLOAT32 * self.all.compute + self.itemsize * self.largest_stack}
         if self.zero >= 2:
             if self.loss_chunks > 1 or self.multiplies_early:
                 moments["head"] = {**at_loss, **self.head_shared_out()}

@@ -243,12 +243,14 @@ class StepSizes:
         return (2 * self.units["mlp"] + self.units["whole"] + self.units["layer"]) / self.itemsize
 
     def gradients(self) -> dict[str, float]:
-        """Float32 sums, to which each microbatch adds; a single one leaves its layers' gradients in the compute dtype, where
-        layers with arrays of their own free as many weights as they make gradients."""
+        """Float32 sums, to which each microbatch adds. A single one without ZeRO 2 leaves its layers' gradients in the compute
+        dtype, where layers with arrays of their own free as many weights as they make gradients."""
         layers = self.layers.master if self.zero >= 2 else self.layers.compute
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
-        if self.accumulates or self.zero >= 2:
+        if self.accumulates:
             return {"gradients": FLOAT32 * (layers + vocabulary)}
+        if self.zero >= 2:
+            return {"microbatch_gradients": FLOAT32 * layers}
         is_freed = self.weights() > 0 and not self.loops_by_hand
         return {"microbatch_gradients": 0 if is_freed else self.itemsize * layers}
