@@ -54,10 +54,10 @@ VARIANTS = {
     "": (),
     "documents": ("data.mask_documents=true",),
     "fp8": ("model.matmul_dtype=fp8",),
-    "unrolled": ("model.scan_layers=false",),
+    "looped": ("model.scan_layers=true",),
     "deterministic": ("run.deterministic=true",),
 }
-"""Variants of jaxllm's step, by name. The base is one text per sequence in bfloat16, with a loop over layers."""
+"""Variants of jaxllm's step, by name. The base is one text per sequence in bfloat16."""
 STEP_TOKENS = 65_536
 STEPS, DRY_RUN_STEPS = 8, 2
 DRY_RUN_MODEL = (
@@ -137,7 +137,7 @@ def cases(found: Row, dry: bool) -> list[Case]:
         train(of["3B", 8192], "full"),
         train(of["1B", 8192], "full"),
         train(of["3B", 8192], "none"),
-        train(of["1B", 8192], "selective", "unrolled"),
+        train(of["1B", 8192], "selective", "looped"),
         train(of["8B", 8192], "full", "fp8"),
         train(of["8B", 8192], "selective", "fp8"),
         train(of["1B", 8192], "selective", "documents"),

@@ -20,7 +20,7 @@ RATIO_TARGET, RATIO_LENGTH = 1.2, 8192
 RING_TARGET = 0.1
 COPY_TARGET = 0.8
 ALONE_TARGET = 0.9
-SAME_WORK = ("", "unrolled")
+SAME_WORK = ("", "looped")
 CAST_BYTES = 6
 """Bytes per parameter: read in float32 and written in bfloat16, once per step."""
 

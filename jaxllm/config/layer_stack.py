@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxllm.config.config import Config
 from jaxllm.config.remat_policy import policy_of
+from jaxllm.config.sections import ModelConfig
 
 MOST_UNROLLED = 40
 """Layers that `model.scan_layers: null` unrolls on GPUs. XLA compiles 10 layers of Llama 3 8B in 4 s, 32 in 13 s and 80 of 70B
@@ -27,5 +28,13 @@ def has_own_layers(config: Config, on_gpu: bool = True) -> bool:
         return False
     if model.scan_layers is not None:
         return not model.scan_layers
-    is_few = model.num_layers <= MOST_UNROLLED and "mlp_gate" not in policy.recompute
-    return on_gpu and is_few and parallel.tensor == parallel.context == 1
+    recomputes_products = {"mlp_gate", "mlp_up"} & set(policy.recompute)
+    if not on_gpu or model.num_layers > MOST_UNROLLED or recomputes_products:
+        return False
+    return parallel.tensor == parallel.context == 1
+
+
+def adds_in_matmuls(model: ModelConfig) -> bool:
+    """Whether the matmuls of layers with arrays of their own add their gradients, so that products are not rounded before. In
+    float32 nothing is rounded, and FP8's matmuls scale their results: there each gradient is made first."""
+    return model.compute_dtype == "bfloat16" and model.matmul_dtype != "fp8"

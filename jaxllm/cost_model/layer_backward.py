@@ -44,7 +44,7 @@ COUNTS: Mapping[str, Mapping[str, TensorCounts]] = {
         "attention": TensorCounts(4, 2, 2),
     },
 }
-"""Counts by whether SwiGLU's products are kept. remat=none counts as recomputed, because autodiff's residuals are copied."""
+"""Counts by whether SwiGLU's products are kept. remat=none counts as recomputed: in a loop its residuals are copied."""
 
 
 class Blocks(NamedTuple):
@@ -108,8 +108,8 @@ class LayerShape:
     """Whether attention is masked at document boundaries."""
     pipelined: bool
     overlap_passes: bool
-    loops_by_hand: bool
-    """Whether the layer loop accumulates its own gradients."""
+    has_own_layers: bool
+    """Whether each layer has its own arrays; else they go through a loop with a ring of residuals."""
     runs_ahead: bool
     """Whether XLA starts transfers early on this kind of GPU."""
 
@@ -120,7 +120,7 @@ def layer_backward(layer: LayerShape) -> Moments:
     units = layer.units
     moments: Moments = {}
     if layer.policy.offload and transposes(layer) and not layer.pipelined:
-        # The stacks that stay on the device are transposed for the backward pass, except in a loop that XLA builds itself.
+        # The stacks that stay on the device are transposed for the backward pass.
         stacks = sum(layer.kept.get(name, 0) for name in ("block_input", "attention_out"))
         moments["turn"] = {"relayout": layer.chunk_layers * stacks}
     for moment, held in counts.items():
@@ -232,7 +232,7 @@ def copies(layer: LayerShape, moment: str) -> float:
         return sum(size for name, size in held.items() if name not in done)
 
     size = 0.0
-    if layer.loops_by_hand:
+    if not layer.has_own_layers:
         size += one_layer(layer.kept)
     elif moment == "attention":
         size += sum(layer.kept.get(name, 0) for name in ("query", "attention_output"))

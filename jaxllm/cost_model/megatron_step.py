@@ -45,6 +45,10 @@ class MegatronStep(StepModel):
         """Zero, because Megatron accumulates inside the matmul."""
         return 0.0
 
+    def stacks_s(self) -> float:
+        """Zero: each layer has its own tensors."""
+        return 0.0
+
     def head_parts(self) -> tuple[int, int, int]:
         return self.t, 10, 1
 

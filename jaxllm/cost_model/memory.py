@@ -97,13 +97,6 @@ class Step(StepSizes):
     def loss_chunks(self) -> int:
         return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
 
-    def head_gradient(self) -> float:
-        """The current microbatch's head gradient: float32, summed over chunks of tokens. With a single chunk its product is
-        computed late, and the gradient of the logits waits for it."""
-        if self.loss_chunks > 1:
-            return FLOAT32 * self.head.compute
-        return self.itemsize * self.tokens * self.rows
-
     def waiting_head_gradient(self) -> float:
         """The part of the head gradient that is live while layers run backward, with ZeRO 2 and 3: the float32 sum, or one
         product in the compute dtype, as with several context ranks (by compiled steps). For few tokens the gradient of the
@@ -120,7 +113,7 @@ class Step(StepSizes):
         if self.zero >= 2:
             early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks)
         else:
-            early = (self.shared_out or self.parallel.tensor > 1) and (self.runs_ahead or self.accumulates)
+            early = (self.shared_out or self.parallel.tensor > 1) and self.runs_ahead and not self.accumulates
         return FLOAT32 * self.embedding.compute if early else 0
 
     def scattered(self) -> float:
@@ -165,12 +158,10 @@ class Step(StepSizes):
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
             return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
-        head, embedding = self.head_gradient(), self.embedding_gradient()
-        if self.zero < 2:
-            # Added to the sums where they are made, if there are sums.
-            head, embedding = (0, 0) if self.accumulates else (FLOAT32 * self.head.compute, embedding)
-        summed = head if self.loss_chunks > 1 or self.zero < 2 else 0
-        at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": summed + embedding}
+        # Below ZeRO 2 they are added to the sums where they are made, if there are sums.
+        is_apart = self.loss_chunks > 1 if self.zero >= 2 else not self.accumulates
+        head, embedding = FLOAT32 * self.head.compute if is_apart else 0, self.embedding_gradient()
+        at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": head + embedding}
         if self.zero < 2 or not (self.runs_ahead or self.policy.offload):
             at_loss["microbatch_gradients"] = 0
         if not self.runs_ahead:
@@ -194,7 +185,7 @@ class Step(StepSizes):
         if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
             if self.pipelined:
                 return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
-            stack = {"relayout": self.itemsize * self.largest_stack if self.loops_by_hand else 0}
+            stack = {"relayout": self.itemsize * self.largest_stack if not self.has_own_layers else 0}
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
         if self.zero == 2 and not (self.accumulates or self.policy.offload):
             # Layers only: a single microbatch gathers the vocabulary when it is needed.

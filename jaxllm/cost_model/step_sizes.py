@@ -102,7 +102,7 @@ class StepSizes:
         # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
         # and the gathered sequence that enters the matmuls; queries, keys, values, attention's output; SwiGLU's products.
         u = self.units
-        if not self.loops_by_hand:
+        if self.has_own_layers:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
             of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
             of_halves = {"block_input": 2 * u["split"], "attention_input": u["whole"], "mlp_input": u["whole"]}
@@ -170,7 +170,7 @@ class StepSizes:
             documents=config.data.mask_documents,
             pipelined=self.pipelined,
             overlap_passes=p.overlap_passes,
-            loops_by_hand=self.loops_by_hand,
+            has_own_layers=self.has_own_layers,
             runs_ahead=self.runs_ahead,
         )
 
@@ -199,9 +199,9 @@ class StepSizes:
     # ------------------------------------------------------------------------------------ weights and gradients
 
     @cached_property
-    def loops_by_hand(self) -> bool:
-        """Whether the layers go through a loop with a ring of residuals (layer_loop.py); else each has its own arrays."""
-        return not has_own_layers(self.config)
+    def has_own_layers(self) -> bool:
+        """Whether each layer has its own arrays; else they go through a loop with a ring of residuals (layer_loop.py)."""
+        return has_own_layers(self.config)
 
     @cached_property
     def accumulates(self) -> bool:
@@ -229,7 +229,7 @@ class StepSizes:
         """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
         transposes the stacks of query, key, value, gate and up weights before the loop, in the compute dtype (observed in one
         step compiled for H100s; not fitted). Weights gathered by layer are transposed by layer."""
-        if self.model.matmul_dtype != "fp8" or self.zero == 3:
+        if self.model.matmul_dtype != "fp8" or self.zero == 3 or self.has_own_layers:
             return {}
         u, layers = self.units, self.config.chunk_layers * self.parallel.virtual_stages
         columns = (u["query"] + 2 * u["key"] + 2 * u["mlp"]) / self.tokens
@@ -249,8 +249,12 @@ class StepSizes:
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
         if self.accumulates:
-            return {"gradients": FLOAT32 * (layers + vocabulary)}
+            sums = {"gradients": FLOAT32 * (layers + vocabulary)}
+            if self.config.log.noise_scale_every is None or self.zero >= 2 or self.pipelined:
+                return sums
+            # A step that measures makes a microbatch's gradients apart, for their squares.
+            return {**sums, "microbatch_gradients": self.itemsize * layers + FLOAT32 * vocabulary}
         if self.zero >= 2:
             return {"microbatch_gradients": FLOAT32 * layers}
-        is_freed = self.weights() > 0 and not self.loops_by_hand
-        return {"microbatch_gradients": 0 if is_freed else self.itemsize * layers}
+        is_freed = self.weights() > 0 and self.has_own_layers
+        return {"microbatch_gradients": 0.0 if is_freed else self.itemsize * layers}

@@ -1,9 +1,10 @@
 """Gradients that are added to running sums where they are made.
 
-An *accumulator* is an input of the forward pass that it never reads: the float32 sum of a weight's gradients so far. Where the
-weight is used, a custom VJP returns that sum with the new gradient added as the accumulator's cotangent. So jax.grad with
-respect to the accumulators gives the new sums, and no gradient exists beside its sum: on a GPU the matmul that makes a gradient
-adds it, in float32 (beta = 1), and rows of an embedding are added in place.
+An *accumulator* is an input of the forward pass whose value its results do not depend on: the sum of a weight's gradients so
+far. Where the weight is used, a custom VJP returns that sum with the new gradient added as the accumulator's cotangent. So
+jax.grad with respect to the accumulators gives the new sums, and no gradient exists beside its sum: on a GPU the matmul that
+makes a gradient adds it, in float32 (beta = 1), and rows of an embedding are added in place. The head's are added in the
+forward pass already, which has the logits.
 
     forward     weight ------------------> matmul                  accumulator (sum so far)    not read
     backward    weight <--- None           x, dy  --- x' dy + ---> cotangent of the accumulator (the new sum)
@@ -105,7 +106,7 @@ def look_up(
 
 
 def cross_entropy(
-    h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, **options: Any
+    h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, *options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """(objective, loss) as in loss.cross_entropy; the head's gradient is added to its accumulator in the forward pass.
 
@@ -115,10 +116,10 @@ def cross_entropy(
 
     @jax.custom_vjp
     def run(h_BSD, sum_VD):
-        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, **options)[0]
+        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, *options)[0]
 
     def forward(h_BSD, sum_VD):
-        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, dhead_VD=sum_VD, **options)
+        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, *options, dhead_VD=sum_VD)
 
     def backward(gradients, cotangents):
         dh_BSD, sum_VD = gradients

@@ -32,6 +32,11 @@ def shared_by_replicas(spec: PartitionSpec) -> PartitionSpec:
     return spec
 
 
+def leading_dims(transform: SpecTransform) -> int:
+    """Number of dims, of replicas, before those of an array's layout."""
+    return len(transform(PartitionSpec()))
+
+
 def master_specs(layouts: Any) -> Any:
     return jax.tree.map(lambda layout: layout.master, layouts)
 
@@ -90,11 +95,6 @@ class ParallelContext:
     def stack_dims(self) -> int:
         """Leading dims of a stored parameter of the layers."""
         return len(self.stacking.shape)
-
-    @property
-    def layers_dim(self) -> int:
-        """The layers' dim of a stack that is not a pipeline's: the first, or with DiLoCo the one after the replicas'."""
-        return int(self.is_diloco)
 
     @property
     def access(self) -> WeightAccess:
@@ -167,6 +167,6 @@ class ParallelContext:
         # Cast, then gather: the gather then carries the compute dtype. The cast is pinned to the master layout, or XLA gathers
         # in float32 for a pipeline. With ZeRO 3 each rank keeps its shard.
         master, compute = master_specs(layouts), jax.tree.map(lambda layout: layout.compute, layouts)
-        params = cut_layers(params, self.layers_dim) if isinstance(layouts["layers"], list) else params
+        params = cut_layers(params, leading_dims(transform)) if isinstance(layouts["layers"], list) else params
         cast = self.pin(jax.tree.map(lambda p: p.astype(self.config.model.compute_dtype), params), master, transform)
         return self.pin(cast, self.by_zero_level(3, master, compute), transform)

@@ -28,7 +28,7 @@ Residuals that a policy offloads are in a part of the ring in the host's pinned 
 layer makes them, read one layer before they are used. With the library's offload policies the host would read the ring.
 
 Shapes: `layers` has the rank's layers, [chunks x length, ...]; `chunk` and `slot` are traced integers; the leaves of the ring
-are [slots x length, ...]; `sums` are float32, in the shapes of gradients that `access` has scattered.
+are [slots x length, ...]; `sums` have the shapes of gradients that `access` has scattered.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BackwardCarry(NamedTuple):
     pending: Tree
     """Gradients of the last turn's layer, to be scattered; None where nothing is scattered."""
     sums: Tree
-    """The rank's float32 gradients so far."""
+    """The rank's gradients so far."""
     squares: Any
     """What the tap took so far; None without a tap."""
 

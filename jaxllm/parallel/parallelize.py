@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxllm.config import Config
 from jaxllm.mesh import PIPE
 from jaxllm.parallel.activation_norms import layer_norms_region
-from jaxllm.parallel.context import ParallelContext, SpecTransform, master_specs, shared_by_replicas
+from jaxllm.parallel.context import ParallelContext, SpecTransform, leading_dims, master_specs, shared_by_replicas
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_stacking import join_layers
 from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
@@ -85,7 +85,10 @@ class GradientReduction:
         loss, gradients, parts = on_ranks(ctx.compute_copy(params, layouts, self._weight_transform), batch)
         with jax.named_scope("reduce_gradients"):
             gradients = ctx.pin(self._reduce(gradients), master_specs(layouts), self._weight_transform)
-        return loss, join_layers(gradients, ctx.layers_dim) if ctx.has_own_layers else gradients, parts
+        if ctx.has_own_layers:
+            joined = join_layers(gradients, leading_dims(self._weight_transform))
+            gradients = ctx.pin(joined, master_specs(ctx.layouts), self._weight_transform)
+        return loss, gradients, parts
 
     def _gradient_specs(self) -> Any:
         """PartitionSpecs over the manual axes of the gradients that a region returns."""

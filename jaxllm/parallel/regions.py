@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
 from jaxllm.model.llama import BlockContext, apply_block
@@ -26,7 +27,7 @@ from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
-from jaxllm.parallel.zero import new_sum
+from jaxllm.parallel.zero import zeros_of_shard
 
 Sums = Callable[[Accumulators | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Array]]
 """(accumulators, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. The
@@ -49,13 +50,13 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
             if tap is None or ctx.zero is not None:
                 return gradient(Accumulators(sums, tap.zeros() if tap else None), *inputs)
             # The squares are taken of a microbatch's gradients, so these are made apart.
-            loss, (own, _) = gradient(Accumulators(jax.tree.map(jnp.zeros_like, sums)), *inputs)
+            loss, (own, _) = gradient(Accumulators(first_sums(ctx, weights, 1)), *inputs)
             squares = tap.on_microbatch(own)
             with jax.named_scope("gradient_sums"):
-                return loss, Accumulators(jax.tree.map(jnp.add, sums, own), squares)
+                return loss, Accumulators(jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, own), squares)
 
         squares_MT: Any
-        start = (new_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros((), jnp.float32))
+        start = (first_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros((), jnp.float32))
         (gradients, loss), squares_MT = jax.lax.scan(microbatch, start, batch)
         if ctx.zero is None:
             gradients = jax.tree.map(lambda g: g[None].astype(jnp.float32), gradients)
@@ -79,14 +80,17 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
     return region
 
 
-def new_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
+def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
     """Zeros for the sums of a rank's gradients: of the weights' shapes, or of its shards of them. They are float32, but for
     full layers with a single microbatch: nothing is added to their gradients, which stay as the matmuls make them."""
     if ctx.zero is None:
         layers = jnp.float32 if microbatches > 1 else ctx.config.model.compute_dtype
-        zeros = lambda name: lambda w: jnp.zeros(w.shape, layers if name == "layers" else jnp.float32)  # noqa: E731
-        return {name: jax.tree.map(zeros(name), tree) for name, tree in weights.items()}
-    return jax.tree.map(lambda p, layout: new_sum(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
+
+        def zeros(tree: Tree, dtype: Any) -> Tree:
+            return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), tree)
+
+        return {name: zeros(tree, layers if name == "layers" else jnp.float32) for name, tree in weights.items()}
+    return jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
 
 
 def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> Sums:
@@ -96,7 +100,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
     run_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
     run_layers = partial(run_layers, ctx, nnx.split(network.layers)[0])
-    options = {"vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens, "z_loss_weight": train.z_loss_weight}
+    loss_options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
 
     def sums(accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array) -> Any:
         if zero is not None:
@@ -118,9 +122,9 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
         h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
         targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
         if own is None:
-            return cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *options.values())
+            return cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *loss_options)
         head_sum = own["head"] if head_sum is None else head_sum
-        return accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, **options)
+        return accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, *loss_options)
 
     return sums
 
@@ -151,8 +155,7 @@ def _own_layers(
     block_context: BlockContext,
 ) -> jax.Array:
     model, ops = ctx.config.model, ctx.ops
-    # In float32 the matmul would only round in another order than autodiff's.
-    in_matmuls = accumulators is not None and model.compute_dtype != "float32" and model.matmul_dtype != "fp8"
+    in_matmuls = accumulators is not None and adds_in_matmuls(model)
     if in_matmuls:
         ops = dataclasses.replace(ops, matmul=accumulate.matmul)
     block = remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, ops), in_loop=False)

@@ -29,12 +29,14 @@ class WeightAccess:
 
 
 class Accumulators(NamedTuple):
-    """Inputs of the forward pass that it never reads. Their cotangents are the new sums (accumulate.py)."""
+    """Inputs of the forward pass for the sake of their cotangents (accumulate.py)."""
 
     sums: Tree
-    """float32: the gradients of a tree of weights so far; a rank's shards of them where ZeRO scatters."""
+    """The gradients of a tree of weights so far; a rank's shards of them where ZeRO scatters. The cotangents are the new sums.
+    float32, or of full layers with a single microbatch the compute dtype."""
     squares: Any = None
-    """Zeros for the squares of a microbatch's gradients (grad_square_norms.py); None without a tap."""
+    """Zeros whose cotangent is the squares of a microbatch's gradients, which autodiff adds up over the places that take them
+    (grad_square_norms.py); None without a tap."""
 
 
 class NoiseParts(NamedTuple):

@@ -42,8 +42,9 @@ class Zero:
         """To one layer, for a loop over layers."""
 
     def read(self, weights: Tree, accumulators: Accumulators | None, tap: GradSquareNorms | None = None) -> Tree:
-        """Full weights of the entries outside the layer stack. Their gradients are added to `accumulators`, and so are the
-        squares that `tap` takes of them before they are reduced. Without accumulators there is no backward pass.
+        """Full weights of the entries outside the layer stack. Their gradients are added to accumulators.sums. The squares that
+        `tap` takes of them before they are reduced are the cotangent of accumulators.squares. Without accumulators there is no
+        backward pass.
         """
 
         @jax.custom_vjp
@@ -61,7 +62,7 @@ class Zero:
         return take(weights, accumulators._replace(sums={name: accumulators.sums[name] for name in weights}))
 
 
-def new_sum(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:
+def zeros_of_shard(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:
     """Zeros in the shape of one rank's shard of a gradient."""
     local = [size // ranks if dim == layout.zero_dim else size for dim, size in enumerate(shape)]
     return jnp.zeros(local, jnp.float32)

@@ -25,7 +25,7 @@ import jax
 import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
-from jaxllm.config.layer_stack import has_own_layers
+from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import layer_matmul_parameters
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
@@ -190,7 +190,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     if offloads or config.parallel.offload_state != "none" or _may_fit(config, device.device_kind, capacity_bytes):
         options = options | NO_REMAT_GPU_OPTIONS
-    if has_own_layers(config) and config.model.compute_dtype == "bfloat16" and config.model.matmul_dtype != "fp8":
+    if has_own_layers(config) and adds_in_matmuls(config.model):
         options = options | OWN_LAYERS_GPU_OPTIONS
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.

@@ -87,9 +87,9 @@ def test_sixteen_devices():
     assert f"{2 * len(names)} passed" in result.stdout
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_every_remat_policy_and_unrolled_layers(make_run, one_device, remat):
-    run = make_run((4, 1, 2), "ring", "packed", "gqa", 2, f"parallel.remat={remat}", "model.scan_layers=false")
+@pytest.mark.parametrize(("remat", "zero"), [("none", 1), ("full", 2)])
+def test_every_remat_policy_and_unrolled_layers(make_run, one_device, remat, zero):
+    run = make_run((4, 1, 2), "ring", "packed", "gqa", zero, f"parallel.remat={remat}", "model.scan_layers=false")
     loss, gradients = run.gradients()
     expected_loss, expected = one_device("packed", "gqa")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)

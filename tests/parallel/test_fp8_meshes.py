@@ -23,6 +23,7 @@ SIZES = (
 )
 MESHES = {
     "data, zero 3, tensor": ("parallel.data=4", "parallel.tensor=2", "parallel.zero=3"),
+    "data, unrolled": ("parallel.data=4", "model.scan_layers=false"),
     "pipe, tensor": ("parallel.pipe=2", "parallel.data=1", "parallel.tensor=2"),
     "context, tensor past the key-value heads": ("parallel.data=1", "parallel.context=2", "parallel.tensor=4"),
 }

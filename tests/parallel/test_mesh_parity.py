@@ -105,10 +105,10 @@ def test_twenty_steps_equal_one_device_over_half_the_cover(make_run, twenty_loss
     np.testing.assert_allclose(make_run(level, mesh, variant).losses(20), twenty_losses(variant), rtol=2e-5)
 
 
-@pytest.mark.parametrize(("level", "mesh"), [(1, (2, 4)), (3, (4, 2))])
-def test_bfloat16_on_a_mesh_follows_float32(make_run, one_device, level, mesh):
+@pytest.mark.parametrize(("level", "mesh", "scan"), [(1, (2, 4), "true"), (1, (2, 2), "false"), (3, (4, 2), "true")])
+def test_bfloat16_on_a_mesh_follows_float32(make_run, one_device, level, mesh, scan):
     """Collectives and casts in bfloat16, within its rounding (2^-8 a product)."""
-    loss, gradients = make_run(level, mesh, "mqa-tied", "model.compute_dtype=bfloat16").gradients()
+    loss, gradients = make_run(level, mesh, "mqa-tied", "model.compute_dtype=bfloat16", f"model.scan_layers={scan}").gradients()
     expected_loss, expected, _ = one_device("mqa-tied")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
     assert_close(trimmed(gradients, 256), trimmed(expected, 256), 0.02)

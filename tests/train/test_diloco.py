@@ -243,7 +243,7 @@ def test_inner_adamw_equals_the_mean_of_islands_apart(tiny_config, mean_of_repli
 # ----------------------------------------------------------------------------------------------------------------- the loop
 
 EIGHT = ("run.cpu_devices=8", "parallel.replica=2", "parallel.data=4", "train.steps=8", "train.global_batch_sequences=8")
-ROUNDS = (*EIGHT, "train.diloco_steps=3", "train.diloco_after_steps=2")
+ROUNDS = (*EIGHT, "train.diloco_steps=3", "train.diloco_after_steps=2", "model.scan_layers=false")
 KEPT = ("checkpoint.every_steps=1", "checkpoint.keep=8", "train.eval_batches=1", "log.baselines=false")
 
 

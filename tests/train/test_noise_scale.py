@@ -326,7 +326,7 @@ COMPILED = {
 )
 def test_measuring_sends_next_to_nothing(tiny_config, name):
     """Compiled for eight H100s with four microbatches: in addition to the plain step it needs a few numbers and a pipeline's
-    final norm. Outside pipelines it needs no memory either.
+    final norm. ZeRO 2 and 3 need no memory either; below them a microbatch's gradients exist apart from the sums.
     """
     data, *axes = COMPILED[name]
     sent, memory = {}, {}
@@ -339,7 +339,8 @@ def test_measuring_sends_next_to_nothing(tiny_config, name):
         memory[every] = compiled.memory_analysis().temp_size_in_bytes
     assert sent["1"] - sent["null"] < 0.002 * parameter_count(config.model)
     if config.parallel.pipe == 1:
-        assert memory["1"] < 1.02 * memory["null"]
+        apart = 0 if config.parallel.zero >= 2 else 4 * parameter_count(config.model) / config.parallel.tensor
+        assert memory["1"] < 1.02 * memory["null"] + apart
 
 
 # ------------------------------------------------------------------------------------------------------- a small Llama
