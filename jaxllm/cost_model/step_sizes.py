@@ -249,11 +249,10 @@ class StepSizes:
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
         if self.accumulates:
-            sums = {"gradients": FLOAT32 * (layers + vocabulary)}
-            if self.config.log.noise_scale_every is None or self.zero >= 2 or self.pipelined:
-                return sums
-            # A step that measures makes a microbatch's gradients apart, for their squares.
-            return {**sums, "microbatch_gradients": self.itemsize * layers + FLOAT32 * vocabulary}
+            # A step that measures the noise scale makes a microbatch's gradients apart, for their squares.
+            is_apart = self.config.log.noise_scale_every is not None and self.zero < 2 and not self.pipelined
+            apart = self.itemsize * layers + FLOAT32 * vocabulary if is_apart else 0
+            return {"gradients": FLOAT32 * (layers + vocabulary), "microbatch_gradients": apart}
         if self.zero >= 2:
             return {"microbatch_gradients": FLOAT32 * layers}
         is_freed = self.weights() > 0 and self.has_own_layers
