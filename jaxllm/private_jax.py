@@ -34,6 +34,17 @@ def empty_on_host(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
 
 
+def without_dead_code(jaxpr: Any) -> Any:
+    """A traced program without the equations whose results nothing reads, which XLA would drop; as it is with another JAX."""
+    try:
+        from jax.interpreters.partial_eval import dce_jaxpr
+
+        program = jaxpr.jaxpr
+        return jaxpr.replace(jaxpr=dce_jaxpr(program, [True] * len(program.outvars))[0])
+    except (AttributeError, ImportError, TypeError):
+        return jaxpr
+
+
 def coordination_client() -> Any:
     """Client of the key-value store of jax.distributed, which has no public API; None in a run of one process.
 

@@ -37,6 +37,7 @@ from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, 
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.display import readable
 from jaxllm.mesh import axis_sizes
+from jaxllm.private_jax import without_dead_code
 from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.initialize import code_hash
 from jaxllm.train.memory_check import capacity_of, total_bytes
@@ -96,7 +97,7 @@ class CompileReport:
     hlo_bytes: int
     """Length of the optimised program's text."""
     executed_flops: int
-    """FLOPs of matmuls and cuDNN attention as traced, on all devices: including recomputation, before XLA drops anything."""
+    """FLOPs of matmuls and cuDNN attention as traced, on all devices: including recomputation, without what nothing reads."""
     attention_kernel_flops: int
     """cuDNN's part of them, by its shapes."""
     compiled_flops: int
@@ -249,7 +250,7 @@ def _compile(
         trace_s=trace_s,
         hlo_instructions=sum(map(len, module.computations.values())),
         hlo_bytes=len(text),
-        executed_flops=matmul_flops(step.jaxpr) + fused_flops,
+        executed_flops=matmul_flops(without_dead_code(step.jaxpr)) + fused_flops,
         attention_kernel_flops=fused_flops,
         compiled_flops=len(devices) * module.flops(module.entry),
         model_flops=config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length),
