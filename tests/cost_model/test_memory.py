@@ -214,7 +214,7 @@ def test_a_layer_recomputed_holds_more_beside_its_stack_than_one_kept():
         assert kept[moment]["working_set"] < full[moment]["working_set"]
     # Autodiff's residuals are copied like recomputed tensors, but attention does not run again.
     assert nothing["feed_forward"]["working_set"] < full["feed_forward"]["working_set"]
-    assert nothing["attention"] == full["attention"]
+    assert nothing["attention"]["working_set"] == full["attention"]["working_set"]
 
 
 def test_several_sequences_over_tensor_are_transposed():
@@ -389,7 +389,9 @@ def test_room_for_the_embeddings_gradient_is_made_early_by_some():
     assert vocabulary().embedding_gradient() == 0
     assert vocabulary(model=TIED).embedding_gradient() == vocabulary(data=128, batch=128).embedding_gradient() == room
     assert vocabulary(A100, model=TIED).embedding_gradient() == vocabulary(A100, data=128, batch=128).embedding_gradient() == 0
-    assert vocabulary(zero=1).embedding_gradient() == vocabulary(A100, zero=1).embedding_gradient() == room
+    # Below ZeRO 2 it is added to its sum, if there is one.
+    assert vocabulary(zero=1).embedding_gradient() == vocabulary(A100, zero=1).embedding_gradient() == 0
+    assert vocabulary(zero=1, batch=8).embedding_gradient() == room
     assert vocabulary(A100, zero=1, batch=8).embedding_gradient() == 0
 
 

@@ -214,8 +214,10 @@ def test_recomputing_more_takes_longer():
     times_s = [step(configured(remat=remat)).step_s for remat in ("none", "selective", "full")]
     assert times_s == sorted(set(times_s))
     # `full` repeats the forward pass of all matmuls but mlp_down, of attention, and of the operations between them.
-    full, none = (step(configured(remat=remat)).terms_s for remat in ("full", "none"))
+    looped = {"name": "llama-3.2-1b", "scan_layers": True}
+    full, none = (step(configured(model=looped, remat=remat)).terms_s for remat in ("full", "none"))
     repeated = full.pop("recomputation")
+    assert full.pop("stacks") < none.pop("stacks")
     assert full == none
     assert none["matmuls"] / 3 * 0.7 < repeated < (none["matmuls"] + none["attention"] + none["memory_bound"]) / 2
 
@@ -224,7 +226,23 @@ def test_a_mapping_of_fates_means_what_its_name_does():
     names = ("query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
     kept, offloaded = (configured(remat=dict.fromkeys(names, action)) for action in ("keep", "offload"))
     assert step(kept).terms_s == step(configured(remat="selective")).terms_s
-    assert step(offloaded).terms_s.keys() == step(configured(remat="offload")).terms_s.keys()
+    # It keeps block_input, in a stack.
+    assert step(offloaded).terms_s.keys() - {"stacks"} == step(configured(remat="offload")).terms_s.keys()
+
+
+def test_unrolled_layers_copy_no_stacks_and_add_gradients_in_matmuls():
+    looped, unrolled, float32 = (
+        step(configured(model={"name": "llama-3.2-1b", **model})).terms_s
+        for model in ({"scan_layers": True}, {}, {"compute_dtype": "float32"})
+    )
+    assert looped.pop("stacks") > 0
+    assert "stacks" not in unrolled
+    # A loop writes a product in bfloat16, reads it, and reads and writes the float32 sum; the matmul has written once already.
+    assert unrolled.pop("gradient_sums") == pytest.approx(looped.pop("gradient_sums") * 6 / 12)
+    assert unrolled == looped
+    one = configured(model={"name": "llama-3.2-1b"}, train={"global_batch_sequences": 1})
+    assert "gradient_sums" not in step(one).terms_s
+    assert float32["gradient_sums"] > 0
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
