@@ -86,7 +86,7 @@ class ModelConfig(Section):
     scan_layers: Switch | None = None
     """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
     to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
-    products are recomputed or offloaded; else a loop."""
+    products are recomputed or offloaded, or documents are masked in a single microbatch; else a loop."""
 
     @model_validator(mode="before")
     @classmethod
