@@ -168,7 +168,7 @@ def test_a_single_microbatchs_gradients_follow_float32s(gradients_of, scan):
     ],
 )
 def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, on_gpu, expected):
-    config = tiny_config("parallel.data=1", *overrides)
+    config = tiny_config("parallel.data=1", "data.mask_documents=false", *overrides)
     assert has_own_layers(config.resolve(config.devices), on_gpu) is expected
 
 
