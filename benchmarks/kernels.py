@@ -1,6 +1,8 @@
 """Steps of three models by kernel account, compiled for GPUs without one: step time by roofline, MFU and memory.
 
-    python benchmarks/kernels.py [h100-80gb h200-141gb]        (needs the extra aot; half an hour on two cores for both)
+    python benchmarks/kernels.py h100-80gb h200-141gb 4096 8192 32768      GPUs and sequence lengths; default: h100-80gb 8192
+
+It needs the extra aot, and on two cores half a minute for a row.
 
 Four microbatches of at least 32,768 (1B), 16,384 (3B) or 8,192 (8B) tokens, documents masked as by default, `selective` where
 its estimate fits and `full` where not. One GPU has ten layers of 8B. Prints a Markdown table. The seconds are kernel times at
@@ -60,8 +62,10 @@ def row(case: Case) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main(gpus: list[str]) -> None:
-    cases = itertools.product(gpus, MICROBATCH_TOKENS, (4096, 8192, 32768), MESHES)
+def main(arguments: list[str]) -> None:
+    lengths = [int(argument) for argument in arguments if argument.isdigit()]
+    gpus = [argument for argument in arguments if not argument.isdigit()]
+    cases = itertools.product(gpus or ["h100-80gb"], MICROBATCH_TOKENS, lengths or [8192], MESHES)
     print("| GPU | model | S | GPUs | remat | step, ms | MFU, full square | copies and sums | GiB |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
@@ -70,4 +74,4 @@ def main(gpus: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["h100-80gb", "h200-141gb"])
+    main(sys.argv[1:])

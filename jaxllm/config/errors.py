@@ -42,7 +42,11 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
     first = error.errors()[0]
     # For a union, pydantic appends the tag of the tried member to the key; those tags never equal a key of ours.
     where = [part for part in first["loc"] if isinstance(part, int) or not re.search(r"[\[-]|^(int|float|bool)$", part)]
-    path, kind, given = _path(where), first["type"], first.get("input")
+    kind, given = first["type"], first.get("input")
+    if kind == "extra_forbidden" and where[-1:] != [first["loc"][-1]]:
+        # An unknown key may look like a tag.
+        where.append(first["loc"][-1])
+    path = _path(where)
     if kind == "jaxllm":
         return first["msg"]
     if kind == "extra_forbidden":

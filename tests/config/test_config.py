@@ -17,6 +17,8 @@ REFUSALS = {
     ("train.stpes=3",): "Unknown key train.stpes: did you mean train.steps?",
     ("model.sequence_length=3",): "Unknown key model.sequence_length: did you mean train.sequence_length?",
     ("trian.steps=3",): "Unknown key trian: did you mean train?",
+    ("[model.scan_layers=true]",): "Unknown key [model: did you mean model?",
+    ("train.max-steps=3",): "Unknown key train.max-steps: did you mean train.steps?",
     ("model.name=llama-3-8",): (
         "model.name=llama-3-8 is neither a published model nor an existing folder: did you mean llama-3-8b?"
     ),
