@@ -185,7 +185,7 @@ class Step(StepSizes):
         if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
             if self.pipelined:
                 return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
-            stack = {"relayout": self.itemsize * self.largest_stack if not self.has_own_layers else 0}
+            stack = {"relayout": 0 if self.has_own_layers else self.itemsize * self.largest_stack}
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
         if self.zero == 2 and not (self.accumulates or self.policy.offload):
             # Layers only: a single microbatch gathers the vocabulary when it is needed.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers
-from jaxllm.cost_model.activations import context_method
+from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_compute import LayerCompute
@@ -137,7 +139,9 @@ class StepModel(LayerCompute):
         step of 1B (RESULTS, "Kernels of one step") 43.9 ms, and 40.2 by this."""
         if self.has_own_layers:
             return 0.0
-        return self.moved_s(2 * sum(StepSizes(self.config, self.gpu).kept.values()))
+        if self.policy.everything:
+            return self.moved_s(2 * sum(StepSizes(self.config, self.gpu).kept.values()))
+        return self.moved_s(2 * self.rows * self.c * sum(self.bytes_per_token.kept.values()))
 
     # -------------------------------------------------------------------------------- transfers of one layer and microbatch
 
@@ -207,7 +211,13 @@ class StepModel(LayerCompute):
 
     def offloaded_bytes(self) -> float:
         """Bytes offloaded to the host per layer, microbatch and rank."""
-        return sum(StepSizes(self.config, self.gpu).offloaded.values())
+        return self.rows * self.c * sum(self.bytes_per_token.offloaded.values())
+
+    @cached_property
+    def bytes_per_token(self) -> ActivationBytes:
+        """What the policy keeps and offloads of a layer; the policy names tensors (not `none`)."""
+        blockwise = is_blockwise(self.config)
+        return bytes_per_token_and_layer(self.policy, self.model, context=self.c, tensor=self.t, blockwise=blockwise)
 
     # ------------------------------------------------------------------------------------- once a microbatch, once a step
 
