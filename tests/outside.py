@@ -26,10 +26,18 @@ def wait_until(condition, process, limit_s) -> None:
         time.sleep(0.0005)
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """A free port above those that Linux gives to outgoing connections, which come and go."""
-    for port in random.sample(range(61440, 65536), 100):
+    """A free port above those that Linux gives to outgoing connections, which come and go; another one at each call, and
+    for each worker of pytest-xdist.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for port in random.sample(sorted(set(range(61440 + worker, 65536, workers)) - _given_ports), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
+            _given_ports.add(port)
             return port
     raise AssertionError("no port is free")

@@ -24,7 +24,7 @@ STOPS = 'for name in TERM INT; do trap "echo $name; exit 75" $name; done; echo r
 
 @pytest.fixture(scope="module")
 def ssh(tmp_path_factory):
-    """An `ssh` for SSH that knows the hosts h1 (127.0.0.1), h2 (127.0.0.2) and nobody (an address without sshd)."""
+    """An `ssh` for SSH that knows the hosts h1 (127.0.0.1), h2 (127.0.0.2) and nobody (a port without sshd)."""
     real_launches.require(sshd="openssh-server", ssh="openssh-client")
     folder = tmp_path_factory.mktemp("ssh")
     folder.chmod(0o700)
