@@ -454,7 +454,7 @@ def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
     device, config = start_jax(), config_of(overrides)
     model, S = config.model, config.train.sequence_length
     name, whole = choose_attention(config, device)
-    kernel = cudnn_kernel() if name == "cudnn" else xla_kernel()
+    kernel = cudnn_kernel() if name.startswith("cudnn") else xla_kernel()
 
     def times(attend: Callable[..., Any], length: int) -> Figures:
         q, k, v, do = (

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -127,21 +127,21 @@ KNOBS = ("model", *PARALLEL_KNOBS, "mask_documents", "sequence_length", "global_
 
 Estimate = Callable[[Config, Gpu], MemoryEstimate]
 ESTIMATES: dict[str, Estimate] = {
-    "jaxllm": estimate_memory,
+    "jaxllm": partial(estimate_memory, on_device=False),
     "megatron": lambda config, gpu: megatron_memory_by_stage(config),
 }
 """Choices of --estimate. Megatron's describes another program. It keeps the draw fixed while jaxllm's estimate changes, because
 its formula does not change."""
 
 
-def draw(seed: int = SEED, count: int = COUNT, estimate: Estimate = estimate_memory) -> list[Case]:
+def draw(seed: int = SEED, count: int = COUNT, estimate: Estimate = ESTIMATES["jaxllm"]) -> list[Case]:
     """Draws the first `count` configurations of a seed. Each depends on its index and on which ones the estimate calls near,
     not on the others.
     """
     return [draw_case(seed, index, estimate) for index in range(count)]
 
 
-def draw_case(seed: int, index: int, estimate: Estimate = estimate_memory) -> Case:
+def draw_case(seed: int, index: int, estimate: Estimate = ESTIMATES["jaxllm"]) -> Case:
     """Takes the models in turn and draws the rest axis by axis, uniformly among the possible values. A configuration that
     should be near capacity is then moved there by its microbatch, sequence length, remat and kind of GPU.
 
@@ -295,7 +295,7 @@ def case_of(row: Row) -> Case:
     return Case(row["index"], row["wanted"], row["gpu"], row["gpus"], {key: row[key] for key in KNOBS})
 
 
-def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Estimate = estimate_memory) -> Row:
+def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Estimate = ESTIMATES["jaxllm"]) -> Row:
     """Args: compiled: the result of compile_case()."""
     result = {
         **{"index": case.index, "seed": seed, "hash": case.hash, "wanted": case.wanted},
@@ -308,7 +308,7 @@ def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Est
     return {column: result.get(column, "") for column in COLUMNS}
 
 
-def estimated(case: Case, estimate: Estimate = estimate_memory) -> dict[str, Any]:
+def estimated(case: Case, estimate: Estimate = ESTIMATES["jaxllm"]) -> dict[str, Any]:
     result = estimate(case.config, find_gpu(case.gpu))
     peak = result.peak_stage
     values = (result.peak_bytes, peak.stage, result.moment, dict(peak.terms_bytes), result.host_bytes)
@@ -383,6 +383,7 @@ def compile_case(case: Case) -> dict[str, Any]:
     finally:
         jax.clear_caches()
     result = {column: getattr(report, column) for column in COMPILED}
+    result["total_bytes"] -= report.workspace_bytes
     return {**result, "attention": report.attention, "compile_s": round(report.compile_s, 2), "versions": versions}
 
 
@@ -500,7 +501,7 @@ def run(
     path: Path,
     workers: int,
     seed: int = SEED,
-    estimate: Estimate = estimate_memory,
+    estimate: Estimate = ESTIMATES["jaxllm"],
     say: Callable[[str], None] = print,
 ) -> None:
     """Compiles the cases. Each becomes a row of the table as soon as it is compiled."""

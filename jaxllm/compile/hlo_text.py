@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxllm.config.attention import SHORTER_DOCUMENTS
+
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
 BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 """bf16[8,128], pred[], f8e4m3fn[1024]."""
@@ -62,7 +64,10 @@ def matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
 
 def attention_flops(instruction: Instruction, target: str, types: Mapping[str, str]) -> int:
     """FLOPs of cuDNN's attention: 4 x scores x head size forward and 10 x backward, which recomputes the scores; half of that
-    under a causal mask."""
+    under a causal mask. Packed documents count as one a sequence, the most that they can take: then only the first of the calls
+    has work."""
+    if SHORTER_DOCUMENTS in instruction.text:
+        return 0
     scores, query = _SCORES.search(instruction.text), BUFFER.search(types.get(_first_operand(instruction), ""))
     if not (scores and query):
         return 0

@@ -35,6 +35,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
+from jaxllm.cost_model.memory import packed_workspace
 from jaxllm.display import readable
 from jaxllm.mesh import axis_sizes
 from jaxllm.private_jax import without_dead_code
@@ -80,8 +81,10 @@ class CompileReport:
     output_bytes: int
     alias_bytes: int
     """Part of the output that reuses an argument's memory."""
+    workspace_bytes: int
+    """What cuDNN takes for packed documents beside the temporaries, by the estimate; 0 on a GPU, where XLA knows it."""
     total_bytes: int
-    """argument + temp + output - alias."""
+    """argument + temp + output - alias + workspace."""
     host_bytes: int
     """Bytes per device in pinned host memory."""
     memory_bytes: int | None
@@ -179,7 +182,7 @@ def compile_report(
         return cached
     real = aot.gpu_devices(gpus // per_host, per_host, gpu, gpu.memory_bytes) if real_memory else None
     kind = (gpu.name, gpu.memory_bytes, gpu.capacity_bytes)
-    report = _compile(config, devices, real, kind, gpu, per_host, because)
+    report = _compile(config, devices, real, kind, gpu, per_host, because, on_device=False)
     if file is not None:
         _write(file, report)
     return report
@@ -208,9 +211,10 @@ def _compile(
     gpu: Gpu | None,
     per_host: int,
     because: str,
+    on_device: bool = True,
 ) -> CompileReport:
     """Compiles for `devices`. Args: kind: name, memory and capacity of a device; gpu: its figures; real: devices with real
-    memory."""
+    memory; on_device: `devices` are present."""
     name, memory_bytes, capacity = kind
     options = xla_flags.compile_options(config, devices[0], capacity)
     may_remat = not xla_flags.NO_REMAT_GPU_OPTIONS.keys() & options.keys()
@@ -224,10 +228,11 @@ def _compile(
     sizes = axis_sizes(config.parallel)
     module = Module(text, sizes)
     collectives = grouped(module.collectives(), sizes)
-    total = total_bytes(memory)
+    workspace = 0 if on_device or gpu is None else packed_workspace(config, gpu)
+    total = total_bytes(memory) + workspace
     fused_flops = kernel_flops(step.jaxpr)
     overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else ()
-    again = None if real is None or capacity is None else _with_real_memory(config, real, total, capacity)
+    again = None if real is None or capacity is None else _with_real_memory(config, real, total, capacity, workspace)
     fits = None if capacity is None else total <= capacity
     return CompileReport(
         gpu=name,
@@ -240,6 +245,7 @@ def _compile(
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
+        workspace_bytes=workspace,
         total_bytes=total,
         host_bytes=host_bytes(memory),
         memory_bytes=memory_bytes,
@@ -268,7 +274,9 @@ def _compile(
     )
 
 
-def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int, capacity: int) -> RealMemory:
+def _with_real_memory(
+    config: Config, devices: Sequence[jax.Device], demand: int, capacity: int, workspace: int = 0
+) -> RealMemory:
     started = time.perf_counter()
     compiled = aot.compile_step(config, devices)
     compile_s = time.perf_counter() - started
@@ -276,7 +284,7 @@ def _with_real_memory(config: Config, devices: Sequence[jax.Device], demand: int
     text = compiled.as_text() or ""
     repeated = len(re.findall(r"^\s*(?:ROOT )?%\S+\.remat\S* = ", text, re.MULTILINE))
     memory: Any = compiled.memory_analysis()
-    total = total_bytes(memory)
+    total = total_bytes(memory) + workspace
     changed = repeated > 0 or total < demand
     module = Module(text, axis_sizes(config.parallel))
     flops = len(devices) * module.flops(module.entry)

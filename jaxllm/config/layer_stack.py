@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxllm.config.attention import HOPPER, Capability, packed_documents
 from jaxllm.config.config import Config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.sections import ModelConfig
@@ -11,7 +12,7 @@ MOST_UNROLLED = 40
 loop in 4 to 7 s (benchmarks/RESULTS.md, "Unrolled layers")."""
 
 
-def has_own_layers(config: Config, on_gpu: bool = True) -> bool:
+def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums.
 
     Layers that are sharded (ZeRO 2 and 3), offloaded or in a pipeline go through a loop in any case. `null` unrolls on GPUs up
@@ -19,8 +20,8 @@ def has_own_layers(config: Config, on_gpu: bool = True) -> bool:
 
     - not where SwiGLU's products are recomputed to save memory: outside a loop XLA needs more for them, 5 to 19% of four steps
       with `full` that would be 1 to 6% faster;
-    - not with masked documents in a single microbatch: outside a loop over microbatches XLA makes the zeros for all layers'
-      blocks of documents at once, and 1B with 8 sequences of 8,192 takes 85.2 GiB on an H200 instead of 76.7;
+    - not with documents that are not packed in a single microbatch: outside a loop over microbatches XLA makes the zeros for
+      all layers' blocks of documents at once, and 1B with 8 sequences of 8,192 takes 85.2 GiB on an H200 instead of 76.7;
     - not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers back: 8B on eight H100s takes
       46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
     """
@@ -31,9 +32,9 @@ def has_own_layers(config: Config, on_gpu: bool = True) -> bool:
     if model.scan_layers is not None:
         return not model.scan_layers
     recomputes_products = {"mlp_gate", "mlp_up"} & set(policy.recompute)
-    if not on_gpu or model.num_layers > MOST_UNROLLED or recomputes_products:
+    if capability is None or model.num_layers > MOST_UNROLLED or recomputes_products:
         return False
-    if config.data.mask_documents and config.num_microbatches == 1:
+    if config.num_microbatches == 1 and config.data.mask_documents and packed_documents(config, capability) is None:
         return False
     return parallel.tensor == parallel.context == 1
 

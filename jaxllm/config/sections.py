@@ -81,12 +81,13 @@ class ModelConfig(Section):
     matmul_dtype: Literal["compute_dtype", "fp8"] = "compute_dtype"
     """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
     per array, computed from the array itself. Head, attention, embedding and all sums do not change."""
-    attention: Literal["xla", "cudnn", "auto"] = "auto"
-    """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged."""
+    attention: Literal["xla", "cudnn", "cudnn_halves", "auto"] = "auto"
+    """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged. cudnn masks documents in packed calls from
+    Hopper on. Before, and with cudnn_halves, it does so in blocks that are halved again and again, which takes longer."""
     scan_layers: Switch | None = None
     """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
     to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
-    products are recomputed or offloaded, or documents are masked in a single microbatch; else a loop."""
+    products are recomputed or offloaded, or documents are masked by halves in a single microbatch; else a loop."""
 
     @model_validator(mode="before")
     @classmethod
@@ -236,6 +237,9 @@ class DataConfig(Section):
     fits into a sequence is cut."""
     mask_documents: Switch = True
     """A token attends only to its own document, and the end of one does not predict the next. false: one continuous text."""
+    max_documents: PositiveInt | None = None
+    """Documents of a sequence at most, free space at its end counted as one, for which attention on GPUs is compiled. null: one
+    for 128 tokens, or as many as the data has."""
     held_out_fraction: Fraction = 0.05
 
     @model_validator(mode="after")

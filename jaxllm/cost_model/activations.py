@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config, ModelConfig
+from jaxllm.config.attention import takes_cudnn
 from jaxllm.config.remat_policy import Policy
 
 Bytes = dict[str, float]
 """Name of a tensor -> bytes."""
-
-
-def takes_cudnn(model: ModelConfig) -> bool:
-    """Whether attention uses cuDNN on a GPU that has it. model/attention.py applies the same rule to a present GPU."""
-    return model.attention != "xla" and model.compute_dtype == "bfloat16" and model.head_dim % 8 == 0 and model.head_dim <= 128
 
 
 def is_blockwise(config: Config) -> bool:

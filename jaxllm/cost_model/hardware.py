@@ -192,6 +192,19 @@ def gpu_from_device_kind(kind: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if kind and gpu.device_kind == kind), None)
 
 
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """CUDA compute capability of a `jax.Device`; None: not an NVIDIA GPU, or unknown."""
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    stated = getattr(device, "compute_capability", None)
+    if stated is None:
+        # A description of a device that is not present may have only a name.
+        gpu = gpu_from_device_kind(device.device_kind)
+        return gpu.chip.compute_capability if gpu else None
+    major, _, minor = str(stated).partition(".")
+    return int(major), int(minor or 0)
+
+
 def find_gpu(name: str) -> Gpu:
     """The GPU for a value of `--gpu`: one of GPUS, or a YAML file (ends in .yaml or .yml) that describes another.
 

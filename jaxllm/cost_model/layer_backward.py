@@ -64,7 +64,7 @@ REARRANGED_QUERIES, REARRANGED_IN_A_RING = 3, 6
 """Copies of queries, outputs and their gradients in zigzag chunks; with one sequence no copy is needed. A ring has more of them
 if its layer is recomputed and transfers start early."""
 SMALLEST_HALF = 128
-"""Rows at which the halving of a block with documents ends (attention_blocks.documents_by_halves)."""
+"""Rows at which the halving of a block with documents ends (blockwise_attention.documents_by_halves)."""
 SMALLEST_SCORES = 6
 """Scores of the smallest blocks, forward and backward, two in float32 and two in the compute dtype, in units of queries if
 heads are as wide as these blocks are long. Observed with one sequence per microbatch and a recomputed layer."""
@@ -105,7 +105,9 @@ class LayerShape:
     slots: int
     """Slots in a pipeline's ring of residuals."""
     documents: bool
-    """Whether attention is masked at document boundaries."""
+    """Whether attention is masked at document boundaries, other than by packing."""
+    packing_bytes: float
+    """Bytes for which cuDNN packs documents."""
     pipelined: bool
     overlap_passes: bool
     has_own_layers: bool
@@ -138,6 +140,8 @@ def layer_backward(layer: LayerShape) -> Moments:
             # Tensors of the concurrent forward layer: close to the mean of 18 steps compiled with and without overlap_passes.
             size += units["mlp"] + units["whole"]
         moments[moment] = {"layer_copies": copies(layer, moment), "working_set": size + attention(layer, moment)}
+        if moment == "attention" and layer.packing_bytes:
+            moments[moment]["packed_documents"] = layer.packing_bytes
         if moment == "attention" and layer.scores:
             moments[moment]["attention_scores"] = SCORE_BYTES * layer.scores
     return moments
@@ -159,11 +163,13 @@ def fewer_products(layer: LayerShape) -> int:
         return 0
     documents = layer.documents
     if not layer.pipelined:
-        return 0 if layer.runs_ahead or documents or layer.context * layer.tensor > 1 else 2
+        if layer.runs_ahead and (layer.zero >= 2 or layer.microbatches == 1):
+            return 0
+        return 0 if documents or layer.context * layer.tensor > 1 else 2
     if is_single(layer):
         return 0 if layer.runs_ahead and (documents or layer.microbatches > 1) else 2
     if layer.microbatches == 1 and not documents:
-        return 2
+        return 1 if layer.runs_ahead and layer.context * layer.tensor > 1 else 2
     return 1 if layer.runs_ahead and layer.tensor == 1 else 0
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from jaxllm.config import ATTENTION_RESULTS, Config
+from jaxllm.config.attention import takes_cudnn
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.cost_model.activations import is_blockwise, takes_cudnn
+from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
 from jaxllm.cost_model.step_parts import (

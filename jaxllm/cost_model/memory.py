@@ -10,7 +10,7 @@ No JAX.
 
 Transfer buffers count with their data: gathered weights in `weights`, `waiting_layer` and `working_set`, pipeline messages in
 `stage_messages`. NCCL's own buffers are outside XLA's memory and belong to the reserve (cost_model/hardware.py). So does
-cuDNN's workspace at run time, which XLA learns only from a real GPU.
+cuDNN's workspace at run time, which XLA learns only from a real GPU, but for what packed documents need more.
 
 All stages of a pipeline run one program in lockstep. XLA therefore allocates the same memory for each stage, used or not: their
 terms are equal.
@@ -31,6 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxllm.config import Config
+from jaxllm.config.attention import Capability
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
@@ -72,20 +73,30 @@ class MemoryEstimate:
         return self.peak_stage.total_bytes
 
 
-def estimate_memory(config: Config, gpu: Gpu | None = None) -> MemoryEstimate:
+def estimate_memory(
+    config: Config, gpu: Gpu | None = None, *, capability: Capability = None, on_device: bool = True
+) -> MemoryEstimate:
     """Memory of the train step of a resolved config on a GPU.
 
     Args:
       gpu: the kind. For an A100, XLA starts transfers later and needs fewer buffers for them. Default: a later kind.
+      capability: of a GPU whose kind has no figures.
+      on_device: as XLA compiles it on the GPU itself. Elsewhere it does not know cuDNN's workspace for packed documents.
 
     Raises:
       ConfigError: a parameter has no dim that divides over ZeRO's ranks.
     """
-    step = Step(config, gpu)
+    step = Step(config, gpu, capability, on_device)
     moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
     terms = {name: round(size) for name, size in {**step.resident(), **held}.items() if size}
     stages = tuple(StageMemory(stage, terms) for stage in range(config.parallel.pipe))
     return MemoryEstimate(config.devices, stages, round(step.on_host()), moment)
+
+
+def packed_workspace(config: Config, gpu: Gpu) -> int:
+    """Bytes by which cuDNN's workspace for packed documents raises the estimate's peak above that of a step compiled elsewhere;
+    0 if another moment is fuller."""
+    return estimate_memory(config, gpu).peak_bytes - estimate_memory(config, gpu, on_device=False).peak_bytes
 
 
 class Step(StepSizes):

@@ -37,7 +37,7 @@ class StepModel(LayerCompute):
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)
         self.context_method = context_method(config)
-        self.has_own_layers = has_own_layers(config)
+        self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
         self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 
 from jaxllm.config import Config
+from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.config.remat_policy import Policy, policy_of
-from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise, takes_cudnn
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import LayerShape, halvings
 from jaxllm.cost_model.parameters import Elements, parameters
@@ -30,9 +31,13 @@ def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> 
 class StepSizes:
     """Sizes of a train step's tensors, in bytes on one device."""
 
-    def __init__(self, config: Config, gpu: Gpu | None = None):
+    def __init__(self, config: Config, gpu: Gpu | None = None, capability: Capability = None, on_device: bool = True):
         self.config, self.model, self.parallel = config, config.model, config.parallel
         self.runs_ahead = gpu is None or gpu.chip.runs_ahead
+        self.capability = gpu.chip.compute_capability if gpu else capability or HOPPER
+        self.packed = packed_documents(config, self.capability) or 0
+        self.on_device = on_device
+        self.in_blocks = config.data.mask_documents and not self.packed
         p, train = config.parallel, config.train
         self.policy: Policy = policy_of(p.remat)
         self.ranks = int(p.data) * p.context
@@ -106,7 +111,7 @@ class StepSizes:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
             of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
             of_halves = {"block_input": 2 * u["split"], "attention_input": u["whole"], "mlp_input": u["whole"]}
-            if self.config.data.mask_documents and not self.scores:
+            if self.in_blocks and not self.scores:
                 # Of each halving a half of the queries, and of the keys and values.
                 levels = halvings(self.local_length, self.parallel.context)
                 of_attention["attention_halves"] = levels * (u["query"] / 2 + u["key"])
@@ -147,6 +152,19 @@ class StepSizes:
         return self.tokens * self.local_length * m.num_heads / p.tensor
 
     @property
+    def packing_bytes(self) -> float:
+        """Bytes that packing documents takes while attention runs backward: the log-sum-exp of each document of a call, and
+        cuDNN's float32 gradients of the queries, beyond those of one sequence a row."""
+        if not self.packed:
+            return 0
+        p = self.parallel
+        rows = self.local_length if p.context == 1 else self.local_length // 2
+        count = most_in_a_piece(self.packed, rows, BACKWARD_SLOTS)
+        of_heads = count * FLOAT32 * self.tokens * self.model.num_heads / p.tensor
+        gradients = (count - 1) * FLOAT32 / self.itemsize * self.units["query"]
+        return of_heads + (gradients if self.on_device else 0)
+
+    @property
     def layer_shape(self) -> LayerShape:
         p, config = self.parallel, self.config
         return LayerShape(
@@ -167,9 +185,10 @@ class StepSizes:
             chunk_layers=config.chunk_layers,
             virtual_stages=p.virtual_stages,
             slots=self.slots,
-            documents=config.data.mask_documents,
+            documents=self.in_blocks,
             pipelined=self.pipelined,
             overlap_passes=p.overlap_passes,
+            packing_bytes=self.packing_bytes,
             has_own_layers=self.has_own_layers,
             runs_ahead=self.runs_ahead,
         )
@@ -201,7 +220,7 @@ class StepSizes:
     @cached_property
     def has_own_layers(self) -> bool:
         """Whether each layer has its own arrays; else they go through a loop with a ring of residuals (layer_loop.py)."""
-        return has_own_layers(self.config)
+        return has_own_layers(self.config, self.capability)
 
     @cached_property
     def accumulates(self) -> bool:

@@ -7,6 +7,7 @@ of documents in each. It reads no text, so samples have random access.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ BEST_FIT_WINDOW = 65_536
 """Number of documents that best-fit packing considers together. A few thousand already fill 99.9 % of all sequences; larger
 windows fill no more, but put documents of equal length into the same sequences."""
 
+_CHUNK = 2**20
+"""Documents that most_pieces counts at once."""
 # Free sizes per word of best_fit's two-level search. With very long sequences there are about as many words as bits.
 _WORD_BITS = 9
 
@@ -47,6 +50,22 @@ class Concat:
         self.num_samples = -(-self.num_tokens // sequence_length)
         self.num_rotations = max(min(sequence_length, self.num_tokens), 1)
         """Number of ways to cut the same documents into samples, numbered from 0."""
+
+    @cached_property
+    def most_pieces(self) -> int:
+        """Pieces of a sample at most, in any rotation; free space at its end counts as one."""
+        if not self.num_tokens:
+            return 1
+        # Most documents begin in a sample that starts with the last token of another. Documents follow each other in a circle.
+        count, most = len(self._ends), 0
+        for first in range(0, count, _CHUNK):
+            # Document d ends where d + 1 starts. Counted are the ends from a start on, up to the sample's last token but one.
+            ends = self._ends[first : first + _CHUNK]
+            last = ends - self._lengths[first : first + _CHUNK] + min(self._sequence_length, self.num_tokens) - 2
+            around = np.where(last < self.num_tokens, 0, count)
+            before = np.searchsorted(self._ends, np.where(last < self.num_tokens, last, last - self.num_tokens), side="right")
+            most = max(most, int((around + before - np.arange(first, first + len(ends))).max()))
+        return most + 2 + (self.num_tokens % self._sequence_length > 0)
 
     def pieces(self, sample: int, rotation: int = 0) -> Pieces:
         """Pieces that fill one sample, at most S tokens. Samples 0 .. num_samples-1 of one rotation hold each token once."""
@@ -86,6 +105,10 @@ class BestFit:
         self._ends = np.cumsum(np.concatenate([counts for _, counts in windows]))
         self.num_tokens = int((self._pieces.stops - self._pieces.starts).sum())
         self.num_samples = len(self._ends)
+
+    @cached_property
+    def most_pieces(self) -> int:
+        return int(np.diff(self._ends, prepend=0).max(initial=0)) + 1
 
     def pieces(self, sample: int, rotation: int = 0) -> Pieces:
         here = slice(self._ends[sample - 1] if sample else 0, self._ends[sample])

@@ -125,6 +125,10 @@ class Data:
         packed = [self._packed(s, document_order(s.train, seed, number)) for number, s in enumerate(self.sources)]
         return SampleStream(packed, [source.weight for source in self.sources], seed)
 
+    def most_documents(self, stream: SampleStream) -> int:
+        """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one."""
+        return max(packed.packing.most_pieces for packed in (*stream.sources, *self.held_out()))
+
     def held_out(self) -> list[PackedDocuments]:
         """Held-out documents of each source that has any, in the source's own order."""
         return list(self._held_out)

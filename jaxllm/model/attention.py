@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ConfigError, ModelConfig
+from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.model import cudnn_attention
 
 Attend = Callable[..., Float[Array, "B S N H"]]
@@ -51,10 +52,10 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
     """The reason cuDNN attention cannot run this model on this device, or None."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
-    # A description of a device that is not present may lack it.
-    capability = getattr(device, "compute_capability", None)
-    if capability is not None and float(capability) < 8.0:
-        return f"it needs Ampere (compute capability 8.0) or newer and {device.device_kind} has {capability}"
+    capability = compute_capability(device)
+    if capability is not None and capability < (8, 0):
+        has = f"{capability[0]}.{capability[1]}"
+        return f"it needs Ampere (compute capability 8.0) or newer and {device.device_kind} has {has}"
     if model.compute_dtype != "bfloat16":
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
     if model.head_dim % 8 or model.head_dim > 128:
@@ -69,8 +70,10 @@ def choose_kernel(model: ModelConfig, device: jax.Device) -> str:
       ConfigError: the config names cudnn, and it cannot run here. Only `auto` falls back, with a warning.
     """
     reason = why_not_cudnn(model, device)
-    if model.attention == "cudnn" and reason:
-        raise ConfigError(f"model.attention=cudnn cannot run here, because {reason}: set model.attention=auto or xla.")
+    if model.attention.startswith("cudnn") and reason:
+        raise ConfigError(
+            f"model.attention={model.attention} cannot run here, because {reason}: set model.attention=auto or xla."
+        )
     if model.attention == "xla" or reason:
         if model.attention == "auto" and device.platform != "cpu":
             log.warning("model.attention=auto takes xla, not cudnn: %s.", reason)

@@ -1,22 +1,23 @@
 """Blocks of attention by cuDNN's fused kernel, through JAX's private binding.
 
-    kernel = cudnn_kernel()      # ConfigError if it cannot run; blockwise_attention.py describes kernels
+    kernel = cudnn_kernel(most_documents)      # ConfigError if it cannot run; blockwise_attention.py describes kernels
 
 The public `jax.nn.dot_product_attention(..., return_residual=True)` is not precise enough: it rounds the log-sum-exp to the
 output's dtype (JAX 0.10 to 0.12). A bfloat16 near 10 is off by up to 0.03, and so is the weight of every merged block. No
 public backward pass takes the output and log-sum-exp of all blocks. Both come from JAX's private binding (private_jax.py).
 
 cuDNN has no segments. A block that is not causal needs none: documents leave a rectangle of it, which cuDNN masks as padding
-once the keys are reversed. A causal block is cut into such blocks (`documents_by_halves`). cuDNN's packed layout would do that
-in one call. But JAX 0.10 gives it wrong offsets for grouped heads (jax-ml/jax#39521), it needs Hopper and a number of documents
-fixed in advance, and its log-sum-exp is ordered by document.
+once the keys are reversed. For a causal block there are two ways:
+
+    packed    Hopper and newer: each document is a sequence of its own (packed_documents.py), up to a number that is compiled in
+    halves    any GPU, any number of documents: blocks that are not causal, in log2(S / 128) calls (`documents_by_halves`)
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +33,16 @@ from jaxllm.model.blockwise_attention import (
     rectangle,
     xla_kernel,
 )
+from jaxllm.model.packed_documents import Call, packed_documents
 from jaxllm.private_jax import cudnn_binding
+
+log = logging.getLogger(__name__)
 
 KNOWN = ((0, 10), (0, 13))
 """(first, first not supported): versions of JAX with the binding that is called here."""
 
-_FORWARD = {"query", "key", "value", "q_seqlen", "kv_seqlen", "scale", "mask_type", "qkv_layout", "return_residual"}
-_BACKWARD = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "res"}
+_FORWARD = {"query", "q_seqlen", "q_offsets", "page_table_v", "scale", "seed", "variadic_args", "mask_type", "layout"}
+_BACKWARD = _FORWARD | {"activation", "fwd_output", "grad_output"}
 
 
 def why_not() -> str | None:
@@ -48,16 +52,20 @@ def why_not() -> str | None:
         return f"jaxllm knows JAX's cuDNN binding up to 0.12 and this is JAX {jax.__version__}"
     try:
         binding = cudnn_binding()
-        forward = inspect.signature(binding.dot_product_attention).parameters.keys()
-        backward = inspect.signature(binding._dot_product_attention_bwd_rule).parameters.keys()
-        known = forward >= _FORWARD and backward >= _BACKWARD and hasattr(binding, "_dot_product_attention_bwd_p_wrapper")
+        forward = inspect.signature(binding._dot_product_attention_fwd_abstract).parameters.keys()
+        backward = inspect.signature(binding._dot_product_attention_bwd_abstract).parameters.keys()
+        has_both = hasattr(binding, "_dot_product_attention_fwd_p") and hasattr(binding, "_dot_product_attention_bwd_p")
+        known = has_both and forward >= _FORWARD and backward >= _BACKWARD
     except (ImportError, AttributeError):
         known = False
     return None if known else f"JAX {jax.__version__} has another cuDNN binding than jaxllm knows"
 
 
-def cudnn_kernel() -> Kernel:
+def cudnn_kernel(most_documents: int | None = None) -> Kernel:
     """The kernel for bfloat16 or float16, on NVIDIA Ampere or newer, and only where every mesh axis is manual.
+
+    Args:
+      most_documents: documents of a sequence at most: `packed`, for Hopper and newer. None: `halves`.
 
     Raises:
       ConfigError: this JAX has another binding.
@@ -65,11 +73,15 @@ def cudnn_kernel() -> Kernel:
     if reason := why_not():
         raise ConfigError(f"Attention by cuDNN cannot run, because {reason}: install JAX 0.10 to 0.12, or take xla.")
     plain = Kernel("cudnn", _forward, _backward)
-    # 128 rows: the squares' scores are then B x N x S x 128, and a smaller call to cuDNN would be all start-up (not measured).
-    packed = documents_by_halves(off_diagonal=plain, diagonal=xla_kernel(), smallest=128)
+    if most_documents is None:
+        # 128 rows: the squares' scores are then B x N x S x 128, and a smaller call to cuDNN would be all start-up (not
+        # measured).
+        documents = documents_by_halves(off_diagonal=plain, diagonal=xla_kernel(), smallest=128)
+    else:
+        documents = packed_documents(_call_forward, _call_backward, most_documents)
 
     def choose(mask: Mask) -> Kernel:
-        return packed if mask.causal and mask.q_segments_BS is not None else plain
+        return documents if mask.causal and mask.q_segments_BS is not None else plain
 
     return Kernel(
         "cudnn",
@@ -78,46 +90,61 @@ def cudnn_kernel() -> Kernel:
     )
 
 
-def largest_error(num_heads: int, num_kv_heads: int, head_dim: int) -> float:
+def largest_error(queries_per_key: int, head_dim: int, packs: bool | None) -> float:
     """The largest relative error of this machine's output and gradients against plain XLA's, in the Euclidean norm, for a small
-    batch: packed, of one document, without a mask. bfloat16 rounds to about 0.005; a wrong mask or layout gives 0.1 and more.
+    batch: without documents, without a mask, and with documents of all lengths, short ones, and one a sequence. bfloat16 rounds
+    to about 0.005; a wrong mask or layout gives 0.1 and more. Infinite if cuDNN has no such kernel.
+
+    Args:
+      packs: how documents are masked: packed or by halves. None: not at all.
     """
-    S = 512
+    S, starts = 512, ((70, 300, 301, 318, 350), range(20, 512, 20), ())
+    heads = (2 * queries_per_key, 2, 2, 2 * queries_per_key)
     keys = jax.random.split(jax.random.key(0), 4)
-    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     arrays = [jax.random.normal(k, (2, S, n, head_dim), jnp.bfloat16) for k, n in zip(keys, heads, strict=True)]
-    segments_BS = jnp.cumsum(jnp.isin(jnp.arange(S), jnp.array([70, 300, 301])), dtype=jnp.int32)[None].repeat(2, 0)
+    documents = (jnp.cumsum(jnp.isin(jnp.arange(S), jnp.array(at, int)), dtype=jnp.int32)[None].repeat(2, 0) for at in starts)
+    masks = [Mask(True), Mask(False)]
+    if packs is not None:
+        masks += [Mask(True, segments_BS, segments_BS) for segments_BS in documents]
 
     def answers(kernel: Kernel):
         def run(q, k, v, do):
             found = []
-            for mask in (Mask(True, segments_BS, segments_BS), Mask(True), Mask(False)):
+            for mask in masks:
                 o, lse = kernel.forward(q, k, v, mask)
                 found += [o, *kernel.backward(q, k, v, o, lse, do, mask)]
             return found
 
         return [x.astype(jnp.float32) for x in jax.jit(run)(*arrays)]
 
-    pairs = zip(answers(cudnn_kernel()), answers(xla_kernel()), strict=True)
-    return max(float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs)
+    expected = answers(xla_kernel())
+    try:
+        found = answers(cudnn_kernel(64 if packs else None))
+    except jax.errors.JaxRuntimeError as error:
+        log.warning("cuDNN's attention failed: %s", error)
+        return math.inf
+    return max(
+        float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in zip(found, expected, strict=True)
+    )
 
 
 def _forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask) -> Partial:
     if mask.q_segments_BS is None:
-        o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH, v_BTKH, mask.causal, None)
+        o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH, v_BTKH, "CAUSAL" if mask.causal else "NO_MASK")
         return Partial(o_BSNH.astype(jnp.float32), lse_BNS.swapaxes(1, 2))
     lengths, (q_seen_BS, _) = _padding(mask)
-    o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], False, lengths)
+    o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], "PADDING", lengths)
     o_BSNH = jnp.where(q_seen_BS[..., None, None], o_BSNH, 0).astype(jnp.float32)
     return Partial(o_BSNH, jnp.where(q_seen_BS[..., None], lse_BNS.swapaxes(1, 2), NOTHING))
 
 
 def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:
-    if mask.q_segments_BS is None:
-        return _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN.swapaxes(1, 2), do_BSNH, mask.causal, None)
-    lengths, (q_seen_BS, k_seen_BT) = _padding(mask)
     lse_BNS = lse_BSN.swapaxes(1, 2)
-    gradients = _call_backward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], o_BSNH, lse_BNS, do_BSNH, False, lengths)
+    if mask.q_segments_BS is None:
+        kind = "CAUSAL" if mask.causal else "NO_MASK"
+        return _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BNS, do_BSNH, kind)
+    lengths, (q_seen_BS, k_seen_BT) = _padding(mask)
+    gradients = _call_backward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], o_BSNH, lse_BNS, do_BSNH, "PADDING", lengths)
     dq_BSNH, dk_BTKH, dv_BTKH = gradients[0], gradients[1][:, ::-1], gradients[2][:, ::-1]
     # cuDNN may write anything past the lengths. Here it is set to 0.
     dq_BSNH = jnp.where(q_seen_BS[..., None, None], dq_BSNH, 0)
@@ -137,48 +164,48 @@ def _padding(mask: Mask):
 # ------------------------------------------------------------------------------------------------------- the private binding
 
 
-def _call_forward(q_BSNH, k_BTKH, v_BTKH, causal: bool, lengths):
-    """(output in the inputs' dtype, float32 log-sum-exp [B, N, S])"""
-    binding = cudnn_binding()
-    mask_type, lengths = _mask_type(binding, causal, lengths)
-    return binding.dot_product_attention(
-        q_BSNH,
-        k_BTKH,
-        v_BTKH,
-        q_seqlen=lengths[0],
-        kv_seqlen=lengths[1],
-        scale=1 / math.sqrt(q_BSNH.shape[-1]),
-        mask_type=mask_type,
-        qkv_layout="BTNH",
-        return_residual=True,
-    )
+def _call_forward(q_BSNH, k_BTKH, v_BTKH, kind: str, lengths=None, call: Call | None = None):
+    """(output in the inputs' dtype, float32 log-sum-exp [B, N, S]; of packed documents [C, N, longest])
+
+    Args:
+      kind: a name of JAX's MaskType.
+      lengths: with PADDING, of queries and keys, int32 [B].
+      call: with PADDING_CAUSAL, the documents.
+    """
+    operands, parameters = _arguments(q_BSNH, k_BTKH, v_BTKH, kind, lengths, call)
+    return cudnn_binding()._dot_product_attention_fwd_p.bind(*operands, is_training=True, **parameters)
 
 
-def _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BNS, do_BSNH, causal: bool, lengths) -> Gradients:
+def _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse, do_BSNH, kind, lengths=None, call=None) -> Gradients:
     """The gradients in the inputs' dtype."""
+    operands, parameters = _arguments(q_BSNH, k_BTKH, v_BTKH, kind, lengths, call)
+    results = (lse, o_BSNH.astype(q_BSNH.dtype), do_BSNH.astype(q_BSNH.dtype))
+    return tuple(cudnn_binding()._dot_product_attention_bwd_p.bind(*operands, *results, **parameters))
+
+
+def _arguments(q_BSNH, k_BTKH, v_BTKH, kind: str, lengths, call: Call | None):
+    """(operands, parameters) of the primitives behind JAX's own, which divide a call over devices, ask the devices present
+    what they can, and count packed keys wrongly for grouped heads before JAX 0.11.2 (jax-ml/jax#39521)."""
     binding = cudnn_binding()
-    mask_type, lengths = _mask_type(binding, causal, lengths)
     unused = jnp.zeros(0, q_BSNH.dtype)
-    lengths = [unused if length is None else length for length in lengths]
-    # Flex attention, from JAX 0.12 on.
-    extra = {"score_mod": None} if "score_mod" in inspect.signature(binding._dot_product_attention_bwd_rule).parameters else {}
-    return tuple(
-        binding._dot_product_attention_bwd_p_wrapper.bind(
-            *(q_BSNH, k_BTKH, v_BTKH, unused, *lengths, unused, unused, unused, unused),
-            *(lse_BNS, o_BSNH.astype(q_BSNH.dtype), do_BSNH.astype(q_BSNH.dtype)),
-            scale=1 / math.sqrt(q_BSNH.shape[-1]),
-            seed=42,
-            dropout_rate=0.0,
-            variadic_args=(False, False),
-            mask_type=mask_type,
-            layout=binding.AttentionLayout.BTNH.value,
-            sliding_window_length=None,
-            **extra,
-        )
-    )
-
-
-def _mask_type(binding: ModuleType, causal: bool, lengths):
-    if lengths is not None:
-        return binding.MaskType.PADDING, lengths
-    return (binding.MaskType.CAUSAL if causal else binding.MaskType.NO_MASK), (None, None)
+    offsets = (unused, unused)
+    if call is not None:
+        assert q_BSNH.size < 2**31, "cuDNN is told with 32 bits where a document starts"
+        lengths = (call.lengths, call.lengths)
+        # One more than there are documents: the end, behind the last start. cuDNN does not read the others.
+        end = jnp.full(len(call.starts), q_BSNH.shape[0] * q_BSNH.shape[1], jnp.int32)
+        starts = jnp.concatenate([call.starts.reshape(-1), end]).reshape(len(call.starts), -1)
+        offsets = tuple(starts * math.prod(x.shape[2:]) for x in (q_BSNH, k_BTKH))
+    parameters = {
+        "scale": 1 / math.sqrt(q_BSNH.shape[-1]),
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": binding.MaskType[kind],
+        "layout": binding.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
+    if "score_mod_name" in inspect.signature(binding._dot_product_attention_fwd_cuda_lowering).parameters:
+        # Flex attention, from JAX 0.12 on.
+        parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return (q_BSNH, k_BTKH, v_BTKH, unused, *(lengths or (unused, unused)), *offsets, unused, unused), parameters

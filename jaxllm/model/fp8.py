@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
-from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.cost_model.hardware import compute_capability
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST_SCALE = 2.0**100
@@ -47,12 +47,9 @@ def require_fp8(device: jax.Device) -> None:
     """Raises ConfigError if a device cannot multiply FP8. A CPU computes it in float32 with the same rounding, for tests."""
     if device.platform == "cpu":
         return
-    capability = getattr(device, "compute_capability", None)
-    if capability is None and (gpu := gpu_from_device_kind(device.device_kind)):
-        # A description of a device that is not present has only a name.
-        capability = ".".join(map(str, gpu.chip.compute_capability))
-    if device.platform not in ("gpu", "cuda") or (capability is not None and float(capability) < 8.9):
-        kind = f"{device.device_kind} has {capability}" if capability is not None else f"this is {device.platform}"
+    capability = compute_capability(device)
+    if device.platform not in ("gpu", "cuda") or (capability is not None and capability < (8, 9)):
+        kind = f"{device.device_kind} has {capability[0]}.{capability[1]}" if capability else f"this is {device.platform}"
         raise ConfigError(
             f"model.matmul_dtype=fp8 needs an NVIDIA GPU of Ada, Hopper or later (compute capability 8.9), and {kind}: set "
             f"model.matmul_dtype=compute_dtype."

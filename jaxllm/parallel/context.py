@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import has_own_layers
+from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
 from jaxllm.parallel.embedding import look_up_over_ranks
@@ -54,7 +55,7 @@ class ParallelContext:
     layouts: Any
     """Nested dict of Layout."""
     attention: str
-    """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
+    """How attention is computed: xla or cudnn, over several context ranks ring or all_gather, and how documents are masked."""
     ops: Ops
     zero: Zero | None
     """ZeRO 2 or 3 over several ranks; None: each rank has full weights and its own sum of gradients."""
@@ -104,7 +105,7 @@ class ParallelContext:
     @cached_property
     def has_own_layers(self) -> bool:
         """Whether each layer has arrays of its own in the step; else all layers are one stack."""
-        return has_own_layers(self.config, self.mesh.devices.flat[0].platform != "cpu")
+        return has_own_layers(self.config, compute_capability(self.mesh.devices.flat[0]))
 
     @property
     def is_diloco(self) -> bool:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config, ModelConfig
+from jaxllm.config.attention import packed_documents
 from jaxllm.cost_model.activations import context_method
+from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh import CONTEXT, TENSOR
 from jaxllm.model.attention import Attend, choose_kernel, xla_attention
 from jaxllm.model.blockwise_attention import xla_kernel
@@ -21,17 +23,21 @@ from jaxllm.sharding import tensor_shard_map
 
 def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
     """(name, function) of the attention that model.attention and parallel.context_method ask for on this kind of device."""
-    model, c = config.model, config.parallel.context
-    kernel = choose_kernel(model, device)
+    name, c = choose_kernel(config.model, device), config.parallel.context
+    if (name, c) == ("xla", 1):
+        return name, xla_attention
+    most = packed_documents(config, compute_capability(device))
+    kernel = cudnn_kernel(most) if name == "cudnn" else xla_kernel()
+    # A ring of one rank computes its local block alone. jax.nn's attention would do it too, but a remat policy cannot keep its
+    # log-sum-exp, and the backward pass would run the kernel again.
+    make, method = ring_attention, ""
     if c > 1:
         method = context_method(config)
         make = {"ring": ring_attention, "all_gather": all_gather_attention}[method]
-        return f"{kernel} {method}", make(cudnn_kernel() if kernel == "cudnn" else xla_kernel(), CONTEXT, c)
-    if kernel == "xla":
-        return kernel, xla_attention
-    # A ring of one rank computes its local block alone. jax.nn's attention would do it too, but a remat policy cannot keep its
-    # log-sum-exp, and the backward pass would run the kernel again.
-    return kernel, ring_attention(cudnn_kernel(), CONTEXT, 1)
+    masked = ""
+    if name == "cudnn" and config.data.mask_documents:
+        masked = f", up to {most} documents packed" if most else ", documents by halves"
+    return f"{name} {method}".strip() + masked, make(kernel, CONTEXT, c)
 
 
 def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:

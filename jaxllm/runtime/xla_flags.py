@@ -18,6 +18,7 @@ import mmap
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ import jax
 import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
+from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import layer_matmul_parameters
-from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
+from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.runtime.cpus import available_cpus
 
@@ -92,8 +94,7 @@ DETERMINISTIC_GPU_FLAGS = {
 
 log = logging.getLogger(__name__)
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-"""Compute capabilities."""
+BLACKWELL = (10, 0)
 GPU_ENVIRONMENT = {
     # NVIDIA's NCCL user guide, Troubleshooting, Logging: WARN prints warnings and errors, and is the "production minimum".
     "NCCL_DEBUG": "WARN",
@@ -160,6 +161,11 @@ OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
     # As for pipelines: loops with collectives inside may run beside other collectives.
     "more_at_once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4},
 }
+RENAMED_GPU_OPTIONS = {
+    f"xla_gpu_enable_pipelined_{kind}": (f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON")
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}
+"""Option of JAX 0.10 -> (option of JAX 0.11 and 0.12, its value where the old one is True)."""
 
 
 def optional_gpu_options(config: Config) -> dict[str, int]:
@@ -188,27 +194,37 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     options: dict[str, Any] = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
-    if offloads or config.parallel.offload_state != "none" or _may_fit(config, device.device_kind, capacity_bytes):
+    if offloads or config.parallel.offload_state != "none" or _may_fit(config, device, capacity_bytes):
         options = options | NO_REMAT_GPU_OPTIONS
-    if has_own_layers(config) and adds_in_matmuls(config.model):
+    if has_own_layers(config, compute_capability(device)) and adds_in_matmuls(config.model):
         options = options | OWN_LAYERS_GPU_OPTIONS
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
     asked = optional_gpu_options(config)
     options = options | asked
-    given = _given_names()
-    accepted = {name: value for name, value in options.items() if name not in given and is_accepted(name, value)}
-    if lacking := [name for name in asked if name not in given and name not in accepted]:
+    given = set(_given_names())
+    accepted, lacking = {}, []
+    for name, value in options.items():
+        ways = (name, value), RENAMED_GPU_OPTIONS.get(name, (name, value))
+        if given & {way[0] for way in ways}:
+            continue
+        if (way := accepted_way(ways)) is not None:
+            accepted[way[0]] = way[1]
+        elif name in asked:
+            lacking.append(name)
+    if lacking:
         log.warning("jaxlib %s has no %s: run.xla_options goes without.", jaxlib.__version__, ", ".join(lacking))
     return accepted
 
 
-def _may_fit(config: Config, device_kind: str, capacity_bytes: int | None) -> bool:
+def _may_fit(config: Config, device: jax.Device, capacity_bytes: int | None) -> bool:
     """Whether the estimate fits into a GPU, as far as its memory is known. XLA may rematerialise what does not."""
-    gpu = gpu_from_device_kind(device_kind)
+    gpu = gpu_from_device_kind(device.device_kind)
     capacity_bytes = capacity_bytes or (gpu.capacity_bytes if gpu else None)
-    return capacity_bytes is None or estimate_memory(config, gpu).peak_bytes <= capacity_bytes
+    if capacity_bytes is None:
+        return True
+    return estimate_memory(config, gpu, capability=compute_capability(device)).peak_bytes <= capacity_bytes
 
 
 def apply(run: RunConfig) -> list[str]:
@@ -292,6 +308,11 @@ def _forced_cpu_devices(flags: str) -> int | None:
 def given_flags() -> str:
     """XLA_FLAGS as they are now: the compiled program depends on them."""
     return os.environ.get("XLA_FLAGS", "")
+
+
+def accepted_way(ways: Iterable[tuple[str, Any]]) -> tuple[str, Any] | None:
+    """The first option and value that the installed compiler takes."""
+    return next((way for way in ways if is_accepted(*way)), None)
 
 
 @functools.cache

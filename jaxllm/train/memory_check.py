@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.hardware import RESERVE_BYTES, Gpu, gpu_from_device_kind
+from jaxllm.cost_model.hardware import RESERVE_BYTES, Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.display import readable
@@ -92,7 +92,7 @@ def check_memory(
     if capacity_bytes is None:
         return None
     gpu = gpu_from_device_kind(device.device_kind)
-    estimate = estimate or partial(estimate_memory, gpu=gpu)
+    estimate = estimate or partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
     fit = Fit(estimate(config), capacity_bytes)
     if fit.fits:
         return fit
@@ -150,7 +150,7 @@ class OutOfMemoryAdvice:
         device = jax.local_devices()[0]
         config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
         gpu = gpu_from_device_kind(device.device_kind)
-        estimate = partial(estimate_memory, gpu=gpu)
+        estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
         capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
         target = round(SAFER_SHARE * memory.peak_bytes)
         if capacity_bytes is not None:

@@ -75,7 +75,7 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
     before, now = meta["config"], config.model_dump(mode="json")
     # The fingerprint identifies the text, whatever its path.
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
-    free |= {("data", key) for key in ("paths", "tokenizer", "chat_template")}
+    free |= {("data", key) for key in ("paths", "tokenizer", "chat_template", "max_documents")}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
     keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
     for section, key in keys:

@@ -28,13 +28,13 @@ from jaxllm.checkpoint.weights import initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import replicated
-from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
 from jaxllm.train import diloco
+from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
 from jaxllm.train.compiled_steps import CompiledSteps
@@ -59,27 +59,6 @@ class Evaluation(NamedTuple):
     """Number of scored tokens."""
     by_source: dict[str, float]
     """The loss of each source of a mixture."""
-
-
-ATTENTION_TOLERANCE = 0.03
-
-
-def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
-    """Compares cuDNN's attention, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
-
-    Raises:
-      ConfigError: they differ.
-    """
-    if not attention.startswith("cudnn") or mesh.devices.flat[0].platform == "cpu":
-        return
-    model = config.model
-    with jax.default_device(jax.local_devices()[0]):
-        error = largest_error(model.num_heads // model.num_kv_heads, 1, model.head_dim)
-    if not error < ATTENTION_TOLERANCE:
-        raise ConfigError(
-            f"cuDNN's attention is off by {100 * error:.1f}% on this machine, so its version and JAX {jax.__version__} do not "
-            f"fit together: set model.attention=xla, or install other versions."
-        )
 
 
 class Trainer:
@@ -117,6 +96,8 @@ class Trainer:
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
         self.stream = self.data.stream()
+        most_documents = partial(self.data.most_documents, self.stream)
+        self.config = config = with_room_for_documents(config, jax.local_devices()[0], most_documents)
         self.mesh = mesh_on_hosts(config.parallel)
         self.programs = CompiledSteps(config, self.mesh)
         # Rounds begin later, at the first step at the earliest.

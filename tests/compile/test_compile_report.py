@@ -73,7 +73,7 @@ def recipe(tmp_path):
 def no_compiler(monkeypatch):
     """Makes the test fail if anything compiles."""
 
-    def refuse(*_):
+    def refuse(*_, **options):
         raise AssertionError("compiled")
 
     monkeypatch.setattr(module, "_compile", refuse)
@@ -301,7 +301,7 @@ def test_the_cache_knows_what_a_report_depends_on(report, cache, no_compiler):
 
 @needs_gpu_compiler
 def test_a_broken_or_read_only_cache_does_no_harm(report, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(module, "_compile", lambda *_: report)
+    monkeypatch.setattr(module, "_compile", lambda *_, **options: report)
     monkeypatch.setattr(module, "cache_key", lambda *_: "key")
     (tmp_path / "key.json").write_text('{"total_bytes": 3')
     assert compile_report(config(), H100, 8, cache=tmp_path) == report
@@ -348,7 +348,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
 @needs_gpu_compiler
 def test_hosts_are_no_larger_than_the_kind_has(no_compiler, monkeypatch):
     taken = []
-    monkeypatch.setattr(module, "_compile", lambda *arguments: taken.append(arguments[-2:]))
+    monkeypatch.setattr(module, "_compile", lambda *arguments, **_: taken.append(arguments[-2:]))
     batch = ("train.global_batch_sequences=24", "train.microbatch_sequences=1")
     for name in ("h100-80gb", "h100-94gb"):
         compile_report(config(*batch), GPUS[name], 12)

@@ -69,6 +69,17 @@ def test_best_fit_cuts_no_document_that_fits(lengths, sequence_length, window):
         assert len({d // window for d in found.pieces(n).documents.tolist()}) == 1
 
 
+@PACKINGS
+@given(lengths=LENGTHS, sequence_length=st.integers(1, 24))
+def test_no_sample_has_more_pieces_than_said(packed, lengths, sequence_length):
+    """Two more than the fullest sample has, at most: free space, and a place where no sample begins."""
+    found = packed(np.array(lengths), np.arange(len(lengths)), sequence_length)
+    samples = [found.pieces(n, r) for r in range(found.num_rotations) for n in range(found.num_samples)]
+    sizes = [sum(p.stops - p.starts) for p in samples]
+    counts = [len(p.documents) + (size < sequence_length) for p, size in zip(samples, sizes, strict=True)]
+    assert max(counts, default=1) <= found.most_pieces <= max(counts, default=0) + 2
+
+
 @given(
     sizes=st.lists(st.integers(1, 20), max_size=60).map(lambda sizes: sorted(sizes, reverse=True)),
     word_bits=st.sampled_from([1, 2, 9]),

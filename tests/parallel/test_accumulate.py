@@ -13,6 +13,7 @@ from tiny import TINY
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.report import compile_report
 from jaxllm.config import load_config
+from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import MOST_UNROLLED, has_own_layers
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.model import loss
@@ -141,35 +142,40 @@ def test_a_single_microbatchs_gradients_follow_float32s(gradients_of, scan):
 # ------------------------------------------------------------------------------------------------------ which steps unroll
 
 
+SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
+
+
 @pytest.mark.parametrize(
-    ("overrides", "on_gpu", "expected"),
+    ("overrides", "capability", "expected"),
     [
-        ((), True, True),
-        ((), False, False),
-        (("model.scan_layers=true",), True, False),
-        (("model.scan_layers=false",), False, True),
-        (("parallel.data=4", "parallel.zero=1"), True, True),
-        (("parallel.data=4", "parallel.zero=2"), True, False),
-        (("parallel.zero=2",), True, True),
-        (("parallel.remat=full",), True, False),
-        (("parallel.remat=none",), True, True),
-        (("parallel.remat={query: keep, mlp_gate: keep}",), True, False),
-        (("parallel.remat=full", "model.scan_layers=false"), True, True),
-        (("train.global_batch_sequences=8", "train.microbatch_sequences=8", "data.mask_documents=true"), True, False),
-        (("train.global_batch_sequences=8", "train.microbatch_sequences=8", "data.mask_documents=false"), True, True),
-        (("train.global_batch_sequences=8", "train.microbatch_sequences=4", "data.mask_documents=true"), True, True),
-        (("parallel.tensor=2",), True, False),
-        (("parallel.tensor=2", "model.scan_layers=false"), True, True),
-        (("parallel.context=2",), True, False),
-        (("parallel.pipe=2", "model.scan_layers=false"), True, False),
-        (("parallel.remat=offload", "model.scan_layers=false"), True, False),
-        ((f"model.num_layers={MOST_UNROLLED}",), True, True),
-        ((f"model.num_layers={MOST_UNROLLED + 1}",), True, False),
+        ((), HOPPER, True),
+        ((), None, False),
+        (("model.scan_layers=true",), HOPPER, False),
+        (("model.scan_layers=false",), None, True),
+        (("parallel.data=4", "parallel.zero=1"), HOPPER, True),
+        (("parallel.data=4", "parallel.zero=2"), HOPPER, False),
+        (("parallel.zero=2",), HOPPER, True),
+        (("parallel.remat=full",), HOPPER, False),
+        (("parallel.remat=none",), HOPPER, True),
+        (("parallel.remat={query: keep, mlp_gate: keep}",), HOPPER, False),
+        (("parallel.remat=full", "model.scan_layers=false"), HOPPER, True),
+        ((*SINGLE, "data.mask_documents=true"), HOPPER, True),
+        ((*SINGLE, "data.mask_documents=true"), (8, 0), False),
+        ((*SINGLE, "data.mask_documents=true", "model.attention=cudnn_halves"), HOPPER, False),
+        (SINGLE, (8, 0), True),
+        (("train.global_batch_sequences=8", "train.microbatch_sequences=4", "data.mask_documents=true"), (8, 0), True),
+        (("parallel.tensor=2",), HOPPER, False),
+        (("parallel.tensor=2", "model.scan_layers=false"), HOPPER, True),
+        (("parallel.context=2",), HOPPER, False),
+        (("parallel.pipe=2", "model.scan_layers=false"), HOPPER, False),
+        (("parallel.remat=offload", "model.scan_layers=false"), HOPPER, False),
+        ((f"model.num_layers={MOST_UNROLLED}",), HOPPER, True),
+        ((f"model.num_layers={MOST_UNROLLED + 1}",), HOPPER, False),
     ],
 )
-def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, on_gpu, expected):
-    config = tiny_config("parallel.data=1", "data.mask_documents=false", *overrides)
-    assert has_own_layers(config.resolve(config.devices), on_gpu) is expected
+def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, capability, expected):
+    config = tiny_config("parallel.data=1", "data.mask_documents=false", "model.compute_dtype=bfloat16", *overrides)
+    assert has_own_layers(config.resolve(config.devices), capability) is expected
 
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")

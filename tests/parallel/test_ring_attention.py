@@ -11,6 +11,8 @@ import pytest
 from covers import drawn, pairwise, with_triples
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kernel_cases import compare_kernels, documents
+from kernel_cases import kernel_inputs as arrays
 
 from jaxllm import private_jax
 from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
@@ -39,18 +41,6 @@ MHA, GQA = (4, 4), (4, 2)
 AUTO = (AxisType.Auto,) * len(AXES)
 METHODS = {"ring": ring_attention, "all_gather": all_gather_attention}
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
-
-
-def arrays(heads, length=S, dtype=jnp.float32, head_size=H):
-    """q, k, v and a cotangent of the output."""
-    rng = np.random.default_rng(0)
-    N, K = heads
-    return [jnp.asarray(rng.normal(size=(B, length, n, head_size)), dtype) for n in (N, K, K, N)]
-
-
-def documents(length=S, mean=10, seed=0):
-    """Lengths as they fall: some of one token, some over many chunks, none where the others' borders are."""
-    return jnp.asarray(np.cumsum(np.random.default_rng(seed).random((B, length)) < 1 / mean, axis=1), jnp.int32)
 
 
 def with_gradients(attend, q, k, v, cotangent, segments=None):
@@ -171,23 +161,6 @@ def test_documents_leave_a_rectangle_of_a_block_that_is_not_causal(seed):
             assert (found == expected).all()
 
 
-def compare_kernels(ours, theirs, q, k, v, cotangent, mask, tolerance=1e-5):
-    """One block, its backward with an lse that is not its own, as where other blocks hold half of the probability."""
-
-    @jax.jit
-    def run(q, k, v, cotangent):
-        forward, expected = ours.forward(q, k, v, mask), theirs.forward(q, k, v, mask)
-        others = jnp.where(expected.lse_BSN == NOTHING, 0.0, expected.lse_BSN)
-        o, lse = merge(expected, Partial(cotangent, others))
-        return [
-            (*first, *kernel.backward(q, k, v, o, lse, cotangent, mask))
-            for kernel, first in ((ours, forward), (theirs, expected))
-        ]
-
-    for a, b in zip(*run(q, k, v, cotangent), strict=True):
-        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize(("length", "smallest"), [(64, 16), (40, 4)])
 def test_documents_by_halves_are_the_causal_block(length, smallest):
     segments = documents(length)
@@ -195,16 +168,16 @@ def test_documents_by_halves_are_the_causal_block(length, smallest):
     compare_kernels(halves, TILED, *arrays(GQA, length), Mask(True, segments, segments))
 
 
-def padded_forward(q, k, v, causal, lengths):
+def padded_forward(q, k, v, kind, lengths):
     """What cuDNN promises under a padding mask, and nan where it promises nothing."""
-    assert not causal
+    assert kind == "PADDING"
     rows, columns = (jnp.arange(x.shape[1])[None] < length[:, None] for x, length in zip((q, k), lengths, strict=True))
     o, lse = xla_kernel().forward(q, k, v, Mask(False, jnp.ones_like(rows, int), jnp.where(columns, 1, 0)))
     o, lse = jnp.where(rows[..., None, None], o, jnp.nan), jnp.where(rows[..., None], lse, jnp.nan)
     return o.astype(q.dtype), lse.swapaxes(1, 2)
 
 
-def padded_backward(q, k, v, o, lse, do, causal, lengths):
+def padded_backward(q, k, v, o, lse, do, kind, lengths):
     rows, columns = (jnp.arange(x.shape[1])[None] < length[:, None] for x, length in zip((q, k), lengths, strict=True))
     mask = Mask(False, jnp.where(rows, 1, 2), jnp.where(columns, 1, 0))
     gradients = xla_kernel().backward(q, k, v, o, lse.swapaxes(1, 2), do, mask)
@@ -232,7 +205,7 @@ def test_an_unknown_jax_is_refused_by_the_cudnn_kernel(monkeypatch):
         patch.setattr(jax, "__version_info__", (0, 13, 0))
         with pytest.raises(ConfigError, match=r"knows JAX's cuDNN binding up to 0\.12"):
             cudnn_attention.cudnn_kernel()
-    monkeypatch.delattr(private_jax.cudnn_binding(), "_dot_product_attention_bwd_rule")
+    monkeypatch.delattr(private_jax.cudnn_binding(), "_dot_product_attention_bwd_p")
     with pytest.raises(ConfigError, match="has another cuDNN binding"):
         cudnn_attention.cudnn_kernel()
 

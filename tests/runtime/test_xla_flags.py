@@ -48,7 +48,20 @@ def test_every_option_is_one_that_the_compiler_takes():
     options = (xla_flags.PIPELINE_GPU_OPTIONS, xla_flags.OFFLOAD_GPU_OPTIONS, xla_flags.NO_REMAT_GPU_OPTIONS)
     for one in (*options, *xla_flags.OPTIONAL_GPU_OPTIONS.values()):
         given = {name: 2**20 if value == xla_flags.LAYER_BYTES else value for name, value in one.items()}
-        assert [name for name, value in given.items() if not xla_flags.is_accepted(name, value)] == []
+        ways = [((name, value), xla_flags.RENAMED_GPU_OPTIONS.get(name, (name, value))) for name, value in given.items()]
+        assert None not in map(xla_flags.accepted_way, ways)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_an_option_that_has_another_name_is_given_by_it(tiny_config, monkeypatch, is_new):
+    old = xla_flags.OPTIONAL_GPU_OPTIONS["pipelined_collectives"]
+    new = dict(xla_flags.RENAMED_GPU_OPTIONS[name] for name in old)
+    monkeypatch.setattr(xla_flags, "is_accepted", lambda name, value: name not in (old if is_new else new))
+    asked = tiny_config("run.xla_options=[pipelined_collectives]").resolve(1)
+    assert xla_flags.compile_options(asked, H100) == xla_flags.NO_REMAT_GPU_OPTIONS | (new if is_new else old)
+    first = next(iter(new))
+    monkeypatch.setenv("XLA_FLAGS", f"--{first}=off")
+    assert len(xla_flags.compile_options(asked, H100)) == len(old)
 
 
 def test_an_option_that_the_compiler_lacks_is_said(tiny_config, monkeypatch, caplog):

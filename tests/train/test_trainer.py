@@ -200,6 +200,7 @@ def test_the_learning_rate_is_the_one_logged(finished):
     [
         ("model.hidden_size=64", "holds a run with model.hidden_size=32, not 64: resume with that value, or choose another"),
         ("train.seed=1", "holds a run with train.seed=0, not 1"),
+        ("data.packing=best_fit", "holds a run with data.packing=concat, not best_fit"),
         ("train.global_batch_sequences=16", "holds a run with train.global_batch_sequences=8, not 16"),
     ],
 )

@@ -1,0 +1,77 @@
+"""What computes attention, as far as the config and the kind of GPU tell."""
+
+from __future__ import annotations
+
+from jaxllm.config.config import Config
+from jaxllm.config.sections import ModelConfig
+
+Capability = tuple[int, int] | None
+"""CUDA compute capability; None: not a GPU."""
+HOPPER = (9, 0)
+FORWARD_SLOTS, BACKWARD_SLOTS = 64, 4
+"""Documents that one call of cuDNN takes for each piece of a sequence that is as long as its longest one. For each of them it
+has a log-sum-exp of that length, and backward a float32 gradient of the queries: dQ_accum in cudnn-frontend's
+scaled_dot_product_flash_attention.h, where XLA gives no smaller size. That is 0.5 GiB for 8,192 tokens of an 8B model with 4 of
+them, and 8 GiB with 64."""
+SHORTER_DOCUMENTS = "shorter_documents"
+"""Name scope of all its calls but the first, which have no work where each sequence is one document."""
+TOKENS_PER_DOCUMENT = 128
+"""Least mean length of the documents of a sequence for which attention is compiled if nothing else is known. Web pages have
+some 700 tokens, and the sequence with the most of them has three to five times the mean number."""
+
+
+def takes_cudnn(model: ModelConfig) -> bool:
+    """Whether attention uses cuDNN on a GPU that has it. model/attention.py applies the same rule to a present GPU."""
+    return model.attention != "xla" and model.compute_dtype == "bfloat16" and model.head_dim % 8 == 0 and model.head_dim <= 128
+
+
+def packed_documents(config: Config, capability: Capability = HOPPER) -> int | None:
+    """Documents of a sequence for which attention is compiled, where cuDNN packs them (model/packed_documents.py). None: no
+    documents are masked, or by halves, or by plain XLA.
+
+    By halves it is on GPUs before Hopper; where lengths do not divide, so that many documents would share a call; where cuDNN's
+    32 bits do not tell where a document starts; and in deterministic runs, whose backward pass may have a square of scores for
+    each document (by cudnn-frontend's source; not tried).
+    """
+    model, parallel = config.model, config.parallel
+    if not config.data.mask_documents or not takes_cudnn(model) or model.attention == "cudnn_halves":
+        return None
+    if capability is None or capability < HOPPER or config.run.deterministic:
+        return None
+    tokens = config.microbatch_sequences * config.train.sequence_length // parallel.context
+    if tokens * model.num_heads // parallel.tensor * model.head_dim >= 2**31:
+        return None
+    most = most_documents(config)
+    # Over context ranks a causal block is one of a rank's two chunks.
+    length = config.train.sequence_length // (2 * parallel.context if parallel.context > 1 else 1)
+    fits = all(most_in_a_piece(most, length, slots) <= slots for slots in (FORWARD_SLOTS, BACKWARD_SLOTS))
+    return most if fits else None
+
+
+def documents_by_length(most: int, length: int, slots: int) -> list[tuple[int, int]]:
+    """(longest document, documents for each piece of that length) of the calls that take any `most` documents of `length`
+    tokens. Each call but the last has those of more than longest / slots tokens: fewer than slots for each piece."""
+    calls, longest = [], length
+    while most > slots * (length // longest) and longest % slots == 0:
+        calls.append((longest, slots))
+        longest //= slots
+    # With one document a piece JAX would not pass on where it starts.
+    return [*calls, (longest, max(2, -(-most // (length // longest))))]
+
+
+def most_in_a_piece(most: int, length: int, slots: int) -> int:
+    return max(count for _, count in documents_by_length(most, length, slots))
+
+
+def most_documents(config: Config) -> int:
+    """data.max_documents; by default one for TOKENS_PER_DOCUMENT tokens, rounded up to a power of four, which is how the number
+    of cuDNN's calls grows."""
+    return config.data.max_documents or power_of_four(config.train.sequence_length // TOKENS_PER_DOCUMENT)
+
+
+def power_of_four(least: int) -> int:
+    """The first power of four, from 4 on, that is not below."""
+    found = 4
+    while found < least:
+        found *= 4
+    return found
