@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.compile.hlo_text import (
     BUFFER,
+    MATMULS,
     OPERAND,
     TRIPS,
     Instruction,
@@ -210,7 +211,7 @@ class Module:
           types: result types of the instructions in its computation, by name.
         """
         target = match[1] if (match := TARGET.search(instruction.text)) else ""
-        if instruction.op == "dot" or re.search(r"gemm|cublas", target):
+        if instruction.op == "dot" or MATMULS.search(target):
             return matmul_flops(instruction, types)
         if "fmha" in target:
             return attention_flops(instruction, target, types)

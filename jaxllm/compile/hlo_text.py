@@ -51,11 +51,17 @@ def trip_count(instruction: Instruction) -> int:
     return int(match[1]) if match else 1
 
 
+MATMULS = re.compile(r"gemm|cublas|blockScaledDot")
+"""In the names of library calls that multiply matrices."""
+
+
 def matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
     """2 x elements of the result x elements that each sums over. The first result of a library call is the product; the others
     are workspace."""
     left = BUFFER.search(types.get(_first_operand(instruction), ""))
     result, match = BUFFER.search(instruction.result), _CONTRACTED.search(instruction.text)
+    if left and result and "blockScaledDot" in instruction.text:
+        return 2 * math.prod(shape_of(result[2])) * shape_of(left[2])[-1]
     if not (left and result and match):
         return 0
     contracted = shape_of(re.sub(r'[" ]', "", match[1] or match[2] or ""))

@@ -45,8 +45,8 @@ def walk(jaxpr: Any) -> Iterator[Visit]:
 
 
 def matmul_flops(jaxpr: Any, manual: Axes = frozenset()) -> int:
-    """FLOPs of all matmuls (dot_general; a multiply and an add are two) in one run, over all ranks. A `cond` counts as its most
-    expensive branch. Kernels of other libraries, such as cuDNN's attention, are not counted.
+    """FLOPs of all matmuls (dot_general, scaled_matmul; a multiply and an add are two) in one run, over all ranks. A `cond`
+    counts as its most expensive branch. Kernels of other libraries, such as cuDNN's attention, are not counted.
 
     Args:
       manual: mesh axes that are manual around the program already.
@@ -58,6 +58,9 @@ def matmul_flops(jaxpr: Any, manual: Axes = frozenset()) -> int:
     for equation in _open(jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             total += dot_flops(equation)
+        elif equation.primitive.name.startswith("scaled_matmul"):
+            # [B, M, K] with [B, N, K].
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
         split = _newly_manual(equation, manual)
         inner = [matmul_flops(program, manual | split.keys()) for program in _programs(equation)]
         once = max(inner) if equation.primitive.name == "cond" else sum(inner)

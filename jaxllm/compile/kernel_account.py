@@ -22,6 +22,7 @@ from jaxllm.compile.hlo import Module
 from jaxllm.compile.kernels import Kernel, kernels
 from jaxllm.compile.overlap import Overlap
 from jaxllm.config import Config
+from jaxllm.config.types import FP8_ROUNDING
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.kernel_floor import least_seconds
@@ -40,6 +41,7 @@ PARTS = {
     "rotary": "rotary embeddings; joining and splitting queries, keys and values",
     "loss": "softmax of the logits",
     "embedding": "look-up and its gradient",
+    "fp8_rounding": "arrays scaled and rounded to FP8, with what XLA fused into that",
     "sums": "gradients cast to float32, and added to sums",
     "stacks": "tensors copied into a stack of layers or chunks",
     "slices": "tensors copied out of one",
@@ -51,11 +53,20 @@ PARTS = {
     "other": "the rest",
 }
 """Part -> what it contains."""
-OF_LAYERS = ("matmuls", "matmuls_again", *(p for p in PARTS if p.startswith("attention")), "norms", "swiglu", "rotary")
+OF_LAYERS = (
+    "matmuls",
+    "matmuls_again",
+    *(p for p in PARTS if p.startswith("attention")),
+    "norms",
+    "swiglu",
+    "rotary",
+    "fp8_rounding",
+)
 OF_LAYERS += ("sums", "stacks", "slices", "zero_fills", "copies")
 """Parts that are all or mostly the layers', each microbatch."""
 _SCOPES = (
     ("sums", r"gradient_sums|reduce_gradients|zero_scatter"),
+    ("fp8_rounding", FP8_ROUNDING),
     ("embedding", r"embedding|embedding_backward"),
     ("loss", r"head|head_backward|loss"),
     ("attention_blocks", r"attend"),

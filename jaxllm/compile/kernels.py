@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxllm.compile.hlo import COLLECTIVES, ON_HOST, OP_NAME, PASSING, RUNNING, TARGET, Module
-from jaxllm.compile.hlo_text import BUFFER, TRIPS, Instruction, byte_size, operands, shape_of
+from jaxllm.compile.hlo_text import BUFFER, MATMULS, TRIPS, Instruction, byte_size, operands, shape_of
 
 NO_KERNELS = (*PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
 """Operations that launch nothing. The done of an asynchronous one launches nothing either."""
-MATMUL, ATTENTION = re.compile(r"gemm|cublas"), re.compile(r"fmha")
+ATTENTION = re.compile(r"fmha")
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _WORKSPACES = ("s8", "u8")
 
@@ -102,7 +102,7 @@ def target_of(instruction: Instruction) -> str:
 
 
 def _is_matmul(instruction: Instruction) -> bool:
-    return instruction.op == "dot" or MATMUL.search(target_of(instruction)) is not None
+    return instruction.op == "dot" or MATMULS.search(target_of(instruction)) is not None
 
 
 def _kind(instruction: Instruction, fused: Sequence[Instruction], types: Mapping[str, str]) -> str:

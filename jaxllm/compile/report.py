@@ -231,7 +231,7 @@ def _compile(
     workspace = 0 if on_device or gpu is None else packed_workspace(config, gpu)
     total = total_bytes(memory) + workspace
     fused_flops = kernel_flops(step.jaxpr)
-    overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.matmul_dtype == "fp8")) if gpu else ()
+    overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.multiplies_fp8)) if gpu else ()
     again = None if real is None or capacity is None else _with_real_memory(config, real, total, capacity, workspace)
     fits = None if capacity is None else total <= capacity
     return CompileReport(

@@ -9,8 +9,9 @@ from jaxllm.config.errors import refuse
 from jaxllm.config.sections import ModelConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import divisors
 
-FP8_UNIT = 16
-"""Dims of cuBLASLt's FP8 matmuls must be multiples of this (cuBLAS library documentation, cublasLtMatmul)."""
+FP8_UNITS = {"fp8": 16, "mxfp8": 32}
+"""Dims of a matmul must be multiples of this: of cuBLASLt's (cuBLAS library documentation, cublasLtMatmul), and of blocks with
+a scale each."""
 
 
 def sequence_unit(context: int, tensor: int) -> int:
@@ -35,7 +36,7 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
             f"model.intermediate_size={size} is not a multiple of parallel.tensor={parallel.tensor}: "
             f"make it {math.ceil(size / parallel.tensor) * parallel.tensor} or change parallel.tensor."
         )
-    if model.matmul_dtype == "fp8":
+    if model.multiplies_fp8:
         _check_fp8(model, parallel.tensor)
     # Each context rank has two chunks of a sequence (parallel/zigzag.py), and each tensor rank has a part of those.
     c = parallel.context
@@ -46,6 +47,13 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
         raise refuse(
             f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
             f"set train.sequence_length={nearest}."
+        )
+    # The gradient of a weight sums over the tokens.
+    if model.matmul_dtype == "mxfp8" and (S // c) % FP8_UNITS["mxfp8"]:
+        raise refuse(
+            f"model.matmul_dtype=mxfp8 multiplies {FP8_UNITS['mxfp8']} tokens at a time, and train.sequence_length={S} over "
+            f"parallel.context={c} is {S // c}: make it a multiple of {FP8_UNITS['mxfp8']}, or set "
+            f"model.matmul_dtype=compute_dtype."
         )
     chunks = parallel.pipe * parallel.virtual_stages
     if not all_have_layers(model.num_layers, chunks):
@@ -80,12 +88,13 @@ def _check_fp8(model: ModelConfig, tensor: int) -> None:
         # Replicated on every rank if the heads do not divide.
         "num_kv_heads x head_dim": (model.num_kv_heads * model.head_dim, 1 if model.num_kv_heads % tensor else tensor),
     }
+    unit = FP8_UNITS[model.matmul_dtype]
     for key, (full, ranks) in widths.items():
-        if (width := full // ranks) % FP8_UNIT:
+        if (width := full // ranks) % unit:
             split = f" over parallel.tensor={tensor}" if ranks > 1 else ""
             raise refuse(
-                f"model.matmul_dtype=fp8 multiplies {FP8_UNIT} numbers at a time, and model.{key}{split} is {width}: make it a "
-                f"multiple of {FP8_UNIT}, or set model.matmul_dtype=compute_dtype."
+                f"model.matmul_dtype={model.matmul_dtype} multiplies {unit} numbers at a time, and model.{key}{split} is "
+                f"{width}: make it a multiple of {unit}, or set model.matmul_dtype=compute_dtype."
             )
 
 

@@ -42,4 +42,4 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
 def adds_in_matmuls(model: ModelConfig) -> bool:
     """Whether the matmuls of layers with arrays of their own add their gradients, so that products are not rounded before. In
     float32 nothing is rounded, and FP8's matmuls scale their results: there each gradient is made first."""
-    return model.compute_dtype == "bfloat16" and model.matmul_dtype != "fp8"
+    return model.compute_dtype == "bfloat16" and not model.multiplies_fp8

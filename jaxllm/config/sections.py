@@ -78,9 +78,10 @@ class ModelConfig(Section):
     """Standard deviation of all matrices at initialisation; those that write to the residual stream have std / sqrt(2 L)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are always float32."""
-    matmul_dtype: Literal["compute_dtype", "fp8"] = "compute_dtype"
+    matmul_dtype: Literal["compute_dtype", "fp8", "mxfp8"] = "compute_dtype"
     """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
-    per array, computed from the array itself. Head, attention, embedding and all sums do not change."""
+    per array, computed from the array itself. mxfp8 (from Blackwell on): E4M3, one scale for 32 numbers. Head, attention,
+    embedding and all sums do not change."""
     attention: Literal["xla", "cudnn", "cudnn_halves", "auto"] = "auto"
     """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged. cudnn masks documents in packed calls from
     Hopper on. Before, and with cudnn_halves, it does so in blocks that are halved again and again, which takes longer."""
@@ -88,6 +89,10 @@ class ModelConfig(Section):
     """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
     to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
     products are recomputed or offloaded, or documents are masked by halves in a single microbatch; else a loop."""
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        return self.matmul_dtype != "compute_dtype"
 
     @model_validator(mode="before")
     @classmethod

@@ -80,3 +80,7 @@ def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending. It takes time proportional to the square root, so even a mistyped, much larger size is fast."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(small + [number // n for n in reversed(small) if n * n != number])
+
+
+FP8_ROUNDING = "fp8_rounding"
+"""Name scope of arrays that are scaled and rounded to FP8."""

@@ -192,6 +192,11 @@ def gpu_from_device_kind(kind: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if kind and gpu.device_kind == kind), None)
 
 
+FIRST_WITH = {"fp8": (8, 9), "mxfp8": (10, 0)}
+"""The first compute capability that multiplies a model.matmul_dtype."""
+GENERATION = {"fp8": "Ada, Hopper", "mxfp8": "Blackwell"}
+
+
 def compute_capability(device: Any) -> tuple[int, int] | None:
     """CUDA compute capability of a `jax.Device`; None: not an NVIDIA GPU, or unknown."""
     if device.platform not in ("gpu", "cuda"):

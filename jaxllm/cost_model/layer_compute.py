@@ -7,7 +7,7 @@ from jaxllm.config.attention import takes_cudnn
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.activations import is_blockwise
-from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hardware import FIRST_WITH, GENERATION, Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
 from jaxllm.cost_model.step_parts import (
     ATTENTION_ROWS,
@@ -42,11 +42,11 @@ class LayerCompute:
         self.peak_flops = gpu.peak_flops(model.compute_dtype)
         is_hopper = gpu.chip.compute_capability >= (9, 0)
         self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
-        self.is_fp8, float8_flops = model.matmul_dtype == "fp8", gpu.float8_flops
-        if self.is_fp8 and float8_flops is None:
+        self.is_fp8, float8_flops = model.multiplies_fp8, gpu.float8_flops
+        if self.is_fp8 and gpu.chip.compute_capability < FIRST_WITH[model.matmul_dtype]:
             raise ConfigError(
-                f"model.matmul_dtype=fp8 needs a GPU of Ada, Hopper or later, and {gpu.name} is older: set "
-                f"model.matmul_dtype=compute_dtype, or choose another --gpu."
+                f"model.matmul_dtype={model.matmul_dtype} needs a GPU of {GENERATION[model.matmul_dtype]} or later, and "
+                f"{gpu.name} is older: set model.matmul_dtype=compute_dtype, or choose another --gpu."
             )
         self.fp8_flops = self.matmul_flops * ((float8_flops or 0.0) / self.peak_flops)
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE

@@ -1,7 +1,7 @@
 """Matmuls of a block in FP8 (Micikevicius et al., 2022, "FP8 formats for deep learning"): `model.matmul_dtype=fp8`.
 
-    ops = Ops(matmul=fp8_matmul)
-    y_BSF = fp8_matmul("BSD,DF->BSF", x_BSD, w_DF)
+    ops = Ops(matmul=matmul_of(FP8))
+    y_BSF = ops.matmul("BSD,DF->BSF", x_BSD, w_DF)
 
 Inputs and weights are rounded to E4M3 (4 bits of exponent, 3 of mantissa, up to 448), gradients of outputs to E5M2 (up to
 57,344). Each array has one scale. Products are summed in float32. All three matmuls are FP8: forward, gradient of the input,
@@ -18,7 +18,7 @@ takes cuBLASLt for all three. The other patterns, as compiled for a H100 with JA
 
     arrays cast back to bfloat16, scaled and multiplied (Flax's fake quantisation): without a device to time on, XLA fuses the
     casts with the rounding and multiplies bfloat16: correct numbers, no gain. So here the operands of the dot are FP8;
-    jax.nn.scaled_matmul and scaled_dot_general: one scale per block of 32, which only Blackwell multiplies;
+    jax.nn.scaled_matmul and scaled_dot_general: one scale per block of 32, which only Blackwell multiplies (mxfp8.py);
     Flax's Fp8DirectDotGeneralOp: as here, with delayed scaling, whose history is a variable that the backward pass overwrites.
 
 Every rank of a mesh scales its own parts (parallel/fp8_tensor.py), so that no maximum is sent. Losses on two meshes therefore
@@ -27,14 +27,15 @@ differ by FP8's rounding, not by float32's.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ConfigError
-from jaxllm.cost_model.hardware import compute_capability
+from jaxllm.config.types import FP8_ROUNDING
+from jaxllm.cost_model.hardware import FIRST_WITH, GENERATION, compute_capability
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST_SCALE = 2.0**100
@@ -43,33 +44,43 @@ EXPONENT_BITS = 0x7F800000
 """The exponent bits of a float32."""
 
 
-def require_fp8(device: jax.Device) -> None:
-    """Raises ConfigError if a device cannot multiply FP8. A CPU computes it in float32 with the same rounding, for tests."""
+def require_fp8(device: jax.Device, dtype: str = "fp8") -> None:
+    """Raises ConfigError if a device cannot multiply this matmul_dtype. A CPU computes it in float32 with the same rounding,
+    for tests.
+    """
     if device.platform == "cpu":
         return
-    capability = compute_capability(device)
-    if device.platform not in ("gpu", "cuda") or (capability is not None and capability < (8, 9)):
+    needed, capability = FIRST_WITH[dtype], compute_capability(device)
+    if device.platform not in ("gpu", "cuda") or (capability is not None and capability < needed):
         kind = f"{device.device_kind} has {capability[0]}.{capability[1]}" if capability else f"this is {device.platform}"
         raise ConfigError(
-            f"model.matmul_dtype=fp8 needs an NVIDIA GPU of Ada, Hopper or later (compute capability 8.9), and {kind}: set "
-            f"model.matmul_dtype=compute_dtype."
+            f"model.matmul_dtype={dtype} needs an NVIDIA GPU of {GENERATION[dtype]} or later (compute capability "
+            f"{needed[0]}.{needed[1]}), and {kind}: set model.matmul_dtype=compute_dtype."
         )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fp8_matmul(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """An einsum of two arrays of one dtype. The result has that dtype. For arrays split over tensor: parallel/fp8_tensor.py.
+class Formula(NamedTuple):
+    """How a matmul is computed: product(spec, x, w) and gradients(spec, x, w, dy) -> (dx, dw), for one device's arrays."""
 
-    Args:
-      spec: for jnp.einsum, as in "BSD,DNH->BSNH". Every letter is in exactly two of the three, so that the gradients are
-        einsums too.
+    product: Callable[..., jax.Array]
+    gradients: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def matmul_of(formula: Formula) -> Callable[..., jax.Array]:
+    """matmul(spec, x, w): an einsum of two arrays of one dtype. The result has that dtype. For arrays split over tensor:
+    parallel/fp8_tensor.py.
+
+    `spec` is for jnp.einsum, as in "BSD,DNH->BSNH". Every letter is in exactly two of the three, so that the gradients are
+    einsums too.
     """
-    return product(spec, x, w)
-
-
-# x and w are kept unrounded, as for a bfloat16 matmul: x is a named tensor or follows from one, and the backward pass has w. A
-# rounded w among the residuals would fill every slot of a pipeline's ring.
-fp8_matmul.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), lambda spec, kept, dy: gradients(spec, *kept, dy=dy))
+    matmul = jax.custom_vjp(formula.product, nondiff_argnums=(0,))
+    # x and w are kept unrounded, as for a bfloat16 matmul: x is a named tensor or follows from one, and the backward pass has
+    # w. A rounded w among the residuals would fill every slot of a pipeline's ring.
+    matmul.defvjp(
+        lambda spec, x, w: (formula.product(spec, x, w), (x, w)),
+        lambda spec, kept, dy: formula.gradients(spec, *kept, dy),
+    )
+    return matmul
 
 
 def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -90,6 +101,9 @@ def gradients(spec: str, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax
     return dx, dw
 
 
+FP8 = Formula(product, gradients)
+
+
 def letters(spec: str) -> tuple[str, str, str]:
     """The letters of the two inputs and of the result."""
     inputs, result = spec.split("->")
@@ -97,6 +111,7 @@ def letters(spec: str) -> tuple[str, str, str]:
     return of_x, of_w, result
 
 
+@jax.named_scope(FP8_ROUNDING)
 def _rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """(x times a scale in an FP8 dtype, the inverse of that scale: a power of two, float32).
 

@@ -1,4 +1,4 @@
-"""FP8 matmuls (model/fp8.py) on a mesh: each tensor rank rounds and multiplies its own parts.
+"""FP8 matmuls (model/fp8.py, model/mxfp8.py) on a mesh: each tensor rank rounds and multiplies its own parts.
 
 Left to XLA, a matmul over split heads would be summed over ranks before its scales are taken off. The multiplication between
 the all-reduce and the slice behind it then keeps XLA from making one reduce-scatter of both. The largest magnitude of every
@@ -15,13 +15,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh import TENSOR
-from jaxllm.model import fp8
+from jaxllm.model.fp8 import Formula, letters
 from jaxllm.model.layers import Matmul
 from jaxllm.sharding import tensor_shard_map
 
 
-def fp8_per_tensor_rank(split: str) -> Matmul:
-    """fp8_matmul for arrays with dims that are split over tensor.
+def fp8_per_tensor_rank(formula: Formula, split: str) -> Matmul:
+    """fp8.matmul_of for arrays with dims that are split over tensor.
 
     Args:
       split: the letters of these dims, in every spec that has them.
@@ -44,13 +44,13 @@ def fp8_per_tensor_rank(split: str) -> Matmul:
         return tuple(jax.lax.reduce_sum(x, (0,)) if part else x for x, part in zip(found, is_part, strict=True))
 
     def forward(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        of_x, of_w, result = fp8.letters(spec)
-        return run(lambda x, w: (fp8.product(spec, x, w),), (of_x, of_w), (result,), x, w)[0]
+        of_x, of_w, result = letters(spec)
+        return run(lambda x, w: (formula.product(spec, x, w),), (of_x, of_w), (result,), x, w)[0]
 
     def backward(spec: str, kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-        of_x, of_w, result = fp8.letters(spec)
+        of_x, of_w, result = letters(spec)
         # One region for both, so that dy is gathered and rounded once.
-        dx, dw = run(lambda *arrays: fp8.gradients(spec, *arrays), (of_x, of_w, result), (of_x, of_w), *kept, dy)
+        dx, dw = run(lambda *arrays: formula.gradients(spec, *arrays), (of_x, of_w, result), (of_x, of_w), *kept, dy)
         return dx, dw
 
     matmul = jax.custom_vjp(forward, nondiff_argnums=(0,))

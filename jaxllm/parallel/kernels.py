@@ -14,8 +14,9 @@ from jaxllm.mesh import CONTEXT, TENSOR
 from jaxllm.model.attention import Attend, choose_kernel, xla_attention
 from jaxllm.model.blockwise_attention import xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
-from jaxllm.model.fp8 import fp8_matmul, require_fp8
+from jaxllm.model.fp8 import FP8, matmul_of, require_fp8
 from jaxllm.model.layers import Matmul
+from jaxllm.model.mxfp8 import mxfp8
 from jaxllm.parallel.fp8_tensor import fp8_per_tensor_rank
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
 from jaxllm.sharding import tensor_shard_map
@@ -42,13 +43,14 @@ def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
 
 def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:
     """The matmul of a block for model.matmul_dtype. Raises ConfigError if this kind of device cannot run it."""
-    if model.matmul_dtype != "fp8":
+    if not model.multiplies_fp8:
         return jnp.einsum
-    require_fp8(device)
+    require_fp8(device, model.matmul_dtype)
+    formula = FP8 if model.matmul_dtype == "fp8" else mxfp8(on_gpu=device.platform != "cpu")
     if tensor == 1:
-        return fp8_matmul  # pyright: ignore[reportReturnType]  # partial(jax.custom_vjp) loses what it returns
+        return matmul_of(formula)
     # Letters of layers.py: heads, feed-forward width, and key-value heads where they divide.
-    return fp8_per_tensor_rank("NFK" if model.num_kv_heads % tensor == 0 else "NF")
+    return fp8_per_tensor_rank(formula, "NFK" if model.num_kv_heads % tensor == 0 else "NF")
 
 
 def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:

@@ -12,7 +12,7 @@ import pytest
 from run_files import steps_of
 
 from jaxllm.config import ConfigError, config_folder
-from jaxllm.model.fp8 import fp8_matmul, require_fp8
+from jaxllm.model.fp8 import FP8, matmul_of, require_fp8
 
 pytestmark = pytest.mark.gpu
 STEPS = 20
@@ -34,7 +34,7 @@ def test_fp8_products_and_gradients_are_those_of_the_definition():
     x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((B, S, D), (D, F), (B, S, F)))
 
     def all_three(x, w, dy):
-        y, pullback = jax.vjp(lambda x, w: fp8_matmul(spec, x, w), x, w)
+        y, pullback = jax.vjp(lambda x, w: matmul_of(FP8)(spec, x, w), x, w)
         return y, *pullback(dy)
 
     y, dx, dw = jax.jit(all_three)(x, w, dy)

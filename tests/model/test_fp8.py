@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.model.fp8 import fp8_matmul, require_fp8
+from jaxllm.model.fp8 import FP8, matmul_of, require_fp8
+
+fp8_matmul = matmul_of(FP8)
 
 SPECS = {
     "BSD,DNH->BSNH": ((2, 16, 32), (32, 4, 8)),
