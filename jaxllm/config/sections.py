@@ -80,11 +80,10 @@ class ModelConfig(Section):
     """Dtype of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are always float32."""
     matmul_dtype: Literal["compute_dtype", "fp8", "mxfp8"] = "compute_dtype"
     """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
-    per array, computed from the array itself. mxfp8 (from Blackwell on): E4M3, one scale for 32 numbers. Head, attention,
-    embedding and all sums do not change."""
+    per array. mxfp8 (from Blackwell on): E4M3, one scale for 32 numbers. Head, attention and all sums do not change."""
     attention: Literal["xla", "cudnn", "cudnn_halves", "auto"] = "auto"
-    """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged. cudnn masks documents in packed calls from
-    Hopper on. Before, and with cudnn_halves, it does so in blocks that are halved again and again, which takes longer."""
+    """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged. From Hopper on cudnn packs masked documents;
+    before, and with cudnn_halves, it halves blocks again and again, which takes longer."""
     scan_layers: Switch | None = None
     """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
     to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
@@ -243,8 +242,7 @@ class DataConfig(Section):
     mask_documents: Switch = True
     """A token attends only to its own document, and the end of one does not predict the next. false: one continuous text."""
     max_documents: PositiveInt | None = None
-    """Documents of a sequence at most, free space at its end counted as one, for which attention on GPUs is compiled. null: one
-    for 128 tokens, or as many as the data has."""
+    """Most documents of a sequence for which attention on GPUs is compiled. null: one for 128 tokens, or what the data has."""
     held_out_fraction: Fraction = 0.05
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ from jaxllm.model.fp8 import Formula, letters
 BLOCK = 32
 """Numbers that share a scale."""
 LARGEST = 448.0
-"""Of E4M3."""
+"""The largest number of E4M3."""
 NOT_FINITE = 255
 """The exponent that E8M0 has for nan."""
 

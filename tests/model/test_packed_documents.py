@@ -266,7 +266,7 @@ def test_wrong_numbers_of_cudnn_stop_a_run_with_what_works(config, monkeypatch, 
 
 
 def test_a_trainer_counts_the_documents_of_its_data(tiny_config, tmp_path, monkeypatch):
-    """On a GPU that packs them; and the run goes on with another number."""
+    """On a GPU that packs them; and the run may continue with another number."""
     for number in range(200):
         (tmp_path / f"{number}.txt").write_text(f"{number:03}")
     files = ("data.source=files", f"data.paths=[{tmp_path}/*.txt]", "data.held_out_fraction=0.1", "run.cpu_devices=8")
