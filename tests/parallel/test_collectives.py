@@ -191,8 +191,9 @@ def test_gradients_and_weights_fall_with_the_level(gpu_step):
     one, two, three = (gpu_step(zero).memory.temp_size_in_bytes for zero in (1, 2, 3))
     parameters, layer = gpu_step(1).parameters, gpu_step(1).layer_parameters
     spared = 1 - 1 / DEVICES
-    # In exchange both keep a layer or two of gradients and, at level 3, of weights.
-    assert one - two > 4 * parameters * spared - 3 * 4 * layer
+    # In exchange both keep a layer or two of gradients and, at level 3, of weights. Level 1 unrolls its layers, and needs less
+    # than a loop by half a layer.
+    assert one - two > 4 * parameters * spared - 3.5 * 4 * layer
     assert two - three > 2 * parameters * spared - 3 * 2 * layer - 2 * 2048 * 512 * 2
 
 
