@@ -16,8 +16,8 @@ them, and 8 GiB with 64."""
 SHORTER_DOCUMENTS = "shorter_documents"
 """Name scope of all its calls but the first, which have no work where each sequence is one document."""
 TOKENS_PER_DOCUMENT = 128
-"""Least mean length of the documents of a sequence for which attention is compiled if nothing else is known. Web pages have
-some 700 tokens, and the sequence with the most of them has three to five times the mean number."""
+"""Least mean length of the documents of a sequence for which attention is compiled if nothing else is known. Chosen, not
+measured: web pages have several times as many. A run counts the documents of its data."""
 
 
 def takes_cudnn(model: ModelConfig) -> bool:

@@ -48,12 +48,13 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
             f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
             f"set train.sequence_length={nearest}."
         )
-    # The gradient of a weight sums over the tokens.
-    if model.matmul_dtype == "mxfp8" and (S // c) % FP8_UNITS["mxfp8"]:
+    # The gradient of a weight sums over the tokens. A block of them must be of one chunk, or the mesh would change it.
+    tokens, least = S // (2 * c if c > 1 else 1), FP8_UNITS["mxfp8"]
+    if model.matmul_dtype == "mxfp8" and tokens % least:
+        where = f"a chunk of parallel.context={c} has {tokens}" if c > 1 else f"a sequence has {tokens} on a rank"
         raise refuse(
-            f"model.matmul_dtype=mxfp8 multiplies {FP8_UNITS['mxfp8']} tokens at a time, and train.sequence_length={S} over "
-            f"parallel.context={c} is {S // c}: make it a multiple of {FP8_UNITS['mxfp8']}, or set "
-            f"model.matmul_dtype=compute_dtype."
+            f"model.matmul_dtype=mxfp8 multiplies {least} tokens at a time, and {where}: make train.sequence_length a multiple "
+            f"of {least * S // tokens}, or set model.matmul_dtype=compute_dtype."
         )
     chunks = parallel.pipe * parallel.virtual_stages
     if not all_have_layers(model.num_layers, chunks):

@@ -36,7 +36,7 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
     def moved(elements_per_token: float, times: float = layers, itemsize: int = sizes.itemsize) -> float:
         return tokens * times * elements_per_token * itemsize / rates.memory_bytes_per_s
 
-    return {
+    least = {
         "matmuls": 6 * tokens * layers * sizes.layer_parameters / matmul_rate,
         "head_matmuls": 6 * tokens * columns * model.hidden_size / rates.matmul_flops_per_s,
         "attention_forward": attention / rates.attention_forward_flops_per_s,
@@ -49,3 +49,7 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
         "embedding": moved(D, times=3 * sizes.itemsize + 8, itemsize=1),
         "optimizer": (32 + sizes.itemsize) * parameters / rates.memory_bytes_per_s,
     }
+    if sizes.is_fp8:
+        # XLA fuses most of them with the rounding of their results.
+        least["fp8_rounding"] = sum(least.pop(part) for part in ("norms", "swiglu", "rotary"))
+    return least

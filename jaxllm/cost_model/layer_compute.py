@@ -90,11 +90,12 @@ class LayerCompute:
 
     def rounding_s(self) -> float:
         """FP8 rounding, forward and backward: an array is read for its maximum, then read again and written in one byte. This
-        happens for each input and weight in both passes, and once for each output's gradient. Queries, keys and values share an
-        input, and so do gate and up. Savings by fusion and recomputation are not counted."""
+        happens for each input and weight in both passes, and once for each output's gradient, with MXFP8 twice. Queries, keys
+        and values share an input, and so do gate and up. Savings by fusion and recomputation are not counted."""
         D, N, K, F = self.model.hidden_size, self.query_width, self.key_width, self.mlp_width
         inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
-        numbers = self.rows * (2 * inputs + gradients) + 2 * self.layer_parameters
+        times = 2 if self.model.matmul_dtype == "mxfp8" else 1
+        numbers = self.rows * (2 * inputs + times * gradients) + 2 * self.layer_parameters
         return self.moved_s(numbers * (2 * self.itemsize + 1))
 
     def moved_s(self, size_bytes: float) -> float:

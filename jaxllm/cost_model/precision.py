@@ -31,7 +31,12 @@ def precision_table(config: Config) -> tuple[Row, ...]:
     rows = [
         Row("weights, moments, update", "float32", "float32", "float32"),
         Row("norms, angles, softmax, loss", "float32", "float32", "float32"),
-        Row("block matmuls", "E4M3" if fp8 else product, "float32, fast" if fp8 else "float32", dtype),
+        Row(
+            "block matmuls",
+            "E4M3" if fp8 else product,
+            "float32, fast" if config.model.matmul_dtype == "fp8" else "float32",
+            dtype,
+        ),
         Row("their gradients", gradient if fp8 else product, "float32", dtype),
         Row("attention", product, "float32", dtype),
         Row("head", product, "float32", "float32"),

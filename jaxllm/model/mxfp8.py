@@ -67,8 +67,9 @@ def _rounded(x_MK: jax.Array) -> tuple[jax.Array, jax.Array]:
     M, K = x_MK.shape
     blocks = x_MK.astype(jnp.float32).reshape(M, K // BLOCK, BLOCK)
     bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1) / LARGEST, jnp.uint32)
-    # The next power of two from there on: its exponent, as float32 and E8M0 have it.
-    exponents = jnp.minimum((bits >> 23) + ((bits & 0x7FFFFF) > 0).astype(jnp.uint32), NOT_FINITE)
+    # The next power of two from there on: its exponent, as float32 and E8M0 have it. The least is that of float32's normal
+    # numbers: with 0 a number that is not divided exactly could be multiplied beyond E4M3.
+    exponents = jnp.clip((bits >> 23) + ((bits & 0x7FFFFF) > 0).astype(jnp.uint32), 1, NOT_FINITE)
     # 2^(127 - e) has the exponent 254 - e.
     inverse = jax.lax.bitcast_convert_type((254 - jnp.minimum(exponents, 254)) << 23, jnp.float32)
     rounded = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(M, K)

@@ -47,8 +47,9 @@ def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul
         return jnp.einsum
     require_fp8(device, model.matmul_dtype)
     formula = FP8 if model.matmul_dtype == "fp8" else mxfp8(on_gpu=device.platform != "cpu")
-    if tensor == 1:
+    if tensor == 1 and model.matmul_dtype == "fp8":
         return matmul_of(formula)
+    # MXFP8's kernel, like attention's, compiles only where every axis is manual, even an axis of size 1.
     # Letters of layers.py: heads, feed-forward width, and key-value heads where they divide.
     return fp8_per_tensor_rank(formula, "NFK" if model.num_kv_heads % tensor == 0 else "NF")
 

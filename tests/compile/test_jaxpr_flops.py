@@ -101,3 +101,10 @@ def test_manual_regions_count_for_each_of_their_ranks():
     assert matmul_flops(program) == 2 * ONE
     dots = [visit for visit in walk(program) if visit.equation.primitive.name == "dot_general"]
     assert [(visit.ranks, dot_flops(visit.equation)) for visit in dots] == [(2, ONE // 2), (8, ONE // 8)]
+
+
+def test_matmuls_with_scales_for_blocks_count():
+    e4m3, e8m0 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    operands = [((1, 32, 64), e4m3), ((1, 96, 64), e4m3), ((1, 32, 2), e8m0), ((1, 96, 2), e8m0)]
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    assert matmul_flops(jax.make_jaxpr(jax.nn.scaled_matmul)(*shapes)) == 2 * 32 * 96 * 64

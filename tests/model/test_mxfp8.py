@@ -76,6 +76,17 @@ def test_rows_of_very_different_sizes_are_as_exact():
     assert 1e-3 < errors.max() < 0.1
 
 
+@pytest.mark.parametrize("size", [1e-38, 3e-36, 1e-30, 1e-8, 1e8, 1e30])
+def test_numbers_of_any_size_are_finite_and_as_exact(size):
+    """Below some 1e-35 float32's own least numbers end, and products become 0."""
+    spec = "BSD,DF->BSF"
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in SPECS[spec])
+    exact, found = np.einsum(spec, x, w), np.asarray(MATMUL(spec, np.float32(size) * x, w)) / size
+    assert np.isfinite(found).all()
+    assert size < 1e-35 or np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.1
+
+
 def test_bfloat16_stays_bfloat16_and_zeros_are_zeros():
     spec = "BSD,DF->BSF"
     x, w, dy = (jnp.asarray(x, jnp.bfloat16) for x in arrays(spec))
@@ -107,7 +118,8 @@ def test_chips_before_blackwell_are_refused():
             ["model.hidden_size=48"],
             "mxfp8 multiplies 32 numbers at a time, and model.hidden_size is 48: make it a multiple of 32",
         ),
-        (["train.sequence_length=48"], "mxfp8 multiplies 32 tokens at a time, and train.sequence_length=48 over"),
+        (["train.sequence_length=48"], "mxfp8 multiplies 32 tokens at a time, and a sequence has 48 on a rank"),
+        (["parallel.context=2"], "mxfp8 multiplies 32 tokens at a time, and a chunk of parallel.context=2 has 8"),
     ],
 )
 def test_what_has_no_whole_blocks_is_refused(tiny_config, overrides, sentence):

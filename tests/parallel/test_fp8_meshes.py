@@ -163,6 +163,16 @@ def test_xla_gives_blocks_with_a_scale_each_to_cudnn():
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_blocks_reach_the_compiler_as_one_operation(tensor):
+    """Not as JAX's custom partitioning, which several GPUs cannot compile outside a manual region."""
+    asked = config("model.matmul_dtype=mxfp8", f"parallel.tensor={tensor}", "train.global_batch_sequences=32")
+    text = lower_step(asked, gpu_devices(1, 8, GPUS["b200-192gb"])).as_text()
+    assert "__op$block_scaled_dot" in text
+    assert "CustomSPMDPartitioning" not in text
+
+
+@needs_gpu_compiler
 def test_a_kind_of_gpu_without_it_is_refused_before_anything_is_compiled():
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU of Ada, Hopper or later"):
         lower_step(config(FP8), gpu_devices(1, 8, GPUS["a100-80gb"]))
