@@ -272,10 +272,11 @@ def test_a_trainer_counts_the_documents_of_its_data(tiny_config, tmp_path, monke
     files = ("data.source=files", f"data.paths=[{tmp_path}/*.txt]", "data.held_out_fraction=0.1", "run.cpu_devices=8")
     monkeypatch.setattr(attention_check, "packed_documents", lambda config, _: config.data.max_documents or 4)
     trainer = jaxllm.Trainer(tiny_config(*files))
-    # Of 16 tokens: the last of a document, five more of three bytes, and free space if the last sequence has any.
-    assert trainer.data.most_documents(trainer.stream) in (6, 7)
+    # Three bytes and an end each. Of 16 tokens: an end, four more documents, and free space if the last sequence has any, which
+    # depends on the held-out ones and so on the folder's name.
+    assert trainer.data.most_documents(trainer.stream) in (5, 6)
     assert trainer.config.data.max_documents == 16
     meta = {"config": trainer.config.model_dump(mode="json"), "fingerprint": "same", "step": 1}
     require_same_run(tmp_path, meta, tiny_config(*files), "same")
-    with pytest.raises(ConfigError, match=r"max_documents=5 and the data has a sequence with [67] documents"):
-        jaxllm.Trainer(tiny_config(*files, "data.max_documents=5"))
+    with pytest.raises(ConfigError, match=r"max_documents=4 and the data has a sequence with [56] documents"):
+        jaxllm.Trainer(tiny_config(*files, "data.max_documents=4"))
