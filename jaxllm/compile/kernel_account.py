@@ -53,16 +53,8 @@ PARTS = {
     "other": "the rest",
 }
 """Part -> what it contains."""
-OF_LAYERS = (
-    "matmuls",
-    "matmuls_again",
-    *(p for p in PARTS if p.startswith("attention")),
-    "norms",
-    "swiglu",
-    "rotary",
-    "fp8_rounding",
-)
-OF_LAYERS += ("sums", "stacks", "slices", "zero_fills", "copies")
+OF_LAYERS = ("matmuls", "matmuls_again", *(p for p in PARTS if p.startswith("attention")), "norms", "swiglu", "rotary")
+OF_LAYERS += ("fp8_rounding", "sums", "stacks", "slices", "zero_fills", "copies")
 """Parts that are all or mostly the layers', each microbatch."""
 _SCOPES = (
     ("sums", r"gradient_sums|reduce_gradients|zero_scatter"),

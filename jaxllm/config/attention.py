@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxllm.config.checks import causal_block_length
 from jaxllm.config.config import Config
 from jaxllm.config.sections import ModelConfig
 
@@ -42,8 +43,7 @@ def packed_documents(config: Config, capability: Capability = HOPPER) -> int | N
     if tokens * model.num_heads // parallel.tensor * model.head_dim >= 2**31:
         return None
     most = most_documents(config)
-    # Over context ranks a causal block is one of a rank's two chunks.
-    length = config.train.sequence_length // (2 * parallel.context if parallel.context > 1 else 1)
+    length = causal_block_length(config.train.sequence_length, parallel.context)
     fits = all(most_in_a_piece(most, length, slots) <= slots for slots in (FORWARD_SLOTS, BACKWARD_SLOTS))
     return most if fits else None
 

@@ -19,6 +19,11 @@ def sequence_unit(context: int, tensor: int) -> int:
     return context * math.lcm(2, tensor) if context > 1 else tensor
 
 
+def causal_block_length(sequence_length: int, context: int) -> int:
+    """Tokens of a causal block of attention: a sequence, or one of the two chunks that each context rank has."""
+    return sequence_length // (2 * context if context > 1 else 1)
+
+
 def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
     """Raises if heads, widths, sequence or layers do not divide over the axes that split them."""
     if model.num_heads % parallel.tensor:
@@ -49,7 +54,7 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
             f"set train.sequence_length={nearest}."
         )
     # The gradient of a weight sums over the tokens. A block of them must be of one chunk, or the mesh would change it.
-    tokens, least = S // (2 * c if c > 1 else 1), FP8_UNITS["mxfp8"]
+    tokens, least = causal_block_length(S, c), FP8_UNITS["mxfp8"]
     if model.matmul_dtype == "mxfp8" and tokens % least:
         where = f"a chunk of parallel.context={c} has {tokens}" if c > 1 else f"a sequence has {tokens} on a rank"
         raise refuse(

@@ -91,8 +91,8 @@ class LayerShape:
     """Bytes of tensors rounded for FP8 matmuls."""
     sequences: int
     """Sequences per microbatch."""
-    local_length: int
-    """Positions of a sequence on one context rank."""
+    causal_block_length: int
+    """Tokens of a block on the diagonal."""
     head_dim: int
     context: int
     context_method: str
@@ -199,7 +199,7 @@ def attention(layer: LayerShape, moment: str) -> float:
     method = "whole" if ranks == 1 else layer.context_method
     copied = REARRANGED_IN_A_RING if method == "ring" and is_recomputed_early(layer) else REARRANGED_QUERIES
     rearranged = copied if ranks > 1 and layer.sequences > 1 else 0
-    halves = halvings(layer.local_length, ranks) / 2 if documents and not layer.scores else 0
+    halves = halvings(layer.causal_block_length) / 2 if documents and not layer.scores else 0
     if moment == "attention":
         blocks = ATTENTION[method]
         queries = max(blocks.query, QUERIES_WITH_DOCUMENTS if documents and not layer.scores else 0)
@@ -213,10 +213,9 @@ def attention(layer: LayerShape, moment: str) -> float:
     return (queries + min(rearranged, 1) + halves) * units["query"]
 
 
-def halvings(local_length: int, context: int) -> int:
-    """How often a block on the diagonal is halved; with several context ranks it is one of a rank's two chunks."""
-    rows = local_length if context == 1 else local_length // 2
-    return max(0, (rows // SMALLEST_HALF).bit_length() - 1)
+def halvings(causal_block_length: int) -> int:
+    """How often a block on the diagonal is halved."""
+    return max(0, (causal_block_length // SMALLEST_HALF).bit_length() - 1)
 
 
 def copies(layer: LayerShape, moment: str) -> float:

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 
 from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
+from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
@@ -47,6 +48,7 @@ class StepSizes:
         self.itemsize = {"bfloat16": 2, "float32": 4}[self.model.compute_dtype]
         self.microbatches = config.num_microbatches
         self.local_length = train.sequence_length // p.context
+        self.causal_block_length = causal_block_length(train.sequence_length, p.context)
         self.tokens = config.microbatch_sequences * self.local_length
         table = parameters(self.model, p)
         of_layer = {name: e for name, e in table.items() if name not in ("embedding", "head", "final_norm")}
@@ -113,7 +115,7 @@ class StepSizes:
             of_halves = {"block_input": 2 * u["split"], "attention_input": u["whole"], "mlp_input": u["whole"]}
             if self.in_blocks and not self.scores:
                 # Of each halving a half of the queries, and of the keys and values.
-                levels = halvings(self.local_length, self.parallel.context)
+                levels = halvings(self.causal_block_length)
                 of_attention["attention_halves"] = levels * (u["query"] / 2 + u["key"])
             return {**of_halves, **of_attention, "mlp_products": 3 * u["mlp"]}
         return {
@@ -157,10 +159,8 @@ class StepSizes:
         cuDNN's float32 gradients of the queries, beyond those of one sequence a row."""
         if not self.packed:
             return 0
-        p = self.parallel
-        rows = self.local_length if p.context == 1 else self.local_length // 2
-        count = most_in_a_piece(self.packed, rows, BACKWARD_SLOTS)
-        of_heads = count * FLOAT32 * self.tokens * self.model.num_heads / p.tensor
+        count = most_in_a_piece(self.packed, self.causal_block_length, BACKWARD_SLOTS)
+        of_heads = count * FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor
         gradients = (count - 1) * FLOAT32 / self.itemsize * self.units["query"]
         return of_heads + (gradients if self.on_device else 0)
 
@@ -175,7 +175,7 @@ class StepSizes:
             scores=self.scores,
             fp8_rounded=self.fp8_rounded,
             sequences=config.microbatch_sequences,
-            local_length=self.local_length,
+            causal_block_length=self.causal_block_length,
             head_dim=self.model.head_dim,
             context=p.context,
             context_method=context_method(config),

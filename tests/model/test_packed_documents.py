@@ -210,7 +210,7 @@ def test_the_name_of_the_attention_says_how_documents_are_masked(config, overrid
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 def test_a_step_for_h100s_has_one_call_forward_and_two_backward():
-    """Of 2,048 tokens: up to 16 documents. Without documents attention needs no more than one call less."""
+    """A sequence of 2,048 tokens has up to 16 documents: one call forward, two backward. Without documents one is enough."""
     base = {
         "model": {
             "num_layers": 2,
