@@ -1,6 +1,7 @@
-"""Memory of the real train step, compiled for H100s without a GPU: ZeRO levels on eight, remat policies on one, long contexts.
+"""Memory of the real train step, compiled for H100s without a GPU: ZeRO levels on eight, remat policies on one, long contexts,
+and numbers of GPUs that divide no dim.
 
-python benchmarks/compiled_memory.py        (needs the extra aot; three minutes)
+python benchmarks/compiled_memory.py        (needs the extra aot; six minutes)
 
 H200s are H100s with 141 GB of memory, so a program compiled for one uses the same memory on the other.
 """
@@ -12,6 +13,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.config import load_config
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.memory import estimate_memory
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 8192}
 
@@ -37,6 +40,22 @@ def long_context(hosts: int, S: int, *overrides: str) -> None:
     )
 
 
+def any_ranks(model: str, hosts: int, *overrides: str) -> None:
+    """Llama 3.1 with remat full, 8,192 tokens and four microbatches of one sequence."""
+    train = {"steps": 10, "sequence_length": 8192, "global_batch_sequences": 32 * hosts, "microbatch_sequences": 1}
+    recipe = {"model": {"name": model}, "train": train, "data": {"mask_documents": False}, "parallel": {"remat": "full"}}
+    config = load_config(recipe, overrides).resolve(8 * hosts)
+    estimated = estimate_memory(config, GPUS["h100-80gb"]).peak_bytes / 2**30
+    memory = compile_step(config, gpu_devices(hosts=hosts, gpus_per_host=8)).memory_analysis()
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    compiled = (used - memory.alias_size_in_bytes) / 2**30
+    print(
+        f"{model}, {8 * hosts} GPUs, {' '.join(overrides)}: {compiled:.1f} GiB, estimated {estimated:.1f} "
+        f"({100 * (estimated / compiled - 1):+.1f}%)",
+        flush=True,
+    )
+
+
 if __name__ == "__main__":
     batch = {"sequence_length": 1024, "global_batch_sequences": 32, "microbatch_sequences": 1}
     for zero in (0, 1, 2, 3):
@@ -50,3 +69,7 @@ if __name__ == "__main__":
         long_context(1, 2**17, "parallel.context=8", f"parallel.remat={remat}")
     long_context(8, 2**20, "parallel.context=64", "parallel.remat=full")
     long_context(8, 2**20, "parallel.context=8", "parallel.tensor=8", "parallel.remat=full")
+    for hosts in (3, 7, 12, 48):
+        for zero in (1, 3):
+            any_ranks("llama-3.1-8b", hosts, f"parallel.zero={zero}")
+            any_ranks("llama-3.1-70b", hosts, f"parallel.zero={zero}", "parallel.tensor=8")

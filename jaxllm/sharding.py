@@ -4,7 +4,7 @@ Every parameter declares its dims once, in the model. The rules here give each d
 without a rule, an axis used twice in one parameter and a size that does not divide are errors that name the parameter.
 
 A parameter has two layouts. `compute` is its sharding in the train step: over pipe and tensor only. `master` is the sharding of
-the fp32 weight and its moments: from ZeRO 1 on also over data x context.
+the fp32 weight and its moments: from ZeRO 1 on also over data x context, with zeros at the end of a dim that does not divide.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import ZERO_DIMS, ConfigError, ModelConfig, ParallelConfig
+from jaxllm.config import ConfigError, ModelConfig, ParallelConfig, zero_shard
 from jaxllm.mesh import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -49,6 +50,28 @@ class Layout:
     master: PartitionSpec
     zero_dim: int | None
     """None: replicated."""
+    padding: int = 0
+    """Zeros that `master` has at the end of that dim, so that it divides. The train step computes without them."""
+
+    def padded(self, x: jax.Array, leading: int = 0) -> jax.Array:
+        """`x` with the padding. `leading`: its dims before those of the layout."""
+        if not self.padding:
+            return x
+        return jnp.pad(x, [(0, self.padding if at == self._dim(leading) else 0) for at in range(x.ndim)])
+
+    def cut(self, x: jax.Array, leading: int = 0) -> jax.Array:
+        """`x` without the padding."""
+        if not self.padding:
+            return x
+        dim = self._dim(leading)
+        return jax.lax.slice_in_dim(x, 0, x.shape[dim] - self.padding, axis=dim)
+
+    def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(size + self.padding if at == self.zero_dim else size for at, size in enumerate(shape))
+
+    def _dim(self, leading: int) -> int:
+        assert self.zero_dim is not None, "only what ZeRO shards is padded"
+        return leading + self.zero_dim
 
 
 def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tuple[str, ...]]:
@@ -121,22 +144,17 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     ranks = math.prod(sizes[axis] for axis in ZERO_AXES)
     if parallel.zero == 0 or ranks == 1:
         return Layout(compute, compute, None)
-    for name in ZERO_DIMS:
-        if name in parameter.dims:
-            dim = parameter.dims.index(name)
-            # A dim that another axis shards is not used: a rank would then hold every t-th piece of the gathered array.
-            taken = math.prod(sizes[axis] for axis in rules[name])
-            if taken == 1 and parameter.shape[dim] % ranks == 0:
-                master = list(compute)
-                master[dim] = ZERO_AXES
-                return Layout(compute, PartitionSpec(*master), dim)
-    if len(unstacked(parameter.dims)) == 1:
-        # A norm's scale has a few kilobytes: it is replicated, so that the mesh need not be refused.
+    of_layer = unstacked(parameter.dims)
+    named_sizes = zip(parameter.dims, parameter.shape, strict=True)
+    # A dim that another axis shards is not used: a rank would then hold every t-th piece of the gathered array.
+    free = {dim: size for dim, size in named_sizes if all(sizes[axis] == 1 for axis in rules[dim])}
+    found = zero_shard(free, ranks)
+    if found is None or (found[1] and len(of_layer) == 1):
+        # A norm's scale has a few kilobytes: it is replicated rather than padded.
         return Layout(compute, compute, None)
-    raise ConfigError(
-        f"Parameter {parameter.path} with dims {parameter.dims} and shape {parameter.shape} has no dim that divides over "
-        f"data x context = {ranks}, as parallel.zero={parallel.zero} needs; set parallel.zero=0 or use fewer data ranks."
-    )
+    dim = parameter.dims.index(found[0])
+    master = [ZERO_AXES if at == dim else entry for at, entry in enumerate(compute)]
+    return Layout(compute, PartitionSpec(*master), dim, found[1])
 
 
 def unstacked(dims: Dims) -> Dims:
@@ -205,7 +223,8 @@ def partial_sum_spec(weight: PartitionSpec) -> PartitionSpec:
 def unstack_layout(layout: Layout, stack_dims: int) -> Layout:
     """Layout of one layer, from the layout of the layer stack with `stack_dims` leading dims."""
     zero_dim = None if layout.zero_dim is None else layout.zero_dim - stack_dims
-    return Layout(PartitionSpec(*layout.compute[stack_dims:]), PartitionSpec(*layout.master[stack_dims:]), zero_dim)
+    compute, master = (PartitionSpec(*spec[stack_dims:]) for spec in (layout.compute, layout.master))
+    return Layout(compute, master, zero_dim, layout.padding)
 
 
 def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -12,7 +12,10 @@ from jaxllm.train.build import build_training
 
 
 class Run:
-    """value_and_grad and the train step of a config. `batch(seed)` makes numpy arrays [microbatch, sequence, position]."""
+    """value_and_grad and the train step of a config. `batch(seed)` makes numpy arrays [microbatch, sequence, position]; step
+    number `first` has seed `first`."""
+
+    first = 0
 
     def __init__(self, config, batch):
         devices = jax.devices()[: math.prod(axis_sizes(config.parallel).values())]
@@ -32,14 +35,14 @@ class Run:
             return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(self.batch(seed)))
 
     def plain(self, tree):
-        """Parameters or gradients in the layout of one device: one stack of layers, without identity layers and padding rows,
-        both of which must be 0."""
-        return in_one_stack(self.config, trimmed(tree, self.config.model.vocab_size))
+        """Parameters or gradients in the layout of one device: one stack of layers, without identity layers, padding rows and
+        ZeRO's zeros, all of which must be 0."""
+        return in_one_stack(self.config, trimmed(unpadded(self.functions.table, tree), self.config.model.vocab_size))
 
     def losses(self, steps):
         step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []
         with jax.set_mesh(self.mesh):
-            for number in range(steps):
+            for number in range(self.first, self.first + steps):
                 state, metrics = step(state, self.place(self.batch(number)))
                 losses.append(float(metrics["loss"]))
         self.state = state
@@ -64,6 +67,17 @@ def unequal_batch(seed, shape, least=0.0, ends=0):
         cuts = rng.integers(1, length, (microbatches, rows, ends))
         arrays["segments"] = (np.arange(length) >= cuts[..., None]).sum(-2).astype(np.int32) + 1
     return arrays
+
+
+def unpadded(table, tree):
+    """Master arrays in the shapes of the train step. What ZeRO adds so that a dim divides must be 0."""
+
+    def cut(parameter, x):
+        kept = x[tuple(slice(size) for size in parameter.shape)]
+        assert np.count_nonzero(x) == np.count_nonzero(kept), parameter.path
+        return kept
+
+    return jax.tree.map(cut, table, jax.device_get(tree))
 
 
 def in_one_stack(config, tree):

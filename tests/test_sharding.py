@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import ConfigError
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.sharding import Parameter, layout, match, vocab_rows, weight_rules
+from jaxllm.sharding import Parameter, layout, match, unstack_layout, vocab_rows, weight_rules
 
 SIZES = {"pipe": 1, "data": 2, "context": 1, "tensor": 4}
 RULES = {"embed": (), "heads": ("tensor",), "mlp": ("tensor",), "vocab": ("pipe", "tensor")}
@@ -42,7 +42,7 @@ def test_nine_heads_on_two_ranks_are_refused(tiny_config):
 
 
 def test_zero_cuts_a_dim_that_nothing_else_splits(tiny_config):
-    """Shards or refuses; a norm's scale that does not divide is replicated."""
+    """It pads what does not divide; a norm's scale that does not is replicated."""
     parallel = tiny_config("parallel.data=4", "parallel.tensor=2").parallel
     rules = weight_rules(tiny_config().model, parallel)
 
@@ -52,8 +52,10 @@ def test_zero_cuts_a_dim_that_nothing_else_splits(tiny_config):
     assert cut(("layers", "embed", "mlp"), (2, 32, 64)).master == P("pipe", ("data", "context"), "tensor")
     assert cut(("heads", "head_dim", "embed"), (4, 8, 30)).zero_dim == 1
     assert cut(("layers", "embed"), (2, 30)).zero_dim is None
-    with pytest.raises(ConfigError, match=r"has no dim that divides over data x context = 4, as parallel.zero=1 needs"):
-        cut(("embed", "mlp"), (30, 64))
+    padded = cut(("layers", "embed", "mlp"), (2, 30, 64))
+    assert (padded.master, padded.padding) == (P("pipe", ("data", "context"), "tensor"), 2)
+    assert padded.padded_shape((2, 30, 64)) == (2, 32, 64)
+    assert unstack_layout(padded, 1).padded_shape((30, 64)) == (32, 64)
 
 
 def test_every_parameter_of_the_model_has_a_rule(tiny_config):

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.checkpoint.orbax_errors import silence_orphans
 from jaxllm.config import ConfigError
 from jaxllm.mesh import HOST
-from jaxllm.sharding import stack_dims
+from jaxllm.sharding import Parameter, stack_dims
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
@@ -24,8 +24,8 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     Args:
       like: nested dicts of ShapeDtypeStructs with shardings. Each array is read directly into its sharding, whatever mesh wrote
         it, and cast to its dtype.
-      table: nested dict of Parameter. An array whose path ends with the path of a parameter has its dims. Along `vocab` and
-        `layers`, zeros are added or rows removed at the end.
+      table: Parallelized.table. An array whose path ends with the path of a parameter has its dims. Beyond the parameter's
+        shape there are only zeros, on the disk and in `like`: they are added or removed.
 
     Raises:
       ConfigError: an array is missing or has another shape; the message names it.
@@ -35,25 +35,26 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     handler = ocp.PyTreeCheckpointHandler()
     found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # a pathlib path works
     saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
-    dims = {_names(path): parameter.dims for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
+    parameters = {_names(path): parameter for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
 
     def read_as(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = _names(path)
         if names not in saved:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
-        parameter = next((names[i:] for i in range(len(names)) if names[i:] in dims), names)
-        of_parameter = dims.get(parameter, ("",) * x.ndim)
+        name = next((names[i:] for i in range(len(names)) if names[i:] in parameters), names)
+        parameter = parameters.get(name, Parameter(".".join(name), x.shape, x.dtype, ("",) * x.ndim))
         # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
-        replica_dims = x.ndim - len(of_parameter)
+        replica_dims = x.ndim - len(parameter.dims)
         shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]
-        stacked = stack_dims(of_parameter)
+        stacked = stack_dims(parameter.dims)
         of_stack = len(shape) - (len(wanted) - stacked)
-        sizes = zip(shape[of_stack:], wanted[stacked:], of_parameter[stacked:], strict=False)
+        sizes = zip(shape[of_stack:], parameter.shape[stacked:], parameter.dims[stacked:], strict=False)
         is_other = tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
-        is_other = is_other or any(a != b and d != "vocab" for a, b, d in sizes)
+        # The table has the vocabulary's rows of this mesh; that of the run may have fewer.
+        is_other = is_other or any(a < least and d != "vocab" for a, least, d in sizes)
         if is_other or (of_stack not in (1, 3) if stacked else of_stack):
             raise ConfigError(
-                f"{'.'.join(parameter)} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
+                f"{parameter.path} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
                 f"model."
             )
         if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:

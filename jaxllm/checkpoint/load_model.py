@@ -164,11 +164,10 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
         functions = parallelize(config, mesh)
     opened = source.opened
 
-    def described(parameter: Parameter, sharding: Any) -> jax.ShapeDtypeStruct:
-        dtype = parameter.dtype if opened is None else opened.dtype(tuple(parameter.path.split(".")))
-        return jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=sharding)
+    def described(parameter: Parameter, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return stored if opened is None else stored.update(dtype=opened.dtype(tuple(parameter.path.split("."))))
 
-    like = jax.tree.map(described, functions.table, functions.master_shardings)
+    like = jax.tree.map(described, functions.table, functions.master)
     params = read_weights(source, like, functions.table)
     companions = source.outline()
     return LoadedModel(config, mesh, functions, params, companions.tokenizer, companions.generation, source.description)
@@ -187,22 +186,18 @@ def _most(config: Config, available: int) -> int:
 
 
 def _shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list[jax.Device]]:
-    """Config of a mesh along `data` only, with ZeRO 3 weights, over as many devices as divide them. Devices of other processes
-    cannot be left out: if the weights do not divide over all devices, each device holds all weights.
+    """Config of a mesh along `data` only, with ZeRO 3 weights, over as many devices as divide them: a network without padding
+    keeps its shards. Devices of other processes cannot be left out.
     """
-    _, table = parameter_table(config)
-    for ranks in range(len(devices), 0, -1):
-        parallel = config.parallel.model_copy(update={"data": AUTO, "zero": 3})
-        try:
+    parallel = config.parallel.model_copy(update={"data": AUTO, "zero": 3})
+    if len({device.process_index for device in devices}) == 1:
+        table = jax.tree.leaves(parameter_table(config)[1])
+
+        def is_even(ranks: int) -> bool:
             of_ranks = parallel.model_copy(update={"data": ranks})
-            jax.tree.map(lambda p, cut=of_ranks: layout(p, weight_rules(config.model, cut), cut), table)
-        except ConfigError:
-            if len({device.process_index for device in devices}) > 1:
-                parallel = config.parallel.model_copy(update={"data": AUTO, "zero": 0})
-                break
-            continue
-        devices = devices[:ranks]
-        break
+            return not any(layout(p, weight_rules(config.model, of_ranks), of_ranks).padding for p in table)
+
+        devices = devices[: max(filter(is_even, range(1, len(devices) + 1)))]
     return config.model_copy(update={"parallel": parallel}), devices
 
 

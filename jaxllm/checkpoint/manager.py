@@ -6,8 +6,8 @@
       files.json                    sizes and checksums of the files above
     run.dir/checkpoints-damaged/    damaged checkpoints: moved, never deleted
 
-The rows that `vocab_rows` adds for a mesh are zero, and so are the layers that fill up a pipeline. Reading adds or removes
-them, and restacks the layers for other virtual stages. A checkpoint fits every mesh.
+The rows that `vocab_rows` adds for a mesh are zero, and so are the layers that fill up a pipeline, and what makes a dim divide
+over ZeRO's ranks. Reading adds or removes them, and restacks the layers for other virtual stages. A checkpoint fits every mesh.
 """
 
 from __future__ import annotations

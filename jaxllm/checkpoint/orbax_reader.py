@@ -21,7 +21,7 @@ from jaxllm.pretrained.safetensors import CODES
 
 @dataclass
 class OrbaxFolder(Folder):
-    """A checkpoint, or an export of format 1. It removes the rows and layers that pad the arrays for a mesh.
+    """A checkpoint, or an export of format 1. It removes what pads the arrays for a mesh.
 
     Reading loads a parameter with all its layers, because an Orbax chunk may hold all of them: reading layer by layer would
     load the chunk again for each. The last parameter read is cached.
@@ -79,12 +79,12 @@ class OrbaxFolder(Folder):
             # Chunks of virtual pipeline stages, in execution order (parallel/layer_stacking.py).
             leading = array.ndim - len(entry.dims)
             array = array.reshape(-1, *array.shape[leading:])
-        if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)) or array.shape[1:] != entry.shape[1:]:
+        if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)):
             raise ConfigError(
                 f"{entry.name} has shape {array.shape} in {self.arrays}, not {entry.shape}: it was saved by another model."
             )
-        # Only the first dim is ever padded: layers for a pipeline, vocabulary rows for a mesh.
-        self._kept = (path, array[: entry.shape[0]])
+        # Zeros pad layers for a pipeline, vocabulary rows for a mesh, and the dim that ZeRO shards.
+        self._kept = (path, array[tuple(slice(size) for size in entry.shape)])
         return self._kept[1]
 
 

@@ -163,13 +163,13 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     a checkpoint are read only to verify its files.
 
     Args:
-      table: nested dict of Parameter.
+      table: Parallelized.table.
 
     Raises:
       ConfigError: the files are damaged, or hold values that are not finite.
     """
     if source.opened is not None:
-        params = load_params(source.opened, like)
+        params = load_params(source.opened, like, table)
     else:
         with ExitStack() as stack:
             stack.enter_context(in_one_sentence(source.folder))

@@ -29,7 +29,7 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices
 from jaxllm.cost_model.precision import Row, precision_table
 from jaxllm.display import readable
-from jaxllm.mesh import TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import apply_block
 from jaxllm.parallel.layer_stacking import stacking_of
@@ -165,6 +165,13 @@ def notes(config: Config, rows: tuple[ParameterRow, ...], padding: int) -> Itera
         yield f"{padding} rows of zeros pad the vocabulary from {model.vocab_size} to {model.vocab_size + padding}."
     if extra := stacking_of(config).identity_layers:
         yield f"{extra} identity layers (zero weights) fill up the {model.num_layers} for the pipeline; the bytes count them."
+    if padded := [row for row in rows if any(row.zeros)]:
+        whole = sum(math.prod(row.shape) for row in rows)
+        extra = sum(math.prod(map(sum, zip(row.shape, row.zeros, strict=True))) - math.prod(row.shape) for row in padded)
+        yield (
+            f"Zeros at the end of a dim of {len(padded)} parameters make data x context = "
+            f"{sizes[DATA] * sizes[CONTEXT]} divide it: {extra / whole:.1%} more is stored and sent."
+        )
     if parallel.zero and math.prod(sizes[axis] for axis in ZERO_AXES) == 1:
         yield f"parallel.zero={parallel.zero} shards nothing here: data x context is 1."
     if config.train.diloco_steps is not None:

@@ -46,6 +46,8 @@ class ParameterRow:
     """For each dim, the mesh axes that shard it in the train step."""
     master: tuple[tuple[str, ...], ...]
     """The same for the fp32 weight and its moments."""
+    zeros: tuple[int, ...]
+    """Zeros that the fp32 weight and its moments have at the end of each dim, so that ZeRO's ranks divide it."""
     bytes_per_device: Bytes
 
 
@@ -54,7 +56,8 @@ def describe(parameter: Parameter, config: Config) -> ParameterRow:
     parallel, sizes = config.parallel, axis_sizes(config.parallel)
     spot = layout(parameter, weight_rules(config.model, parallel), parallel)
     compute = elements_per_device(parameter.shape, spot.compute, sizes)
-    master = elements_per_device(parameter.shape, spot.master, sizes)
+    stored = spot.padded_shape(parameter.shape)
+    master = elements_per_device(stored, spot.master, sizes)
     gradients, copy = (master if is_zero_sharded(parameter.path, parallel, level) else compute for level in (2, 3))
     dtype = np.dtype(config.model.compute_dtype)
     # A cast to the dtype and layout that it has already makes no array.
@@ -66,6 +69,7 @@ def describe(parameter: Parameter, config: Config) -> ParameterRow:
         dims=parameter.dims,
         compute=axes_by_dim(spot.compute),
         master=axes_by_dim(spot.master),
+        zeros=tuple(there - here for there, here in zip(stored, parameter.shape, strict=True)),
         bytes_per_device=Bytes(4 * master, 8 * master, 0 if is_master else dtype.itemsize * copy, 4 * gradients),
     )
 

@@ -130,11 +130,13 @@ def layout_table(report: Report) -> Table:
         if stacked and report.mesh[parameter.compute[0][0]] > 1:
             times += f" over {parameter.compute[0][0]}"
         under = f"  {parameter.dtype} [{', '.join(map(str, shape))}]{times}"
-        rows = list(zip(parameter.dims, parameter.shape, parameter.compute, parameter.master, strict=True))[stacked:]
+        padded = zip(parameter.shape, parameter.zeros, strict=True)
+        sizes = [f"{size} + {zeros}" if zeros else str(size) for size, zeros in padded]
+        rows = list(zip(parameter.dims, sizes, parameter.compute, parameter.master, strict=True))[stacked:]
         for left, row in itertools.zip_longest([parameter.path, under], rows):
             dim, size, *specs = row or ("", "", None, None)
             split = ["" if spec is None else " x ".join(a for a in spec if report.mesh[a] > 1) or "-" for spec in specs]
-            table.add_row(*map(Text, (left or "", dim, str(size), *split)))
+            table.add_row(*map(Text, (left or "", dim, size, *split)))
     return table
 
 

@@ -17,14 +17,13 @@ from jaxllm.config.sections import (
     SourceConfig,
     TrainConfig,
 )
-from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, ZERO_DIMS, Remat, XlaOptions, divisors
+from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, Remat, XlaOptions, divisors, zero_shard
 
 __all__ = [
     "ATTENTION_RESULTS",
     "AUTO",
     "BLOCK_INPUT",
     "BLOCK_TENSORS",
-    "ZERO_DIMS",
     "CheckpointConfig",
     "Config",
     "ConfigError",
@@ -48,4 +47,5 @@ __all__ = [
     "published_models",
     "sequence_unit",
     "with_overrides",
+    "zero_shard",
 ]

@@ -28,6 +28,7 @@ A step is fullest at one of a few moments, whose sums are compared:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jaxllm.config import Config
@@ -36,9 +37,9 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 
-MANY_RANKS = 128
-"""Number of ZeRO's ranks from which XLA plans buffers differently: 32 and 64 are few; 128, 256 and 512 are many (steps of
-Llama 3 8B and 70B on H100s)."""
+MANY_RANKS = {2: 128, 3: 96}
+"""For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently, by steps of Llama 3 8B and 70B on H100s: of
+level 2, 96 are few and 128 many; of level 3, 88 and 96."""
 Terms = dict[str, int]
 """Name of a term -> bytes."""
 
@@ -82,9 +83,6 @@ def estimate_memory(
       gpu: the kind. For an A100, XLA starts transfers later and needs fewer buffers for them. Default: a later kind.
       capability: of a GPU whose kind has no figures.
       on_device: as XLA compiles it on the GPU itself. Elsewhere it does not know cuDNN's workspace for packed documents.
-
-    Raises:
-      ConfigError: a parameter has no dim that divides over ZeRO's ranks.
     """
     step = Step(config, gpu, capability, on_device)
     moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
@@ -150,7 +148,7 @@ class Step(StepSizes):
 
     @property
     def many_ranks(self) -> bool:
-        return self.ranks >= MANY_RANKS
+        return self.ranks >= MANY_RANKS.get(self.zero, math.inf)
 
     @property
     def multiplies_early(self) -> bool:

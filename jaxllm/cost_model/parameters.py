@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxllm.config import ZERO_DIMS, ConfigError, ModelConfig, ParallelConfig
+from jaxllm.config import ModelConfig, ParallelConfig, zero_shard
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Elements:
     compute: int
     """In the train step's sharding."""
     master: int
-    """In the sharding between steps."""
+    """In the sharding between steps, with the zeros that ZeRO pads."""
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(self.compute + other.compute, self.master + other.master)
@@ -25,11 +25,7 @@ class Elements:
 
 
 def parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
-    """Elements of each parameter on one device; for a layer's parameter, those of one layer.
-
-    Raises:
-      ConfigError: a parameter has no dim that divides over ZeRO's ranks.
-    """
+    """Elements of each parameter on one device; for a layer's parameter, those of one layer."""
     D, N, K, H, F = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate_size
     ways = parallel.pipe * parallel.tensor
     rows = -(-model.vocab_size // ways) * ways
@@ -52,19 +48,16 @@ def parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elemen
     split = {"vocab": ways, "heads": parallel.tensor, "mlp": parallel.tensor}
     if K % parallel.tensor == 0:
         split["kv_heads"] = parallel.tensor
-    return {name: _elements(name, shape, split, parallel) for name, shape in shapes.items()}
+    return {name: _elements(shape, split, parallel) for name, shape in shapes.items()}
 
 
-def _elements(name: str, shape: dict[str, int], split: dict[str, int], parallel: ParallelConfig) -> Elements:
+def _elements(shape: dict[str, int], split: dict[str, int], parallel: ParallelConfig) -> Elements:
     compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
     ranks = int(parallel.data) * parallel.context
     if parallel.zero == 0 or ranks == 1:
         return Elements(compute, compute)
-    if any(split.get(dim, 1) == 1 and shape[dim] % ranks == 0 for dim in ZERO_DIMS if dim in shape):
-        return Elements(compute, compute // ranks)
-    if len(shape) == 1:
+    found = zero_shard({dim: size for dim, size in shape.items() if split.get(dim, 1) == 1}, ranks)
+    if found is None or (found[1] and len(shape) == 1):
         return Elements(compute, compute)
-    raise ConfigError(
-        f"No dim of {name} {shape} divides over data x context = {ranks}, as parallel.zero={parallel.zero} needs: "
-        f"set parallel.zero=0 or use fewer data ranks."
-    )
+    dim, zeros = found
+    return Elements(compute, compute // shape[dim] * (shape[dim] + zeros) // ranks)

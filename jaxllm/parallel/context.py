@@ -170,4 +170,6 @@ class ParallelContext:
         master, compute = master_specs(layouts), jax.tree.map(lambda layout: layout.compute, layouts)
         params = cut_layers(params, leading_dims(transform)) if isinstance(layouts["layers"], list) else params
         cast = self.pin(jax.tree.map(lambda p: p.astype(self.config.model.compute_dtype), params), master, transform)
-        return self.pin(cast, self.by_zero_level(3, master, compute), transform)
+        copy = self.pin(cast, self.by_zero_level(3, master, compute), transform)
+        cut = partial(jax.tree.map, lambda w, layout: layout.cut(w, leading_dims(transform)))
+        return {name: w if self.is_zero_sharded(name, 3) else cut(w, layouts[name]) for name, w in copy.items()}

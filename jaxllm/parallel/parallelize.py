@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.mesh import PIPE
@@ -29,7 +29,7 @@ from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_lo
 from jaxllm.parallel.parameters import initial_params
 from jaxllm.parallel.regions import gradient_region, loss_region
 from jaxllm.parallel.types import Batch, GradientRegion, NoiseParts, Parallelized, Params
-from jaxllm.sharding import manual_spec, map_specs, named, partial_sum_spec, replica_spec
+from jaxllm.sharding import Layout, Parameter, manual_spec, map_specs, partial_sum_spec, replica_spec
 
 
 def parallelize(config: Config, mesh: Mesh) -> Parallelized:
@@ -56,11 +56,17 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         value_grad_and_parts=value_grad_and_parts,
         loss_sum=partial(without_gradients, loss, ctx.step_layouts),
         layer_norms=partial(without_gradients, norms, ctx.layouts),
-        initialize=partial(initial_params, config),
-        master_shardings=named(mesh, master_specs(ctx.layouts)),
+        initialize=lambda key: jax.tree.map(lambda w, layout: layout.padded(w), initial_params(config, key), ctx.layouts),
+        master=jax.tree.map(partial(_master, mesh), ctx.table, ctx.layouts),
         table=ctx.table,
         attention=ctx.attention,
     )
+
+
+def _master(mesh: Mesh, parameter: Parameter, layout: Layout) -> jax.ShapeDtypeStruct:
+    """A parameter as it is stored."""
+    shape = layout.padded_shape(parameter.shape)
+    return jax.ShapeDtypeStruct(shape, parameter.dtype, sharding=NamedSharding(mesh, layout.master))
 
 
 class GradientReduction:
@@ -104,11 +110,14 @@ class GradientReduction:
 
     def _reduce(self, gradients: Params) -> Params:
         """The sum over ranks, and over replicas that share weights."""
-        rank_dim = 1 if self._has_replicas else 0
-        total = partial(jax.tree.map, lambda g: g.sum(rank_dim))
-        gradients = {name: g if self._ctx.is_zero_sharded(name, 2) else total(g) for name, g in gradients.items()}
+        rank_dim, layouts = 1 if self._has_replicas else 0, self._ctx.step_layouts
+        # Padded before the sum, or XLA would all-reduce it.
+        total = partial(jax.tree.map, lambda g, layout: layout.padded(g, rank_dim + 1).sum(rank_dim))
+        gradients = {
+            name: g if self._ctx.is_zero_sharded(name, 2) else total(g, layouts[name]) for name, g in gradients.items()
+        }
         if self._has_replicas and not self._ctx.is_diloco:
             # Pinned first, or XLA would all-reduce full gradients over all replicas and scatter them afterwards.
-            gradients = self._ctx.pin(gradients, master_specs(self._ctx.step_layouts), self._gradient_transform)
+            gradients = self._ctx.pin(gradients, master_specs(layouts), self._gradient_transform)
             gradients = jax.tree.map(lambda g: g.sum(0), gradients)
         return gradients

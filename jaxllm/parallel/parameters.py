@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.model.llama import Llama
@@ -25,8 +26,19 @@ def initial_params(config: Config, key: jax.Array) -> Params:
 
 
 def merge_model(config: Config, params: Params) -> Llama:
-    """The network with these arrays as its parameters."""
-    return nnx.merge(parameter_table(config)[0], over_layers(stacking_of(config).plain, params))
+    """The network with these arrays as its parameters, without the padding of ZeRO and of the layer stack."""
+    graph, table = parameter_table(config)
+    params = jax.tree.map(lambda p, w: w if w.shape == p.shape else without_padding(w, p.shape), table, params)
+    return nnx.merge(graph, over_layers(stacking_of(config).plain, params))
+
+
+def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The first elements of each dim. A dim that is cut is replicated, because it need not divide over the devices."""
+    sharding: Any = array.sharding
+    entries = zip([*sharding.spec, *[None] * array.ndim], shape, array.shape, strict=False)
+    spec = PartitionSpec(*[axes if size == stored else None for axes, size, stored in entries])
+    cut = jax.jit(lambda x: x[tuple(slice(size) for size in shape)], out_shardings=NamedSharding(sharding.mesh, spec))
+    return cut(array)
 
 
 def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:

@@ -75,8 +75,13 @@ class Parallelized:
     """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
     initialize: Callable[[jax.Array], Params]
     """key -> master params. Jit it with master_shardings, so that no device ever holds more than its shard."""
-    master_shardings: Any
+    master: Any
+    """Nested dict of ShapeDtypeStruct: the master params as stored, with ZeRO's padding and shardings."""
     table: Any
-    """Nested dict of Parameter."""
+    """Nested dict of Parameter, with the shapes that the train step computes with."""
     attention: str
     """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
+
+    @property
+    def master_shardings(self) -> Any:
+        return jax.tree.map(lambda x: x.sharding, self.master)

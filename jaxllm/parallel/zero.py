@@ -64,7 +64,8 @@ class Zero:
 
 def zeros_of_shard(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:
     """Zeros in the shape of one rank's shard of a gradient."""
-    local = [size // ranks if dim == layout.zero_dim else size for dim, size in enumerate(shape)]
+    stored = layout.padded_shape(shape)
+    local = [size // ranks if dim == layout.zero_dim else size for dim, size in enumerate(stored)]
     return jnp.zeros(local, jnp.float32)
 
 
@@ -72,7 +73,9 @@ def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
     @jax.named_scope("zero_gather")
     def local(weights):
         def one(w, layout):
-            return w if layout.zero_dim is None else jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True)
+            if layout.zero_dim is None:
+                return w
+            return layout.cut(jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True))
 
         return jax.tree.map(one, weights, layouts)
 
@@ -85,9 +88,10 @@ def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
     @jax.named_scope("zero_scatter")
     def local(gradients):
         def one(g, layout):
+            g = layout.padded(g.astype(jnp.float32))
             if layout.zero_dim is None:
-                return jax.lax.psum(g.astype(jnp.float32), ZERO_AXES)
-            return jax.lax.psum_scatter(g.astype(jnp.float32), ZERO_AXES, scatter_dimension=layout.zero_dim, tiled=True)
+                return jax.lax.psum(g, ZERO_AXES)
+            return jax.lax.psum_scatter(g, ZERO_AXES, scatter_dimension=layout.zero_dim, tiled=True)
 
         return jax.tree.map(one, gradients, layouts)
 

@@ -223,11 +223,7 @@ class _Trial:
             config = changed(self.config, keys)
             if config is None or self._leaves_host(config):
                 continue
-            try:
-                memory = self.estimate(config)
-            except ConfigError:
-                # The mesh does not divide a parameter.
-                continue
+            memory = self.estimate(config)
             if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
                 ratio = step_s / before_s if step_s and before_s else None

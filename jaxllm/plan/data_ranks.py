@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import Config, ConfigError
+from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
@@ -145,7 +145,6 @@ def over_data_ranks(
 
     Raises:
       ValueError: neither a GPU nor a speed is given.
-      ConfigError: ZeRO cannot shard a parameter over the config's own ranks.
     """
     if gpu is None and not tokens_per_s_per_device:
         raise ValueError("over_data_ranks needs gpu or tokens_per_s_per_device.")
@@ -165,15 +164,8 @@ def over_data_ranks(
         peak_bytes = estimate_memory(with_ranks(config, ranks, fastest.microbatches), gpu).peak_bytes
         return fastest if gpu is None else replace(fastest, fits=peak_bytes <= gpu.capacity_bytes)
 
-    replicas, own, rows = config.parallel.replica, config.data_ranks, []
-    for data in doublings(int(config.parallel.data)):
-        try:
-            rows.append(best(replicas * data))
-        except ConfigError:
-            # ZeRO cannot shard a parameter over more ranks.
-            if replicas * data <= own:
-                raise
-            break
+    replicas, own = config.parallel.replica, config.data_ranks
+    rows = [best(replicas * data) for data in doublings(int(config.parallel.data))]
     stops, because = verdict(rows)
     last = 2**ROWS_BEYOND * max(own, stops) if stops else MOST_RANKS
     return OverRanks(tuple(one for one in rows if one.data_ranks <= max(own, last)), stops, because)

@@ -22,6 +22,7 @@ from jaxllm.display import readable
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan, Rejected
 from jaxllm.plan.space import (
     BEYOND_HOST,
+    UNEVEN,
     Choice,
     Group,
     groups,
@@ -154,7 +155,7 @@ def search(
             for mesh in every:
                 reason, left = why_not(config, mesh, per_host, across), []
                 if reason is None:
-                    left = [group for group in groups(config, mesh, keep) if group.microbatches or group.refused_microbatches]
+                    left = [group for group in groups(config, mesh, keep) if group.microbatches or group.uneven_microbatches]
                     reason = None if left else KEPT_AWAY
                 seen += 1
                 if reason is not None:
@@ -210,9 +211,9 @@ def _fitting(
     config: Config, group: Group, limits: Limits, estimate: EstimateMemory, tally: _Tally, prune: bool
 ) -> Iterator[tuple[Config, MemoryEstimate]]:
     """The configurations of a group that fit; the others are counted."""
-    if refused := group.refused_microbatches:
+    if refused := group.uneven_microbatches:
         example = group.choice(group.remats[0], refused[0])
-        tally.add(CONFIGURATION, group.refused_because, len(group.remats) * len(refused), example)
+        tally.add(CONFIGURATION, UNEVEN, len(group.remats) * len(refused), example)
     share = config.train.global_batch_sequences // group.mesh.data
     # A step of one microbatch accumulates no gradients, so it may need less memory than one of two smaller microbatches.
     several, one = (tuple(size for size in group.microbatches if (size == share) == is_one) for is_one in (False, True))

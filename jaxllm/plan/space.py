@@ -21,14 +21,11 @@ from jaxllm.config import (
     AUTO,
     Config,
     ConfigError,
-    ModelConfig,
-    ParallelConfig,
     Remat,
     all_have_layers,
     divisors,
     sequence_unit,
 )
-from jaxllm.cost_model.parameters import parameters
 from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
@@ -41,7 +38,6 @@ KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "m
 
 BEYOND_HOST = "context x tensor reaches beyond a host"
 UNEVEN = "the number of microbatches is not a multiple of pipe, as interleaving needs"
-NOT_SHARDABLE = "a parameter has no dim that divides over data x context, as ZeRO needs"
 
 
 @dataclass(frozen=True)
@@ -102,9 +98,8 @@ class Group:
     remats: tuple[Remat, ...]
     microbatches: tuple[int, ...]
     """Sequences per microbatch, ascending."""
-    refused_microbatches: tuple[int, ...] = ()
-    """Those that are impossible, for the reason `refused_because`."""
-    refused_because: str = ""
+    uneven_microbatches: tuple[int, ...] = ()
+    """Those that are impossible, because they are UNEVEN."""
 
     def choice(self, remat: Remat, microbatch_sequences: int) -> Choice:
         return Choice(self.mesh, self.zero, self.schedule, self.virtual_stages, remat, microbatch_sequences)
@@ -172,7 +167,6 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
         zeros = (parallel.zero,)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
-    shardable = zero_divides(config.model, mesh)
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
         if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
             continue
@@ -183,20 +177,7 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
             even = tuple(size for size in microbatches if all(share // size % mesh.pipe == 0 for share in shares))
         uneven = tuple(size for size in microbatches if size not in even)
         for zero in zeros:
-            if zero and not shardable:
-                yield Group(mesh, zero, schedule, virtual_stages, remats, (), microbatches, NOT_SHARDABLE)
-            else:
-                yield Group(mesh, zero, schedule, virtual_stages, remats, even, uneven, UNEVEN)
-
-
-def zero_divides(model: ModelConfig, mesh: Mesh) -> bool:
-    """Whether every matrix has a dim that data x context divides and no other axis shards."""
-    try:
-        # Full validation would take longer than the rest, and the values are valid by construction.
-        parameters(model, ParallelConfig.model_construct(**asdict(mesh), zero=1))
-    except ConfigError:
-        return False
-    return True
+            yield Group(mesh, zero, schedule, virtual_stages, remats, even, uneven)
 
 
 @cache

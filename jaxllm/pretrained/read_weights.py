@@ -21,13 +21,14 @@ Box = tuple[tuple[int, int], ...]
 """[begin, end) of each dim."""
 
 
-def load_params(folder: Folder, like: Any) -> Any:
-    """Loads the parameters of a folder with the shardings and dtypes of `like`. Rows of embedding and head, or layers, that
-    the mesh adds as padding are zero.
+def load_params(folder: Folder, like: Any, table: Any) -> Any:
+    """Loads the parameters of a folder with the shardings and dtypes of `like`. What the mesh adds as padding is zero: rows of
+    embedding and head, layers, and the end of the dim that ZeRO shards.
 
     Args:
-      like: nested dict of ShapeDtypeStructs with shardings, such as Parallelized.table. Layer stacks may be split for the
+      like: nested dict of ShapeDtypeStructs with shardings, such as Parallelized.master. Layer stacks may be split for the
         virtual stages of a pipeline.
+      table: Parallelized.table.
 
     Raises:
       ConfigError: a parameter is missing in the folder or has another shape. The message names it.
@@ -36,16 +37,15 @@ def load_params(folder: Folder, like: Any) -> Any:
     if missing := sorted(wanted ^ folder.entries.keys()):
         name, known = ".".join(missing[0]), missing[0] in folder.entries
         raise ConfigError(f"{folder.description} has {'a' if known else 'no'} parameter {name}, unlike this config's model.")
-    return jax.tree_util.tree_map_with_path(lambda path, x: _load(folder, _names(path), x), like)
+    return jax.tree_util.tree_map_with_path(lambda path, x, p: _load(folder, _names(path), x, p.shape), like, table)
 
 
-def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.Array:
     plain = folder.entries[path].shape
-    extra = like.ndim - len(plain)
-    stacked = like.shape[: extra + 1]
-    if extra not in (0, 2) or like.shape[extra + 1 :] != plain[1:] or math.prod(stacked) < plain[0]:
+    extra = len(shape) - len(plain)
+    if extra not in (0, 2) or shape[extra + 1 :] != plain[1:] or math.prod(shape[: extra + 1]) < plain[0]:
         raise ConfigError(
-            f"{'.'.join(path)} has shape {plain} in {folder.description} and {like.shape} in this config: use the same model."
+            f"{'.'.join(path)} has shape {plain} in {folder.description} and {shape} in this config: use the same model."
         )
     source = _PaddedParameter(folder, path, like.shape, extra)
     places = like.sharding.addressable_devices_indices_map(like.shape)
@@ -71,20 +71,21 @@ def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> 
 
 
 class _PaddedParameter:
-    """A parameter in the layout of a mesh: its first dim padded with zeros, and split in three for virtual stages."""
+    """A parameter in the layout of a mesh: padded with zeros, and its first dim split in three for virtual stages."""
 
     def __init__(self, folder: Folder, path: tuple[str, ...], shape: tuple[int, ...], extra: int):
         self._folder, self._path, self._shape, self._extra = folder, path, shape, extra
-        self._rows = folder.entries[path].shape[0]
+        self._plain = folder.entries[path].shape
 
     def read(self, box: Box) -> np.ndarray:
         out = np.zeros([b - a for a, b in box], self._folder.dtype(self._path))
         inner = box[self._extra :]
         for where, first in self._runs(box):
-            begin, end = first + inner[0][0], min(first + inner[0][1], self._rows)
-            if begin < end:
-                index = [slice(begin, end), *(slice(a, b) for a, b in inner[1:])]
-                out[where][: end - begin] = self._folder.read(self._path, index)
+            spans = ((first + inner[0][0], first + inner[0][1]), *inner[1:])
+            index = [slice(a, min(b, size)) for (a, b), size in zip(spans, self._plain, strict=True)]
+            if all(part.start < part.stop for part in index):
+                there = tuple(slice(0, part.stop - part.start) for part in index)
+                out[where][there] = self._folder.read(self._path, index)
         return out
 
     def _runs(self, box: Box) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -46,11 +46,10 @@ def state_shardings(
     """
     host = _in_host_memory if offload != "none" else lambda sharding: sharding
     params = parallelized.master_shardings
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), parallelized.table)
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: host(sharding),
-        jax.eval_shape(optimizer.init, shapes),
+        jax.eval_shape(optimizer.init, parallelized.master),
         params,
         transform_non_params=lambda _: replicated(mesh),
     )

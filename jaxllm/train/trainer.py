@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.checkpoint.weights import initial_weights, read_weights
+from jaxllm.checkpoint.weights import MUST_AGREE, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import replicated
@@ -268,13 +268,14 @@ class Trainer:
 
     def restore(self, checkpoints: Checkpoints) -> None:
         """Restores the newest saved state. The data resumes at its step."""
-        # Pipelines add or remove zero layers, so only the number of real layers identifies the model.
+        # Meshes add or remove zeros, so shapes of arrays do not identify the model.
         meta = checkpoints.meta()
-        saved, wanted = meta["config"]["model"]["num_layers"], self.config.model.num_layers
-        if saved != wanted:
-            raise ConfigError(
-                f"{checkpoints.folder} has a model of {saved} layers, not {wanted}: set model.num_layers={saved}."
-            )
+        for key in MUST_AGREE:
+            saved, wanted = meta["config"]["model"][key], getattr(self.config.model, key)
+            if saved != wanted:
+                raise ConfigError(
+                    f"{checkpoints.folder} has a model with model.{key}={saved}, not {wanted}: set model.{key}={saved}."
+                )
         diloco.require_same_replicas(meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None

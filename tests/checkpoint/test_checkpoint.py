@@ -33,6 +33,7 @@ from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
 from jaxllm.runtime import exit_codes
 from jaxllm.train.loop import fit
+from jaxllm.train.trainer import _give_up
 
 CHECKOUT = Path(__file__).parents[2]
 # The vocabulary is padded to 260 on four tensor ranks. Constant rate: half a run sees the same rates as a complete one.
@@ -401,10 +402,13 @@ def test_the_padded_vocabulary_comes_and_goes(tiny_config, whole, trainer, tmp_p
     assert_equal(trainer.state, whole[1])
 
 
-def test_another_shape_is_refused_with_its_parameter(tiny_config, whole):
+def test_another_model_is_refused(tiny_config, whole):
+    """By its config, since shapes of arrays may differ by padding; and by its arrays, where there is no config."""
     other = jaxllm.Trainer(tiny_config(*DATA_8, "model.intermediate_size=128"))
-    with pytest.raises(ConfigError, match=r"layers\.\S+ has shape \(.*64.*\) in .* and \(.*128.*\) in this config"):
+    with pytest.raises(ConfigError, match=r"has a model with model.intermediate_size=64, not 128: set model.intermediate_size"):
         restore(other, whole[0])
+    with pytest.raises(ConfigError, match=r"layers\.\S+ has shape \(.*64.*\) in .* and \(.*128.*\) in this config"):
+        Checkpoints(whole[0], other.config.checkpoint).restore(_give_up(other.state), other.parallelized.table)
 
 
 def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):

@@ -112,6 +112,24 @@ def test_zero_1_gathers_weights_once_in_the_compute_dtype(gpu_step):
     assert sum(c.elements * c.executed for c in gathers) == gpu_step(1).parameters
 
 
+@needs_gpu_compiler
+@pytest.mark.parametrize("zero", [1, 3])
+def test_ranks_that_divide_no_dim_send_the_zeros_and_no_more(tiny_config, zero):
+    """Seven ranks: 512 + 6, which is 1.2% more."""
+    batch = (f"train.global_batch_sequences={7 * M}", "train.microbatch_sequences=1")
+    step = Step(tiny_config(*SIZES, *batch, "parallel.data=7", f"parallel.zero={zero}"), gpu_devices(hosts=1, gpus_per_host=7))
+    scatters, gathers = ([c for c in step.over("data") if c.kind == kind] for kind in ("reduce-scatter", "all-gather"))
+    # Norms alone are reduced whole.
+    assert all(c.elements < 10_000 for c in step.over("data") if c.kind == "all-reduce")
+    stored = sum(p.size * 518 // 512 for p in jax.tree.leaves(parameter_table(step.config)[1]) if p.size > 10_000)
+    if zero == 1:
+        assert sum(7 * c.elements * c.executed for c in scatters) == stored
+        assert sum(c.elements * c.executed for c in gathers) == stored
+    else:
+        of_layers = (step.layer_parameters - 2 * 512) * 518 // 512
+        assert {c.elements for c in gathers if len(c.loops) == 2} == {of_layers}
+
+
 # ------------------------------------------------------------------------------------------------- zero 2, 3: layer by layer
 
 

@@ -1,12 +1,10 @@
 """The search: its space is all that Config accepts, its winner is the best, and no configuration is lost."""
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import random
 
-import jax
 import pytest
 from choices import choices_of, space
 from hypothesis import given, settings
@@ -18,7 +16,6 @@ from jaxllm.config.types import divisors
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.parallel.parameters import parameter_table
 from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.recipe import recipe
 from jaxllm.plan.search import (
@@ -37,18 +34,14 @@ from jaxllm.plan.space import (
     BEYOND_HOST,
     KEEPABLE,
     MOST_VIRTUAL_STAGES,
-    NOT_SHARDABLE,
     REMATS,
     UNEVEN,
     ZEROS,
-    Mesh,
     choice_in,
     meshes,
     schedules,
     why_not,
-    zero_divides,
 )
-from jaxllm.sharding import layout, weight_rules
 
 H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
@@ -106,8 +99,7 @@ def test_the_space_is_what_config_accepts(gpus, overrides):
             layers = config.model.num_layers
             assert any(math.ceil(layers / (pipe * v)) == math.ceil(layers / (pipe * virtual)) for v in fewer)
             continue
-        shared_out = ZEROS if zero_divides(config.model, Mesh(pipe, data, context, tensor)) else (0,)
-        zeros = shared_out if data * context > 1 else (1,)
+        zeros = ZEROS if data * context > 1 else (1,)
         for zero, remat in itertools.product(zeros, REMATS):
             expected.add((pipe, data, context, tensor, zero, schedule, virtual, remat, microbatch))
     assert {key(one) for one in space(config, gpus)} == expected
@@ -167,42 +159,9 @@ def test_tensor_and_context_stay_inside_hosts():
     assert all(2 % (m.tensor * m.context) == 0 or m.tensor * m.context % 2 == 0 for m in across)
 
 
-SHAPES = {
-    "width": [],
-    "heads": ["model.hidden_size=44", "model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=10", "model.vocab_size=510"],
-    "head size": ["model.hidden_size=44", "model.head_dim=6", "model.vocab_size=510"],
-    "nothing": ["model.hidden_size=44", "model.num_heads=6", "model.num_kv_heads=2", "model.head_dim=10"],
-    "few key heads": ["model.hidden_size=44", "model.num_heads=12", "model.num_kv_heads=2", "model.head_dim=10"],
-    "not the mlp": ["model.hidden_size=44", "model.head_dim=6", "model.vocab_size=510", "model.intermediate_size=64"],
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_zero_divides_where_the_shardings_do(shape):
-    """By the rules that shard parameters, for meshes of 12: ranks of 2, 3, 4, 6 and 12, with and without tensor and pipe."""
-    config = small(*SHAPES[shape], "train.global_batch_sequences=12", "train.sequence_length=48")
-    seen = set()
-    for mesh in meshes(config, 12):
-        if why_not(config, mesh, 12) is None:
-            parallel = config.parallel.model_copy(update={**dataclasses.asdict(mesh), "zero": 1})
-            table = parameter_table(config.model_copy(update={"parallel": parallel}))[1]
-            try:
-                for parameter in jax.tree.leaves(table):
-                    layout(parameter, weight_rules(config.model, parallel), parallel)
-                divides = True
-            except ConfigError:
-                divides = False
-            assert zero_divides(config.model, mesh) == divides, mesh
-            seen.add(divides)
-    assert True in seen
-
-
-def test_what_zero_cannot_share_out_is_counted():
+def test_ranks_that_divide_no_dim_are_offered():
     plan = find(small("train.global_batch_sequences=3"), H100, 3)
-    (line,) = (line for line in plan.rejected if line.reason == NOT_SHARDABLE)
-    assert {one.config.parallel.zero for one in plan.candidates if one.config.parallel.data == 3} == {0}
-    # Levels 1 to 3, four remat policies, one sequence per rank; three sequences on context ranks are impossible.
-    assert line.count == 3 * 4
+    assert {one.config.parallel.zero for one in plan.candidates if one.config.parallel.data == 3} == set(ZEROS)
     assert len(plan.candidates) + sum(one.count for one in plan.rejected if one.unit == CONFIGURATION) == plan.configurations
 
 
@@ -305,7 +264,6 @@ def test_nothing_is_lost(share, prune):
     by_unit = {unit: sum(line.count for line in plan.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
     every = list(choices_of(small("model.num_layers=7"), 8))
     uneven = sum(line.count for line in plan.rejected if line.reason == UNEVEN)
-    assert NOT_SHARDABLE not in [line.reason for line in plan.rejected]
     assert by_unit[MESH] + len({choice.mesh for choice in every}) == plan.meshes == len(list(meshes(small(), 8)))
     assert by_unit[CONFIGURATION] + len(plan.candidates) == plan.configurations == len(every) + uneven
     assert uneven > 0

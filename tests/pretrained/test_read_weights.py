@@ -1,5 +1,6 @@
 """Loads folders into sharded arrays on any mesh, and starts runs from them."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from golden.weights import to_ours
 from hf_folders import DTYPES, HUB, LLAMA3_ROPE, model_of, random_weights, write_folder
+from meshes import unpadded
 from tiny import TINY
 
 import jaxllm
@@ -43,6 +45,7 @@ CONFIG = {
 MESHES = {
     "one device": {"data": 1},
     "zero 3": {"data": 4, "zero": 3},
+    "zero's zeros": {"data": 3, "tensor": 2, "zero": 3},
     "zero 1": {"data": 8, "zero": 1},
     "tensor": {"data": 2, "tensor": 4, "zero": 0},
     "context": {"context": 2, "data": 2, "zero": 3},
@@ -66,31 +69,30 @@ def folders(weights, tmp_path_factory):
 
 
 def laid_out(folder, parallel, dtype="float32"):
-    """(config, `like` for load_params) on the first devices."""
-    parallel, train = {"data": 1, **parallel}, {**TINY["train"], "microbatch_sequences": 1}
+    """(config, `like` and `table` for load_params) on the first devices."""
+    parallel, train = {"data": 1, **parallel}, {**TINY["train"], "microbatch_sequences": 1, "global_batch_sequences": 24}
     config = load_config({"model": open_folder("x", folder).model, "train": train, "parallel": parallel})
     config = config.resolve(config.devices)
     mesh = make_mesh(config.parallel, jax.devices()[: config.devices])
     with jax.set_mesh(mesh):
         functions = parallelize(config, mesh)
-    described = lambda p, s: jax.ShapeDtypeStruct(p.shape, dtype, sharding=s)  # noqa: E731
-    return config, jax.tree.map(described, functions.table, functions.master_shardings)
+    return config, jax.tree.map(lambda x: x.update(dtype=dtype), functions.master), functions.table
 
 
-def plain(config, params):
-    """Parameters as the model has them, without padding rows or layers."""
-    params = over_layers(stacking_of(config).plain, params)
+def plain(config, table, params):
+    """Parameters as the model has them, without padding."""
+    params = over_layers(stacking_of(config).plain, unpadded(table, params))
     return params | {name: params[name][: config.model.vocab_size] for name in ("embedding", "head") if name in params}
 
 
 @pytest.mark.parametrize("kind", ["hf", "ours"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_gets_the_same_values_where_it_wants_them(mesh, kind, folders, weights):
-    config, like = laid_out(folders[kind], MESHES[mesh])
-    params = load_params(open_folder("x", folders[kind]), like)
+    config, like, table = laid_out(folders[kind], MESHES[mesh])
+    params = load_params(open_folder("x", folders[kind]), like, table)
     jax.tree.map(lambda x, want: x.sharding.is_equivalent_to(want.sharding, x.ndim) or pytest.fail("layout"), params, like)
     ours = to_ours({name: x.astype(np.float32) for name, x in weights.items()}, model_of(CONFIG))
-    jax.tree.map(np.testing.assert_array_equal, plain(config, params), ours)
+    jax.tree.map(np.testing.assert_array_equal, plain(config, table, params), ours)
     # Padding is zero.
     totals = [
         sum(float(np.abs(np.asarray(x), dtype=np.float64).sum()) for x in jax.tree.leaves(tree)) for tree in (params, ours)
@@ -100,22 +102,22 @@ def test_every_mesh_gets_the_same_values_where_it_wants_them(mesh, kind, folders
 
 @pytest.mark.parametrize("at_once", [2**33, 0], ids=["in one go", "device by device"])
 @pytest.mark.parametrize("kind", ["hf", "ours"])
-@pytest.mark.parametrize("mesh", ["zero 3", "tensor", "interleaved"])
+@pytest.mark.parametrize("mesh", ["zero 3", "zero's zeros", "tensor", "interleaved"])
 def test_each_byte_is_read_once_however_many_devices_hold_it(mesh, kind, at_once, folders, monkeypatch):
     monkeypatch.setattr(read_weights, "AT_ONCE_BYTES", at_once)
-    _, like = laid_out(folders[kind], MESHES[mesh])
+    _, like, table = laid_out(folders[kind], MESHES[mesh])
     folder = open_folder("x", folders[kind])
     read = Counter()
     into = TensorFile.read_into
     monkeypatch.setattr(TensorFile, "read_into", lambda f, row, at: (read.update(bytes=row.size), into(f, row, at))[1])
-    load_params(folder, like)
+    load_params(folder, like, table)
     assert read["bytes"] == 2 * sum(int(np.prod(entry.shape)) for entry in entries(folder.model))
 
 
 @pytest.mark.parametrize("kind", ["hf", "ours"])
 def test_a_process_reads_the_bytes_of_its_devices_alone(kind, folders, monkeypatch):
     """Acts as the second of two hosts: it holds the last four of eight devices."""
-    _, like = laid_out(folders[kind], {"data": 8, "zero": 3})
+    _, like, _ = laid_out(folders[kind], {"data": 8, "zero": 3})
     folder, read = open_folder("x", folders[kind]), []
     monkeypatch.setattr(TensorFile, "read_into", lambda f, row, at: read.append(row.size))
     for path, whole in jax.tree_util.tree_leaves_with_path(like):
@@ -142,14 +144,14 @@ def test_the_names_are_those_of_the_model(folders):
 
 
 def test_another_models_folder_is_refused(folders):
-    _, like = laid_out(folders["hf"], {"data": 1})
+    _, like, table = laid_out(folders["hf"], {"data": 1})
     folder = open_folder("x", folders["hf"])
-    like["layers"]["mlp"]["gate"] = jax.ShapeDtypeStruct((7, 32, 80), "float32", sharding=like["embedding"].sharding)
+    table["layers"]["mlp"]["gate"] = dataclasses.replace(table["layers"]["mlp"]["gate"], shape=(7, 32, 80))
     with pytest.raises(ConfigError, match=r"layers.mlp.gate has shape \(7, 32, 64\) in .* and \(7, 32, 80\) in this config"):
-        load_params(folder, like)
-    del like["head"]
+        load_params(folder, like, table)
+    del like["head"], table["head"]
     with pytest.raises(ConfigError, match=r"has a parameter head, unlike this config's model"):
-        load_params(folder, like)
+        load_params(folder, like, table)
 
 
 # ------------------------------------------------------------------------------------------------- runs, and open_model
@@ -170,7 +172,7 @@ def trainer(folders, text_file):
 def test_a_run_starts_from_the_folder_it_names(trainer, folders, weights):
     assert (trainer.step, trainer.weights.description) == (0, folders["hf"])
     ours = to_ours({name: x.astype(np.float32) for name, x in weights.items()}, model_of(CONFIG))
-    jax.tree.map(np.testing.assert_array_equal, plain(trainer.config, trainer.state.params), ours)
+    jax.tree.map(np.testing.assert_array_equal, plain(trainer.config, trainer.parallelized.table, trainer.state.params), ours)
 
 
 def test_a_run_with_another_rotary_base_is_told(folders, text_file, caplog):
