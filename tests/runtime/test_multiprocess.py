@@ -93,9 +93,9 @@ def counted(file, row, offset):
     read.append(row.size)
     into(file, row, offset)
 
-def counting(folder, like):
+def counting(*what):
     TensorFile.read_into = counted
-    params = load(folder, like)
+    params = load(*what)
     TensorFile.read_into = into
     return params
 
