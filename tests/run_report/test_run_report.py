@@ -168,13 +168,13 @@ def test_hours_are_steps_times_what_the_model_predicts(overrides):
     assert twice.rows[0].hours == pytest.approx(2 * found.rows[0].hours)
 
 
-def test_ranks_go_no_further_than_zero_can_cut():
-    """The dims of TINY's query are 32, 4 and 8."""
+def test_zero_sets_no_limit_to_the_ranks():
+    """Beyond 256 they are more than any dim of TINY."""
     config = load_config(TINY, [*ONE, "parallel.zero=1"])
     found = over_data_ranks(config, steps_to_loss([BATCH], [1e9]), tokens_per_s_per_device=RATE)
-    assert [row.data_ranks for row in found.rows] == [1, 2, 4, 8, 16, 32]
+    assert [row.data_ranks for row in found.rows] == [2**power for power in range(14)]
     assert found.stops_paying is None
-    assert found.because == "Every doubling pays, up to 32 data ranks (32 GPUs)."
+    assert found.because == "Every doubling pays, up to 8,192 data ranks (8,192 GPUs)."
 
 
 def test_islands_stay_as_many():

@@ -115,11 +115,11 @@ def test_where_nothing_fits_here_a_number_of_gpus_is_named():
 
 
 def test_what_every_mesh_is_searched_for_is_not_said_to_be_impossible():
-    """Seven GPUs can hold a pipeline of seven stages, but not seven copies of the state."""
-    config = load_config(RECIPE, ["parallel.zero=0", "train.global_batch_sequences=98", "train.microbatch_sequences=14"])
-    config = config.resolve(7)
+    """Long sequences need context ranks in the place of tensor ranks."""
+    long = ("train.sequence_length=655360", "train.global_batch_sequences=8", "model.attention=cudnn_halves")
+    config = eight("parallel.tensor=8", "parallel.remat=none", *long)
     advised = refusal(config).split(": set ")[1].split(" (")[0].split()
-    assert "parallel.pipe=7" in advised
+    assert "parallel.tensor=2" in advised
     assert check_memory(load_config(config.model_dump(mode="json", exclude_unset=True), advised), Device()).fits
 
 
