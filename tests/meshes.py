@@ -45,7 +45,8 @@ class Run:
             for number in range(self.first, self.first + steps):
                 state, metrics = step(state, self.place(self.batch(number)))
                 losses.append(float(metrics["loss"]))
-        self.state = state
+        # A program for other devices would take threads from the rest of this one (CPU_THREADS in xla_flags.py).
+        self.state = jax.block_until_ready(state)
         return losses
 
 

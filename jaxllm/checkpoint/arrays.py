@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.checkpoint.orbax_errors import silence_orphans
 from jaxllm.config import ConfigError
 from jaxllm.mesh import HOST
-from jaxllm.sharding import Parameter, stack_dims
+from jaxllm.sharding import Parameter, stack_dims, unstacked
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
@@ -43,6 +43,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         name = next((names[i:] for i in range(len(names)) if names[i:] in parameters), names)
         parameter = parameters.get(name, Parameter(".".join(name), x.shape, x.dtype, ("",) * x.ndim))
+        may_be_padded = len(unstacked(parameter.dims)) > 1 and name in parameters
         # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
         replica_dims = x.ndim - len(parameter.dims)
         shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]
@@ -50,12 +51,12 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
         of_stack = len(shape) - (len(wanted) - stacked)
         sizes = zip(shape[of_stack:], parameter.shape[stacked:], parameter.dims[stacked:], strict=False)
         is_other = tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
-        # The table has the vocabulary's rows of this mesh; that of the run may have fewer.
-        is_other = is_other or any(a < least and d != "vocab" for a, least, d in sizes)
+        # The rows of a vocabulary are padded for pipe x tensor too, here or in the run.
+        is_other = is_other or any(d != "vocab" and (a < least or (a > least and not may_be_padded)) for a, least, d in sizes)
         if is_other or (of_stack not in (1, 3) if stacked else of_stack):
             raise ConfigError(
-                f"{parameter.path} has shape {tuple(saved[names])} in {folder} and {x.shape} in this config: use the same "
-                f"model."
+                f"{parameter.path} has shape {tuple(saved[names])} in {folder} and {parameter.shape} in this config: use the "
+                f"same model."
             )
         if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:
             return x

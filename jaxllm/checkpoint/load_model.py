@@ -67,9 +67,10 @@ def open_model(
 ) -> LoadedModel:
     """Opens a Hugging Face folder, a jaxllm folder, a run directory or one of its checkpoints on the local devices.
 
-    Without an override of parallel.*, the weights are sharded over as many devices as divide them (ZeRO 3). The default
-    compute dtype is that of the training run or the stored dtype, with float32 for float16. Without an override of train.*,
-    a microbatch is one sequence per data rank, and a batch has as many microbatches as the pipeline has stages.
+    Without an override of parallel.*, the weights are sharded (ZeRO 3) over as many devices as divide them; with several
+    processes over all. The default compute dtype is that of the training run or the stored dtype, with float32 for float16.
+    Without an override of train.*, a microbatch is one sequence per data rank, and a batch has as many microbatches as the
+    pipeline has stages.
 
     Args:
       overrides: `section.key=value` strings.

@@ -95,7 +95,7 @@ class Checkpoints:
           table: the model's parameters as a nested dict of Parameter.
 
         Raises:
-          ConfigError: none can be read, or the state belongs to another model.
+          ConfigError: none can be read, or an array has another shape.
         """
         silence_orphans()
         while True:

@@ -30,6 +30,7 @@ class OrbaxFolder(Folder):
     arrays: Path = Path()
     """The Orbax folder, {"params": ...}."""
     _kept: tuple[tuple[str, ...], np.ndarray] | None = field(default=None, repr=False)
+    _flat: tuple[tuple[str, ...], int, np.ndarray] | None = field(default=None, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,6 +88,13 @@ class OrbaxFolder(Folder):
         self._kept = (path, array[tuple(slice(size) for size in entry.shape)])
         return self._kept[1]
 
+    def flat_layer(self, entry: Entry, layer: int) -> np.ndarray:
+        """One layer's elements in order, which is a copy where zeros pad a dim. The last one is cached."""
+        if self._flat is None or self._flat[:2] != (entry.path, layer):
+            self._flat, whole = None, self._whole(entry.path)
+            self._flat = (entry.path, layer, (whole if entry.layers is None else whole[layer]).reshape(-1))
+        return self._flat[2]
+
 
 @dataclass(frozen=True)
 class LayerElements:
@@ -105,8 +113,7 @@ class LayerElements:
         return self.folder.dtype(self.entry.path)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        whole = self.folder.read(self.entry.path)
-        return (whole if self.entry.layers is None else whole[self.layer]).reshape(-1)[begin:end]
+        return self.folder.flat_layer(self.entry, self.layer)[begin:end]
 
 
 @contextmanager

@@ -28,8 +28,8 @@ BLOCK_TENSORS = (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "atte
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
 """The dims that ZeRO may shard. None counts layers, because ZeRO 3 gathers layer by layer."""
 FEW_ZEROS = 1 / 16
-"""Share of a dim. Up to it the order of ZERO_DIMS decides: a vocabulary sharded by rows takes 2 GiB more for Llama 3 8B in the
-step, because XLA sums its gradient in two layouts."""
+"""Share of a dim. Up to it the order of ZERO_DIMS decides, also against a vocabulary that divides: sharded by rows it takes
+2 GiB more in the step of Llama 3 8B, because XLA sums its gradient in two layouts."""
 RematAction = Literal["keep", "recompute", "offload"]
 
 
@@ -57,13 +57,18 @@ Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, Re
 
 def zero_shard(sizes: Mapping[str, int], ranks: int) -> tuple[str, int] | None:
     """(dim, zeros): the dim of a matrix that ZeRO shards over `ranks`, and the number of zeros at its end that make it divide.
-    It is the first of ZERO_DIMS that needs few zeros, else the one that needs fewest. None: the matrix has no such dim.
+    It is the first of ZERO_DIMS that needs none, else the first that needs few, else the one that needs the smallest share.
+    None: the matrix has no such dim.
 
     Args:
       sizes: of the matrix's dims that no other axis shards.
     """
-    found = [(dim, -sizes[dim] % ranks) for dim in ZERO_DIMS if dim in sizes]
-    return min(found, key=lambda shard: max(FEW_ZEROS, shard[1] / sizes[shard[0]]), default=None)
+
+    def cost(shard: tuple[str, int]) -> float:
+        dim, zeros = shard
+        return 0.0 if zeros == 0 and dim != "vocab" else max(FEW_ZEROS, zeros / sizes[dim])
+
+    return min(((dim, -sizes[dim] % ranks) for dim in ZERO_DIMS if dim in sizes), key=cost, default=None)
 
 
 def one_or_more(given: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -33,12 +36,24 @@ def merge_model(config: Config, params: Params) -> Llama:
 
 
 def without_padding(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The first elements of each dim. A dim that is cut is replicated, because it need not divide over the devices."""
+    """The first elements of each dim. The axes of a dim that is cut shard another dim that they divide, if there is one, as the
+    dim itself does not divide over them. Else each device has the whole array.
+    """
     sharding: Any = array.sharding
-    entries = zip([*sharding.spec, *[None] * array.ndim], shape, array.shape, strict=False)
-    spec = PartitionSpec(*[axes if size == stored else None for axes, size, stored in entries])
-    cut = jax.jit(lambda x: x[tuple(slice(size) for size in shape)], out_shardings=NamedSharding(sharding.mesh, spec))
-    return cut(array)
+    spec = [*sharding.spec, *[None] * array.ndim][: array.ndim]
+    for dim, (size, stored) in enumerate(zip(shape, array.shape, strict=True)):
+        if size != stored and spec[dim] is not None:
+            axes, spec[dim] = spec[dim], None
+            ways = math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+            home = next((d for d, other in enumerate(shape) if spec[d] is None and d != dim and other % ways == 0), None)
+            if home is not None:
+                spec[home] = axes
+    return _cut_to(shape, NamedSharding(sharding.mesh, PartitionSpec(*spec)))(array)
+
+
+@lru_cache(maxsize=256)
+def _cut_to(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x[tuple(slice(size) for size in shape)], out_shardings=sharding)
 
 
 def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import jax
+
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable
 from jaxllm.train.console import Console
+from jaxllm.train.memory_check import is_out_of_memory
 from jaxllm.train.messages import by_source
 from jaxllm.train.metrics import Record, Sink
 from jaxllm.train.run_dir import has_evaluation
@@ -55,6 +58,13 @@ def conclude(trainer: Trainer, signals: SignalHandler, console: Console, sinks: 
         console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
     if (length := config.log.sample_tokens) and data.tokenizer is not None:
         begun = config.log.sample_prompt
-        new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
+        try:
+            new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
+        except jax.errors.JaxRuntimeError as error:
+            # Where zeros pad what ZeRO shards, each device needs all weights (parameters.without_padding).
+            if not is_out_of_memory(error):
+                raise
+            console.say("no sample: the whole network does not fit on a device beside the training state")
+            return None
         console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
     return None

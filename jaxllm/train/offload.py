@@ -148,7 +148,7 @@ def _pieces(part: Tree, params: Tree) -> int:
     (first, *_), (array, *_) = jax.tree.leaves(part), jax.tree.leaves(params)
     if stacked := stack_dims(first.dims):
         return math.prod(array.shape[:stacked])
-    # Cut across the flattened array: a vocabulary may have no small divisor, but a width always does.
+    # Cut across the flattened array: a vocabulary may have no small divisor, but a width mostly does.
     return next(n for n in range(1, array.size + 1) if array.size % n == 0 and 4 * array.size // n <= PIECE_BYTES)
 
 

@@ -271,7 +271,8 @@ class Trainer:
         # Meshes add or remove zeros, so shapes of arrays do not identify the model.
         meta = checkpoints.meta()
         for key in MUST_AGREE:
-            saved, wanted = meta["config"]["model"][key], getattr(self.config.model, key)
+            wanted = getattr(self.config.model, key)
+            saved = meta["config"]["model"].get(key, wanted)
             if saved != wanted:
                 raise ConfigError(
                     f"{checkpoints.folder} has a model with model.{key}={saved}, not {wanted}: set model.{key}={saved}."

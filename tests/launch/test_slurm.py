@@ -381,8 +381,10 @@ class Run:
 
     def wait_until_saved(self) -> None:
         """Waits until it has a checkpoint to resume from."""
-        saved = self.folder / "checkpoints" / "5"
-        wait_until(saved.exists, JAX_START_S, lambda: f"a checkpoint in {self.folder}\n{self.job.output}")
+        saved = self.folder / "checkpoints"
+        # Any: while another run is waited for, the first may be deleted.
+        there = lambda: saved.is_dir() and any(path.name.isdecimal() for path in saved.iterdir())  # noqa: E731
+        wait_until(there, JAX_START_S, lambda: f"a checkpoint in {self.folder}\n{self.job.output}")
         self.nodes = self.job.nodes
 
     def resumed_from(self) -> int:

@@ -239,7 +239,10 @@ def logits(folders, ids_BS):
     return np.asarray(jaxllm.load_model(folders["ours"], "float32", {"data": 1})(ids_BS))
 
 
-@pytest.mark.parametrize("parallel", [None, {"tensor": 4}, {"pipe": 2, "schedule": "interleaved", "virtual_stages": 2}])
+INTERLEAVED = {"pipe": 2, "schedule": "interleaved", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize("parallel", [None, {"tensor": 4}, INTERLEAVED, {"data": 3, "zero": 3}])
 def test_load_model_gives_the_same_network_on_any_devices(parallel, folders, ids_BS, logits):
     model = jaxllm.load_model(folders["hf"], compute_dtype="float32", parallel=parallel)
     if parallel is None:
