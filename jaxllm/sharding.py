@@ -144,17 +144,14 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     ranks = math.prod(sizes[axis] for axis in ZERO_AXES)
     if parallel.zero == 0 or ranks == 1:
         return Layout(compute, compute, None)
-    of_layer = unstacked(parameter.dims)
-    named_sizes = zip(parameter.dims, parameter.shape, strict=True)
-    # A dim that another axis shards is not used: a rank would then hold every t-th piece of the gathered array.
-    free = {dim: size for dim, size in named_sizes if all(sizes[axis] == 1 for axis in rules[dim])}
-    found = zero_shard(free, ranks)
-    if found is None or (found[1] and len(of_layer) == 1):
-        # A norm's scale has a few kilobytes: it is replicated rather than padded.
+    split = {dim: math.prod(sizes[axis] for axis in rules[dim]) for dim in parameter.dims}
+    found = zero_shard(dict(zip(parameter.dims, parameter.shape, strict=True)), split, ranks)
+    if found is None:
         return Layout(compute, compute, None)
-    dim = parameter.dims.index(found[0])
+    name, zeros = found
+    dim = parameter.dims.index(name)
     master = [ZERO_AXES if at == dim else entry for at, entry in enumerate(compute)]
-    return Layout(compute, PartitionSpec(*master), dim, found[1])
+    return Layout(compute, PartitionSpec(*master), dim, zeros)
 
 
 def unstacked(dims: Dims) -> Dims:

@@ -55,20 +55,25 @@ def _check_remat(remat: Any) -> Any:
 Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, RematAction], BeforeValidator(_check_remat)]
 
 
-def zero_shard(sizes: Mapping[str, int], ranks: int) -> tuple[str, int] | None:
-    """(dim, zeros): the dim of a matrix that ZeRO shards over `ranks`, and the number of zeros at its end that make it divide.
+def zero_shard(sizes: Mapping[str, int], split: Mapping[str, int], ranks: int) -> tuple[str, int] | None:
+    """(dim, zeros): the dim of a parameter that ZeRO shards over `ranks`, and how many zeros at its end make it divide.
     It is the first of ZERO_DIMS that needs none, else the first that needs few, else the one that needs the smallest share.
-    None: the matrix has no such dim.
+    None: the parameter is replicated, because other axes shard all such dims, or because it is a norm's scale that does not
+    divide, of a few kilobytes.
 
     Args:
-      sizes: of the matrix's dims that no other axis shards.
+      sizes: of the parameter's dims.
+      split: into how many parts other axes split a dim; 1 where it says nothing. A split dim is not used: a rank would then
+        hold every t-th piece of the gathered array.
     """
 
     def cost(shard: tuple[str, int]) -> float:
         dim, zeros = shard
         return 0.0 if zeros == 0 and dim != "vocab" else max(FEW_ZEROS, zeros / sizes[dim])
 
-    return min(((dim, -sizes[dim] % ranks) for dim in ZERO_DIMS if dim in sizes), key=cost, default=None)
+    dims = [dim for dim in ZERO_DIMS if dim in sizes]
+    found = min(((dim, -sizes[dim] % ranks) for dim in dims if split.get(dim, 1) == 1), key=cost, default=None)
+    return None if found is None or (found[1] and len(dims) == 1) else found
 
 
 def one_or_more(given: Any) -> Any:

@@ -56,8 +56,8 @@ def _elements(shape: dict[str, int], split: dict[str, int], parallel: ParallelCo
     ranks = int(parallel.data) * parallel.context
     if parallel.zero == 0 or ranks == 1:
         return Elements(compute, compute)
-    found = zero_shard({dim: size for dim, size in shape.items() if split.get(dim, 1) == 1}, ranks)
-    if found is None or (found[1] and len(shape) == 1):
+    found = zero_shard(shape, split, ranks)
+    if found is None:
         return Elements(compute, compute)
     dim, zeros = found
     return Elements(compute, compute // shape[dim] * (shape[dim] + zeros) // ranks)

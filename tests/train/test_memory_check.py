@@ -1,5 +1,7 @@
 """A run that cannot fit is refused with a change that would fit. A run that runs out of memory ends in advice."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -10,6 +12,7 @@ from jaxllm.display import readable
 from jaxllm.plan.advice import changed
 from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.train import loop, memory_check
+from jaxllm.train.epilogue import conclude
 from jaxllm.train.memory_check import (
     OutOfMemoryAdvice,
     capacity_of,
@@ -121,6 +124,25 @@ def test_what_every_mesh_is_searched_for_is_not_said_to_be_impossible():
     advised = refusal(config).split(": set ")[1].split(" (")[0].split()
     assert "parallel.tensor=2" in advised
     assert check_memory(load_config(config.model_dump(mode="json", exclude_unset=True), advised), Device()).fits
+
+
+def test_a_sample_that_does_not_fit_is_left_out(tiny_config, monkeypatch):
+    """The run has ended by then. Any other error is raised."""
+    said, text = [], SimpleNamespace(encode=list)
+    data = SimpleNamespace(unit="byte", held_out_tokens=0, tokenizer=text)
+    trainer = SimpleNamespace(data=data, config=tiny_config("log.sample_tokens=5"), model=None)
+
+    def fails_with(message):
+        def sample(*inputs, **options):
+            raise jax.errors.JaxRuntimeError(message)
+
+        monkeypatch.setattr("jaxllm.train.epilogue.sample", sample)
+        return conclude(trainer, None, SimpleNamespace(say=said.append), [])
+
+    assert fails_with(EXHAUSTED) is None
+    assert said == ["no sample: the whole network does not fit on a device beside the training state"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        fails_with("INTERNAL: a bug")
 
 
 def test_a_run_asks_before_it_makes_anything(tiny_config, monkeypatch):
