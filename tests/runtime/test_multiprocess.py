@@ -28,8 +28,9 @@ CHECKOUT = Path(__file__).parents[2]
 LAUNCHER = CHECKOUT / "launch" / "local_cluster.sh"
 VARIABLES = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
 LIMIT_S = 300
-# Constant, so that a run of two steps sees the learning rates of one of four.
-COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "train.eval_batches=2")
+# So that a run of two steps sees the learning rates of one of four.
+CONSTANT = "optimizer.schedule=constant"
+COMMON = (CONSTANT, "checkpoint.every_steps=2", "train.eval_batches=2")
 
 # Writes the initial parameters, then trains.
 PROGRAM = """
@@ -49,9 +50,11 @@ fit(config)
 
 @pytest.fixture(scope="module")
 def recipe(text_file, tmp_path_factory):
-    """TINY as a file."""
-    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
+    """TINY as a file. Its text has bytes above 127 too: two stages halve the vocabulary, and both halves must be in use."""
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "words.txt").write_text(text_file.read_text().replace("a", "ä"), encoding="utf-8")
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(folder / "words.txt")]}}))
     return path
 
 
@@ -157,18 +160,53 @@ def test_two_processes_train_like_one_and_one_resumes_them(recipe, tmp_path):
     np.testing.assert_allclose(figures(pair, "grad_norm"), figures(alone, "grad_norm"), rtol=1e-6)
 
 
+# Trains in each folder in turn, and prints the axes all of whose groups have several processes.
+TRAINING = """
+import sys
+import jaxllm
+from jaxllm.mesh import groups_along
+from jaxllm.train.loop import fit
+
+folders, recipe, *overrides = sys.argv[1:]
+for folder in folders.split():
+    mesh = fit(jaxllm.load_config(recipe, [*overrides, f"run.dir={folder}"])).mesh
+groups = {axis: groups_along(mesh.devices, axis) for axis in mesh.axis_names}
+crossing = [axis for axis in groups if all(len({device.process_index for device in group}) > 1 for group in groups[axis])]
+print("between processes:", *crossing)
+"""
+
+
 @pytest.mark.launcher
 @pytest.mark.parametrize(
-    ("processes", "devices", "data", "zero"),
-    [(2, 4, 2, 3), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((4, 2, 4, 3), (2, 2, 2, 1)))],
+    ("processes", "devices", "mesh", "crossing"),
+    [
+        (2, 4, "data=2 tensor=4 zero=3", "data"),
+        (2, 1, "pipe=2", "pipe"),
+        (2, 1, "context=2 context_method=ring", "context"),
+        (2, 2, "pipe=2 tensor=2", "pipe"),
+        (2, 2, "replica=2 data=2 zero=3", "replica"),
+        pytest.param(4, 2, "data=4 tensor=2 zero=3", "data", marks=pytest.mark.nightly),
+        pytest.param(2, 2, "data=2 tensor=2 zero=1", "data", marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
-def test_any_number_of_processes_trains_like_one(recipe, tmp_path, processes, devices, data, zero):
-    total = processes * devices
-    mesh = (f"parallel.data={data}", f"parallel.tensor={total // data}", f"parallel.zero={zero}", *COMMON)
-    for count, each, folder in ((processes, devices, "many"), (1, total, "one")):
-        result = cluster(count, "jaxllm", "train", recipe, f"run.cpu_devices={each}", *mesh, f"run.dir={folder}", cwd=tmp_path)
+def test_any_number_of_processes_trains_like_one(recipe, tmp_path, processes, devices, mesh, crossing):
+    """And one process continues from their checkpoint as if the run had never stopped."""
+    (tmp_path / "training.py").write_text(TRAINING)
+    keys = [f"parallel.{key}" for key in mesh.split()]
+    # Several microbatches, so that the stages of a pipeline overlap. Little held-out text, because each evaluation reads all of
+    # it, as the one at the end always does.
+    keys += ["train.microbatch_sequences=2", "train.eval_every_steps=2", "data.held_out_fraction=0.01", CONSTANT]
+
+    def train(count: int, devices: int, steps: int, folders: str) -> list[str]:
+        overrides = (f"run.cpu_devices={devices}", f"train.steps={steps}", *keys)
+        result = cluster(count, "python", "training.py", folders, recipe, *overrides, cwd=tmp_path)
         assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout.splitlines()
+
+    assert f"[0] between processes: {crossing}" in train(processes, devices, 4, "many")
+    assert "[0] resumed from step 4 in many" in train(1, processes * devices, 6, "many one")
+    assert figures(tmp_path / "one", "step") == [1, 2, 2, 3, 4, 4, 5, 6, 6]
     assert_same_run(tmp_path / "many", tmp_path / "one")
 
 
