@@ -51,6 +51,12 @@ def parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elemen
     return {name: _elements(shape, split, parallel) for name, shape in shapes.items()}
 
 
+def layer_parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
+    """Elements of each parameter of one layer on one device."""
+    outside = ("embedding", "final_norm", "head")
+    return {name: elements for name, elements in parameters(model, parallel).items() if name not in outside}
+
+
 def _elements(shape: dict[str, int], split: dict[str, int], parallel: ParallelConfig) -> Elements:
     compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
     ranks = int(parallel.data) * parallel.context

@@ -12,7 +12,7 @@ from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import LayerShape, halvings
-from jaxllm.cost_model.parameters import Elements, parameters
+from jaxllm.cost_model.parameters import Elements, layer_parameters, parameters
 from jaxllm.pipeline_schedule import GPIPE, make_schedule
 
 FLOAT32 = 4
@@ -51,7 +51,7 @@ class StepSizes:
         self.causal_block_length = causal_block_length(train.sequence_length, p.context)
         self.tokens = config.microbatch_sequences * self.local_length
         table = parameters(self.model, p)
-        of_layer = {name: e for name, e in table.items() if name not in ("embedding", "head", "final_norm")}
+        of_layer = layer_parameters(self.model, p)
         here = config.chunk_layers * p.virtual_stages
         self.layer = sum(of_layer.values(), Elements(0, 0))
         self.layers = self.layer.times(here)

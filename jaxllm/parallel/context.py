@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -58,7 +58,8 @@ class ParallelContext:
     """How attention is computed: xla or cudnn, over several context ranks ring or all_gather, and how documents are masked."""
     ops: Ops
     zero: Zero | None
-    """ZeRO 2 or 3 over several ranks; None: each rank has full weights and its own sum of gradients."""
+    """What a region gathers and reduces itself, over several ranks; None: each rank has full weights and its own sum of
+    gradients."""
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> ParallelContext:
@@ -77,6 +78,15 @@ class ParallelContext:
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
         zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None
         return cls(config, mesh, graph, table, layouts, attention, ops, zero)
+
+    @cached_property
+    def single(self) -> ParallelContext | None:
+        """The context of steps with one microbatch, if they gather and reduce by layer and others do not: at ZeRO 1."""
+        parallel = self.config.parallel
+        if parallel.zero != 1 or self.sizes[PIPE] > 1 or self.sizes[DATA] * self.sizes[CONTEXT] == 1:
+            return None
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return replace(self, zero=Zero(1, self.layouts, in_order=on_cpu))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -151,8 +161,8 @@ class ParallelContext:
         return self.by_zero_level(3, shard, full)
 
     def is_zero_sharded(self, name: str, level_from: int) -> bool:
-        """Whether ZeRO shards the gradients (level_from=2) or weights (3) of a top-level entry in the train step."""
-        return self.zero is not None and is_zero_sharded(name, self.config.parallel, level_from)
+        """Whether gradients (level_from=2) or weights (3) of a top-level entry leave or enter a region as ZeRO's shards."""
+        return self.zero is not None and (self.zero.once or is_zero_sharded(name, self.config.parallel, level_from))
 
     def by_zero_level(self, level_from: int, sharded: Any, full: Any) -> Any:
         """For each top-level entry its value in `sharded` if ZeRO shards it from this level on, else its value in `full`."""

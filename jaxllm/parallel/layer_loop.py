@@ -24,6 +24,9 @@ With ZeRO 3, the transfers of a turn hide behind its compute. Nothing in a colum
     compute           L0    L1    L2    L3                     L3    L2    L1    L0
     scatter                                                  zeros   L3    L2    L1     L0
 
+Where a step sends each layer once (ZeRO 1 with one microbatch), the forward pass keeps the weights that it gathers. The last
+layer's turns are then outside the loops: they gather nothing and scatter no zeros.
+
 Residuals that a policy offloads are in a part of the ring in the host's pinned memory. They are moved explicitly: written as a
 layer makes them, read one layer before they are used. With the library's offload policies the host would read the ring.
 
@@ -33,6 +36,8 @@ are [slots x length, ...]; `sums` have the shapes of gradients that `access` has
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -139,11 +144,14 @@ class LayerLoop:
 
     def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
         """(h, ring, weights): the chunk's output; the ring with its residuals, if there is a ring; and, where weights are
-        gathered, those of the rank's layer number `then`, for the pass that follows.
+        gathered, those of the rank's layer number `then`, for the pass that follows, or if they are kept those of all layers.
         """
-        turn = self._forward_turn(layers, ahead, then)
-        h_BSD, weights, ring = self._scan(turn, (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring))
-        return h_BSD, ring, weights
+        turn, kept = self._forward_turn(layers, ahead, then), None
+        if self._access.once:
+            kept = jax.tree.map(lambda w: jnp.zeros((self.length, *w.shape), w.dtype), self._weights_shape(layers))
+        carry = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring, kept)
+        h_BSD, weights, ring, kept = self._scan(turn, carry)
+        return h_BSD, ring, kept if self._access.once else weights
 
     def backward(self, layers: Tree, back: Pass, ring: Ring, sums: Tree, weights: Tree = None, valid: Any = True):
         """(dh, sums, squares): the gradient of the chunk's input; `sums` with the gradients of its weights added if `valid`;
@@ -166,35 +174,42 @@ class LayerLoop:
         forward, backward = self._forward_turn(layers, ahead), self._backward_turn(layers, back, valid)
 
         def turn(number, carry):
-            (h_BSD, weights, ring), behind = carry
+            (h_BSD, weights, ring, _), behind = carry
             at = self.length - 1 - number
             # The read before the write: without an order XLA copies the ring in every turn.
             ring, read = jax.lax.optimization_barrier((ring, self._from_ring(ring, back.slot, at)))
-            return forward(number, (h_BSD, weights, ring)), backward(at, behind, read)
+            return forward(number, (h_BSD, weights, ring, None)), backward(at, behind, read)
 
-        before = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring)
-        (h_BSD, _, after), behind = self._scan(turn, (before, self._before_backward(layers, back, ring, sums)))
+        before = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring, None)
+        (h_BSD, _, after, _), behind = self._scan(turn, (before, self._before_backward(layers, back, ring, sums)))
         return (h_BSD, after), self._after_backward(back.chunk, behind, valid)
 
     def _scan(self, turn, carry, *, reverse: bool = False):
         """Runs turn(number of a layer in its chunk, carry) -> carry over the layers of a chunk."""
         scanned = lambda carry, number: (turn(number, carry), None)  # noqa: E731
-        return jax.lax.scan(scanned, carry, jnp.arange(self.length), reverse=reverse, unroll=self._unroll)[0]
+        scan = partial(jax.lax.scan, scanned, reverse=reverse, unroll=self._unroll)
+        if not self._access.once:
+            return scan(carry, jnp.arange(self.length))[0]
+        last, others = self.length - 1, jnp.arange(self.length - 1)
+        return scan(turn(last, carry), others)[0] if reverse else turn(last, scan(carry, others)[0])
 
     def _forward_turn(self, layers, ahead: Pass, then=None):
         first, gather, last = ahead.chunk * self.length, self._access.gather, self.length - 1
 
         def turn(number, carry):
-            h_BSD, weights, ring = carry
+            h_BSD, weights, ring, kept = carry
+            following = None
             if gather is None:
-                weights, following = self._read(layers, first + number), None
-            else:
+                weights = self._read(layers, first + number)
+            elif not isinstance(number, int):  # the last layer's turn, outside the loop
                 at = first + jnp.minimum(number + 1, last)
                 following = self._read(layers, at if then is None else jnp.where(number < last, at, then))
+            if kept is not None:
+                kept = _write(kept, number, weights)
             if ring is None:
-                return self._block(weights, h_BSD, ahead.block_context), following, None
+                return self._block(weights, h_BSD, ahead.block_context), following, None, kept
             h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.block_context)
-            return h_BSD, following, ring.write(ahead.slot * self.length + number, extract(vjp))
+            return h_BSD, following, ring.write(ahead.slot * self.length + number, extract(vjp)), kept
 
         return turn
 
@@ -209,14 +224,14 @@ class LayerLoop:
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
             kept, kept_ahead = (read, None) if kept is None else (kept, read)
-            if scatter:
-                # The gradients of the layer after this one; in the first turn zeros.
-                sums = _add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
+            if pending is not None:
+                # The gradients of the layer after this one; in the first turn of a loop over all layers zeros.
+                sums = self._add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
             gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
             if not scatter:
-                sums = _add(sums, first + number, gradients, valid)
+                sums = self._add(sums, first + number, gradients, valid)
             return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares)
 
         return turn
@@ -226,7 +241,9 @@ class LayerLoop:
         if weights is None:
             weights = self._gathered(layers, back.chunk * self.length + last)
         kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
-        pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes) if self._access.scatter else None
+        pending = None
+        if self._access.scatter and not self._access.once:
+            pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes)
         return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
@@ -236,15 +253,26 @@ class LayerLoop:
     def _after_backward(self, chunk, carry: BackwardCarry, valid):
         sums, squares = carry.sums, carry.squares
         if self._access.scatter:
-            sums = _add(sums, chunk * self.length, self._access.scatter(carry.pending), valid)
+            sums = self._add(sums, chunk * self.length, self._access.scatter(carry.pending), valid)
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
+
+    @jax.named_scope("gradient_sums")
+    def _add(self, sums: Tree, number, gradients: Tree, valid) -> Tree:
+        """`sums` with a layer's gradients added in place. If not `valid`, zeros are added."""
+
+        def add(here, gradient):
+            return here + jnp.where(valid, gradient, 0).astype(here.dtype)
+
+        # The sums of a layer that is scattered once are zeros.
+        new = gradients if self._access.once else jax.tree.map(add, _row(sums, number), gradients)
+        return _write(sums, number, new)
 
     def _gathered(self, layers: Tree, number) -> Tree:
         """A layer's gathered weights; None where weights are not gathered and each turn reads its own."""
         return self._read(layers, number) if self._access.gather else None
 
     def _read(self, layers: Tree, number) -> Tree:
-        weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), layers)
+        weights = _row(layers, number)
         return self._access.gather(weights) if self._access.gather else weights
 
     def _weights_shape(self, layers: Tree) -> Tree:
@@ -253,19 +281,25 @@ class LayerLoop:
     def run(self, layers: Tree, own: Accumulators | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
         """All layers, as one function with gradients of its own. Those of the layers are added to their accumulators."""
 
+        once, behind = self._access.once, copy.copy(self)
+        if once:
+            # The backward pass reads the full weights that the forward pass kept.
+            behind._access = dataclasses.replace(self._access, gather=None)
+
         @jax.custom_vjp
         def stack(layers, own, h_BSD, block_context):
             return self.forward(layers, Pass(0, h_BSD, block_context, 0))[0]
 
         def stack_forward(layers, own, h_BSD, block_context):
             ring = self.new_ring(1, layers, h_BSD, block_context)
-            h_BSD, ring, last = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
+            h_BSD, ring, weights = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
+            layers, last = (weights, None) if once else (layers, weights)
             return h_BSD, (layers, own.sums, block_context, ring, last)
 
         def stack_backward(saved, dh_BSD):
             layers, sums, block_context, ring, last = saved
             back = Pass(0, dh_BSD, block_context, 0)
-            dh_BSD, sums, squares = self.backward(layers, back, ring, sums, last)
+            dh_BSD, sums, squares = behind.backward(layers, back, ring, sums, last)
             return None, Accumulators(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)
@@ -277,13 +311,9 @@ def unrolling(model: ModelConfig) -> int | bool:
     return True if model.scan_layers is False else 1
 
 
-@jax.named_scope("gradient_sums")
-def _add(sums: Tree, number, gradients: Tree, valid) -> Tree:
-    """`sums` with a layer's gradients added in place. If not `valid`, zeros are added."""
+def _row(stacks: Tree, number) -> Tree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stacks)
 
-    def add(sum, gradient):
-        here = jax.lax.dynamic_index_in_dim(sum, number, keepdims=False)
-        gradient = jnp.where(valid, gradient, 0).astype(sum.dtype)
-        return jax.lax.dynamic_update_index_in_dim(sum, here + gradient, number, 0)
 
-    return jax.tree.map(add, sums, gradients)
+def _write(stacks: Tree, number, row: Tree) -> Tree:
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, number, 0), stacks, row)

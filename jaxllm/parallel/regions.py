@@ -2,7 +2,8 @@
 
 A region is run by each rank of (replica, pipe, data, context) on its own weights and rows, with `tensor` left to XLA. Gradients
 are added to running sums where they are made: of the layers in their loop (layer_loop.py) or, in an unrolled stack, in the
-matmul that makes them (accumulate.py); with ZeRO 2 and 3 after they are reduced and scattered (zero.py).
+matmul that makes them (accumulate.py); with ZeRO 2 and 3, and with ZeRO 1 and one microbatch, after they are reduced and
+scattered (zero.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
+from jaxllm.parallel.ordering import after, hidden_token, weights_token
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
 from jaxllm.parallel.zero import zeros_of_shard
@@ -39,7 +41,7 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     gradient = jax.value_and_grad(microbatch_sums(ctx, tap), has_aux=True)
 
     def region(weights: Params, batch: Batch):
-        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
+        scale = _loss_scale(ctx, batch)
 
         def microbatch(carry, rows: Rows):
             sums, loss = carry
@@ -66,6 +68,21 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     return region
 
 
+def single_gradient_region(ctx: ParallelContext) -> GradientRegion:
+    """Gradients of one microbatch, whose weights are gathered and whose gradients are reduced by layer."""
+    gradient = jax.value_and_grad(microbatch_sums(ctx), has_aux=True)
+
+    def region(shards: Params, batch: Batch):
+        sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), shards)
+        rows = jax.tree.map(lambda x: x[0], batch)
+        (_, loss), (gradients, _) = gradient(Accumulators(sums), shards, rows, _loss_scale(ctx, batch))
+        # After them, because CPU devices may have one transfer on its way.
+        loss = after(loss, weights_token(gradients, ctx.step_layouts))
+        return jax.lax.psum(loss, ctx.loss_axes), gradients, None
+
+    return region
+
+
 def loss_region(ctx: ParallelContext) -> LossRegion:
     """The forward pass alone."""
     sums = microbatch_sums(ctx)
@@ -78,6 +95,11 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
 
     return region
+
+
+def _loss_scale(ctx: ParallelContext, batch: Batch) -> jax.Array:
+    """The share of each token's loss in the mean."""
+    return 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
 
 
 def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
@@ -101,29 +123,43 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     run_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
     run_layers = partial(run_layers, ctx, nnx.split(network.layers)[0])
     loss_options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
+    once = zero is not None and zero.once
 
     def sums(accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array) -> Any:
-        if zero is not None:
-            rest = {name: w for name, w in weights.items() if name != "layers"}
-            weights = {**zero.read(rest, accumulators, tap), "layers": weights["layers"]}
-        # Where ZeRO reads the weights, it adds their gradients too.
-        own = accumulators.sums if accumulators and zero is None else None
+        rest = {name: w for name, w in weights.items() if name != "layers"}
+        if once:
+            rest, rows = zero.gather_rest(rest, rows)
+        elif zero is not None:
+            rest = zero.read(rest, accumulators, tap)
+        weights = {**rest, "layers": weights["layers"]}
+        # Where ZeRO reads the weights of each microbatch, it adds their gradients too.
+        own = accumulators.sums if accumulators and (zero is None or once) else None
+
+        def own_sum(name: str, x: Any = ()) -> tuple[Any, jax.Array]:
+            """(x, the accumulator of an entry's full gradients), with x where these are complete in the backward pass."""
+            if not once:
+                return x, own[name]
+            return zero.reduced(name, x, own[name], jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), rest[name]))[:2]
+
         tokens, final_norm, head_sum = rows["tokens"], weights["final_norm"], None
         with jax.named_scope("embedding"):
             if own is None:
                 h_BSD = ops.look_up(weights["embedding"], tokens)
             else:
                 look_up = partial(accumulate.look_up, ops, ctx.config.parallel.tensor, is_head=model.tie_embeddings)
-                h_BSD, head_sum = look_up(weights["embedding"], own["embedding"], tokens)
-                final_norm = accumulate.accumulated(final_norm, own["final_norm"])
+                h_BSD, head_sum = look_up(weights["embedding"], own_sum("embedding")[1], tokens)
             h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         block_context = (rotary_table(model, rows["positions"]), rows.get("segments"))
         h_BSD = run_layers(weights["layers"], accumulators, h_BSD, block_context)
+        if own is not None:
+            h_BSD, norm_sum = own_sum("final_norm", h_BSD)
+            final_norm = accumulate.accumulated(final_norm, norm_sum)
         h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
         targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
         if own is None:
             return cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *loss_options)
-        head_sum = own["head"] if head_sum is None else head_sum
+        if head_sum is None:
+            h_BSD, head_sum = own_sum("head", h_BSD)
         return accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, *loss_options)
 
     return sums
@@ -154,13 +190,27 @@ def _own_layers(
     h_BSD: jax.Array,
     block_context: BlockContext,
 ) -> jax.Array:
-    model, ops = ctx.config.model, ctx.ops
+    model, ops, zero = ctx.config.model, ctx.ops, ctx.zero
     in_matmuls = accumulators is not None and adds_in_matmuls(model)
     if in_matmuls:
         ops = dataclasses.replace(ops, matmul=accumulate.matmul)
     block = remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, ops), in_loop=False)
+    token: Any = 0.0
+    full, inputs = [], [h_BSD]
     for number, layer in enumerate(layers):
+        inputs.append(h_BSD)
+        if zero is not None:
+            # One transfer at a time, and at most two layers ahead of its use. If it waited for the input of the layer before,
+            # XLA's scheduler would start every second one too late.
+            if number > 1:
+                layer = after(layer, weights_token(full[-1], zero.layouts["layer"]), hidden_token(inputs[number - 1]))
+            layer = zero.access.gather(layer)
+            full.append(layer)
         if accumulators is not None:
-            layer = accumulate.with_sums(layer, accumulators.sums["layers"][number], in_matmuls)
+            total = accumulators.sums["layers"][number]
+            if zero is not None:
+                zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, model.compute_dtype), layer)
+                h_BSD, total, token = zero.reduced("layer", h_BSD, total, zeros, token)
+            layer = accumulate.with_sums(layer, total, in_matmuls)
         h_BSD = block(layer, h_BSD, block_context)
     return h_BSD

@@ -24,6 +24,8 @@ class WeightAccess:
 
     gather: Callable[[Tree], Tree] | None = None
     """A rank's shard of one layer -> the layer's full weights. It starts one layer ahead."""
+    once: bool = False
+    """Each layer is gathered and scattered once in a step: the forward pass keeps what it gathers for the backward pass."""
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
 

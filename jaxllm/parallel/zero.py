@@ -1,4 +1,11 @@
-"""ZeRO 2 and 3: full gradients (and weights) exist for one layer at a time.
+"""Weights that are gathered and gradients that are reduced a layer at a time, behind the compute of other layers.
+
+    ZeRO 1, one microbatch   weights are gathered by the forward pass, which keeps them; gradients are reduced
+    ZeRO 2                   weights are full; gradients are reduced in each microbatch
+    ZeRO 3                   weights are gathered forward and backward, and gradients reduced, in each microbatch
+
+A step of ZeRO 0, or of ZeRO 1 with several microbatches or a pipeline, gathers before its first microbatch and reduces after
+its last (parallelize.py).
 
 Where a weight is used, a custom VJP gathers it, and reduces its gradient over ranks, scatters it, and adds it to the weight's
 accumulator (accumulate.py), which has the shape of a rank's shard. The weight itself gets no cotangent. So no full gradient
@@ -15,36 +22,71 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.ordering import after, weights_token
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 
 
 class Zero:
-    """How weights are gathered and their gradients scattered, at level 2 or 3.
+    """How weights are gathered and their gradients scattered.
 
     Args:
-      level: 2: each rank has full weights; 3: each rank has its shard.
+      level: 1: each rank has its shard of the weights, of a step with one microbatch; 2: full weights; 3: its shard.
       layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the layer loop strips.
       stack_dims: how many those are.
+      in_order: no two transfers may be on their way at once. CPU devices need that: two that start them in different orders
+        wait for each other forever.
     """
 
-    def __init__(self, level: int, layouts: Tree, stack_dims: int = 1):
+    def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False):
         layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
         rest = {name: tree for name, tree in layouts.items() if name != "layers"}
-        self._rest_scatter, self._rest_gather = _scatter(rest), _gather(rest) if level == 3 else lambda weights: weights
-        self.access = WeightAccess(_gather(layer) if level == 3 else None, _scatter(layer))
+        self.once, self._in_order, self.layouts = level == 1, in_order, {**rest, "layer": layer}
+        self._rest, self._rest_scatter = rest, _scatter(rest)
+        self._rest_gather = _gather(rest) if level != 2 else lambda weights: weights
+        self.access = WeightAccess(_gather(layer) if level != 2 else None, self.once, _scatter(layer))
         """To one layer, for a loop over layers."""
 
+    def gather_rest(self, shards: Tree, x: Tree) -> tuple[Tree, Tree]:
+        """(full weights of the entries outside the layer stack, x): x is computed with them first."""
+        full = self._rest_gather(shards)
+        return full, after(x, weights_token(full, self._rest)) if self._in_order else x
+
+    def reduced(self, name: str, x: Tree, shards: Tree, sums: Tree, token: Any = 0.0) -> tuple[Tree, Tree, jax.Array]:
+        """(x, sums, token): `sums` are accumulators of the full gradients of an entry or of one "layer". Their new values are
+        reduced into the cotangents of the accumulators `shards`.
+
+        In the backward pass x's gradient waits for the new sums, and for the transfer before theirs, which `token` hands on.
+        So this transfer has the time until the next. Otherwise XLA's scheduler would make the gradients of all weights after
+        those of all activations, and reduce them at the end.
+        """
+        layouts = self.layouts[name]
+
+        @jax.custom_vjp
+        def enter(x, shards, token):
+            return x, sums, token
+
+        def backward(_, cotangents):
+            dx, new_sums, before = cotangents
+            reduced = _scatter(layouts)(new_sums)
+            done = weights_token(reduced, layouts)
+            tokens = weights_token(new_sums, layouts), before, *([done] if self._in_order else [])
+            return after(dx, *tokens), reduced, done
+
+        enter.defvjp(lambda x, shards, token: (enter(x, shards, token), None), backward)
+        return enter(x, shards, jnp.asarray(token, jnp.float32))
+
     def read(self, weights: Tree, accumulators: Accumulators | None, tap: GradSquareNorms | None = None) -> Tree:
-        """Full weights of the entries outside the layer stack. Their gradients are added to accumulators.sums. The squares that
-        `tap` takes of them before they are reduced are the cotangent of accumulators.squares. Without accumulators there is no
-        backward pass.
+        """Full weights of the entries outside the layer stack, at levels 2 and 3. Their gradients are added to
+        accumulators.sums. The squares that `tap` takes of them before they are reduced are the cotangent of
+        accumulators.squares. Without accumulators there is no backward pass.
         """
 
         @jax.custom_vjp

@@ -32,9 +32,9 @@ from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.cost_model.flops import layer_matmul_parameters
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.parameters import layer_parameters
 from jaxllm.runtime.cpus import available_cpus
 
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
@@ -116,9 +116,9 @@ GPU_FLAGS_OF = {
 }
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
-PIPELINE_GPU_OPTIONS = {
+MORE_AT_ONCE = {
     # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
-    # with a layer loop.
+    # with a layer loop, nor would the reduction of the head's gradient.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 OWN_LAYERS_GPU_OPTIONS = {
@@ -138,8 +138,17 @@ NO_REMAT_GPU_OPTIONS = {
     # for a limit that recomputation cannot reach: 280 instructions of 8B's step that offloads 46 GiB (JAX 0.10.2).
     "xla_gpu_memory_limit_slop_factor": 2000,
 }
-LAYER_BYTES = "layer"
-"""Placeholder for the bytes of one layer's weights in the compute dtype, as a rank multiplies them."""
+GATHERED, REDUCED, SUMMED = "gathered", "reduced", "summed"
+"""Placeholders for bytes of one layer on a rank: of its weights in the compute dtype, of the float32 shards of its reduced
+gradients, of its full float32 gradients."""
+LAYER_COMBINED: dict[str, int | str] = {
+    # Combines collectives up to so many bytes of their results. By default a large model's matrices travel one by one, with a
+    # start-up time each; and the gradients of unrolled layers, whose shards over many ranks are small, all at once after the
+    # backward pass. With one layer's bytes there is one transfer per layer.
+    "xla_gpu_all_gather_combine_threshold_bytes": GATHERED,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": REDUCED,
+    "xla_gpu_all_reduce_combine_threshold_bytes": SUMMED,
+}
 OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
     # Moves starts up and dones down past compute. From Hopper on XLA schedules this way by itself, by the speeds of the target
     # GPU; on an A100 the starts stay late without it.
@@ -154,15 +163,8 @@ OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
     },
     # Unrolls loops by two, so that values passed from one iteration to the next need no copy.
     "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
-    # Combines collectives up to so many bytes. XLA's default joins a small model's layer; a large one's matrices travel one by
-    # one. With a layer's bytes there is one transfer per layer, with fewer launches. In the simulated overlap a part of the
-    # exposed time disappears with ZeRO 3, and more is exposed in a pipeline (benchmarks/RESULTS.md, overlap).
-    "layer_combined": {
-        "xla_gpu_all_gather_combine_threshold_bytes": LAYER_BYTES,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": LAYER_BYTES,
-    },
-    # As for pipelines: loops with collectives inside may run beside other collectives.
-    "more_at_once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4},
+    "layer_combined": LAYER_COMBINED,
+    "more_at_once": MORE_AT_ONCE,
 }
 RENAMED_GPU_OPTIONS = {
     f"xla_gpu_enable_pipelined_{kind}": (f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON")
@@ -177,13 +179,18 @@ def optional_gpu_options(config: Config) -> dict[str, int]:
     for name in config.run.xla_options:
         for option, value in OPTIONAL_GPU_OPTIONS[name].items():
             # A switch is a bool: XLA does not accept a number.
-            options[option] = _layer_bytes(config) if isinstance(value, str) else value
+            options[option] = _layer_bytes(config)[value] if isinstance(value, str) else value
     return options
 
 
-def _layer_bytes(config: Config) -> int:
+def _layer_bytes(config: Config) -> dict[str, int]:
     itemsize = {"bfloat16": 2, "float32": 4}[config.model.compute_dtype]
-    return itemsize * layer_matmul_parameters(config.model) // config.parallel.tensor
+    ranks = int(config.parallel.data) * config.parallel.context
+    layer = layer_parameters(config.model, config.parallel).values()
+    # What is sharded arrives with the zeros that ZeRO pads.
+    gathered = sum(ranks * e.master if e.master < e.compute else e.compute for e in layer)
+    reduced, summed = sum(e.master for e in layer), sum(e.compute for e in layer)
+    return {GATHERED: itemsize * gathered, REDUCED: 4 * reduced, SUMMED: 4 * summed}
 
 
 def compile_options(config: Config, device: jax.Device, capacity_bytes: int | None = None) -> dict[str, Any]:
@@ -194,7 +201,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     """
     if device.platform == "cpu":
         return {}
-    options: dict[str, Any] = PIPELINE_GPU_OPTIONS if config.parallel.pipe > 1 else {}
+    options: dict[str, Any] = _collective_options(config)
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     if offloads or config.parallel.offload_state != "none" or _may_fit(config, device, capacity_bytes):
@@ -219,6 +226,20 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     if lacking:
         log.warning("jaxlib %s has no %s: run.xla_options goes without.", jaxlib.__version__, ", ".join(lacking))
     return accepted
+
+
+def _collective_options(config: Config) -> dict[str, Any]:
+    """Options by what the step sends."""
+    parallel = config.parallel
+    if parallel.pipe > 1:
+        return MORE_AT_ONCE
+    once = parallel.zero == 1 and config.num_microbatches == 1
+    if int(parallel.data) * parallel.context == 1 or not (once or parallel.zero == 3):
+        return {}
+    # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of 8B's
+    # and 70B's steps and hides little more.
+    at_once = MORE_AT_ONCE if once and parallel.tensor > 1 else {}
+    return at_once | {name: _layer_bytes(config)[str(what)] for name, what in LAYER_COMBINED.items()}
 
 
 def _may_fit(config: Config, device: jax.Device, capacity_bytes: int | None) -> bool:
