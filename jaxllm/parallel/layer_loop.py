@@ -127,7 +127,8 @@ class LayerLoop:
         unroll: int | bool = 1,
     ):
         self.length = length
-        self._block = remat(policy, block, in_loop=unroll == 1 and length > 1)
+        # The last layer's turns outside the loops follow each other, so that XLA would merge recomputation and forward pass.
+        self._block = remat(policy, block, in_loop=unroll == 1 and length > 1 and not access.once)
         self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
 
     def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:

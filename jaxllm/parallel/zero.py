@@ -26,6 +26,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as row_major
+from jax.experimental.layout import with_layout_constraint
 
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
@@ -51,7 +53,7 @@ class Zero:
         self.once, self._in_order, self.layouts = level == 1, in_order, {**rest, "layer": layer}
         self._rest, self._rest_scatter = rest, _scatter(rest)
         self._rest_gather = _gather(rest) if level != 2 else lambda weights: weights
-        self.access = WeightAccess(_gather(layer) if level != 2 else None, self.once, _scatter(layer))
+        self.access = WeightAccess(_gather(layer, self.once) if level != 2 else None, self.once, _scatter(layer))
         """To one layer, for a loop over layers."""
 
     def gather_rest(self, shards: Tree, x: Tree) -> tuple[Tree, Tree]:
@@ -111,13 +113,17 @@ def zeros_of_shard(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Ar
     return jnp.zeros(local, jnp.float32)
 
 
-def _gather(layouts: Tree) -> Callable[[Tree], Tree]:
+def _gather(layouts: Tree, in_row_major: bool = False) -> Callable[[Tree], Tree]:
+    """With `in_row_major` a gathered weight has the layout in which a backward pass reads it. XLA would keep each matrix as it
+    arrives, and copy whole stacks into another layout between the passes: 8.8 GiB of 43 for 70B's layers on 64 H100s."""
+
     @jax.named_scope("zero_gather")
     def local(weights):
         def one(w, layout):
             if layout.zero_dim is None:
                 return w
-            return layout.cut(jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True))
+            w = layout.cut(jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True))
+            return with_layout_constraint(w, row_major(tuple(range(w.ndim)))) if in_row_major else w
 
         return jax.tree.map(one, weights, layouts)
 

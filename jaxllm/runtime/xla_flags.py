@@ -236,8 +236,8 @@ def _collective_options(config: Config) -> dict[str, Any]:
     once = parallel.zero == 1 and config.num_microbatches == 1
     if int(parallel.data) * parallel.context == 1 or not (once or parallel.zero == 3):
         return {}
-    # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of 8B's
-    # and 70B's steps and hides little more.
+    # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of
+    # 8B's and 70B's steps and hides little more.
     at_once = MORE_AT_ONCE if once and parallel.tensor > 1 else {}
     return at_once | {name: _layer_bytes(config)[str(what)] for name, what in LAYER_COMBINED.items()}
 
