@@ -259,10 +259,11 @@ def fetches_ahead(layer: LayerShape) -> bool:
 
 
 def layers_of_weights(layer: LayerShape) -> float:
-    """Layers of weights that are live in the compute dtype, with their gradients: gathered ahead and reduce-scattered behind
-    with ZeRO 2 and 3, or about to be added to the sums."""
+    """Layers of weights that are live in the compute dtype, with their gradients: reduce-scattered behind the next layer with
+    ZeRO 2 and 3, and with ZeRO 1 in a loop with one microbatch, or about to be added to the sums."""
     if layer.pipelined and layer.chunk_layers == 1:
         return 0.5
-    if layer.zero >= 2:
+    sends_once = layer.zero == 1 and layer.microbatches == 1 and not (layer.pipelined or layer.has_own_layers)
+    if layer.zero >= 2 or sends_once:
         return 2.5 if layer.runs_ahead else 1.5
     return 2 if layer.pipelined else 1

@@ -38,8 +38,9 @@ from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 
 MANY_RANKS = {2: 128, 3: 96}
-"""For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently, by steps of Llama 3 8B and 70B on H100s: of
-level 2, 96 are few and 128 many; of level 3, 88 and 96."""
+"""For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently, by steps of Llama 3 8B and 70B: of level 2, 96
+are few and 128 many; of level 3, 88 and 96. At level 3 only where XLA starts transfers late: elsewhere a layer's transfers are
+combined."""
 Terms = dict[str, int]
 """Name of a term -> bytes."""
 
@@ -123,6 +124,7 @@ class Step(StepSizes):
             early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks)
         else:
             early = (self.shared_out or self.parallel.tensor > 1) and self.runs_ahead and not self.accumulates
+            early = early and not self.sends_once
         return FLOAT32 * self.embedding.compute if early else 0
 
     def scattered(self) -> float:
@@ -148,7 +150,7 @@ class Step(StepSizes):
 
     @property
     def many_ranks(self) -> bool:
-        return self.ranks >= MANY_RANKS.get(self.zero, math.inf)
+        return self.ranks >= MANY_RANKS.get(self.zero, math.inf) and not (self.zero == 3 and self.runs_ahead)
 
     @property
     def multiplies_early(self) -> bool:

@@ -227,6 +227,13 @@ class StepSizes:
         """Whether gradients are accumulated. XLA removes a scan over one microbatch."""
         return self.microbatches > 1 or self.pipelined
 
+    @cached_property
+    def sends_once(self) -> bool:
+        """Whether the step gathers each layer's weights and reduces its gradients once, behind other layers: ZeRO 1 with one
+        microbatch. A step that measures the noise scale does not."""
+        measures = self.config.log.noise_scale_every is not None
+        return self.zero == 1 and not (self.accumulates or measures)
+
     def weights(self, loss: bool = False) -> float:
         """Weights in the compute dtype; none if the float32 weights can be read in place, unsharded by ZeRO.
 
@@ -263,7 +270,7 @@ class StepSizes:
 
     def gradients(self) -> dict[str, float]:
         """Float32 sums, to which each microbatch adds. A single one without ZeRO 2 leaves its layers' gradients in the compute
-        dtype, where layers with arrays of their own free as many weights as they make gradients."""
+        dtype, where layers with arrays of their own free as many weights as they make gradients; or ZeRO 1 reduces them."""
         layers = self.layers.master if self.zero >= 2 else self.layers.compute
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
@@ -274,5 +281,7 @@ class StepSizes:
             return {"gradients": FLOAT32 * (layers + vocabulary), "microbatch_gradients": apart}
         if self.zero >= 2:
             return {"microbatch_gradients": FLOAT32 * layers}
+        if self.sends_once and not self.has_own_layers:
+            return {"microbatch_gradients": FLOAT32 * self.layers.master}
         is_freed = self.weights() > 0 and self.has_own_layers
         return {"microbatch_gradients": 0.0 if is_freed else self.itemsize * layers}
