@@ -40,8 +40,10 @@ class StepModel(LayerCompute):
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
-        self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1
-        """Whether gradients, and with ZeRO 3 also weights, travel over data x context layer by layer."""
+        once = self.parallel.zero == self.M == self.P == 1
+        self.sends_by_layer = (self.parallel.zero >= 2 or once) and self.data_group.size > 1
+        """Whether gradients travel over data x context layer by layer, and with ZeRO 1 (in steps of one microbatch) and ZeRO 3
+        also weights."""
         pairs = self.P > 1 and self.parallel.overlap_passes and not self.sends_by_layer
         self.paired_share = max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1)) if pairs else 0.0
         """Share of the forward ticks that also run backward, layer by layer: all but the first P V. 0 with ZeRO 2 and 3, whose
@@ -118,7 +120,7 @@ class StepModel(LayerCompute):
             gather_s, scatter_s = self.layerwise_data_s()
             if gather_s:
                 behind_forward["data"] = (layers - 1) * gather_s
-            behind_backward["data"] = (layers - 1) * (gather_s + scatter_s)
+            behind_backward["data"] = (layers - 1) * (scatter_s + (gather_s if self.parallel.zero == 3 else 0))
             # A chunk's first gather and its last scatter cannot overlap with anything.
             backward.add("data", gather_s + scatter_s)
         if self.policy.offload:
@@ -198,7 +200,8 @@ class StepModel(LayerCompute):
 
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer. ZeRO 2 scatters its gradients behind the backward of the layer before it; ZeRO 3 also
-        gathers its weights behind the layer that is computed before it, in both passes (layer_loop.py)."""
+        gathers its weights behind the layer that is computed before it, in both passes, and ZeRO 1 with one microbatch in the
+        forward pass (layer_loop.py)."""
         scatter_s = reduce_scatter_s(4 * self.layer_parameters, self.data_group, self.links)
         if self.parallel.zero == 2:
             return 0.0, scatter_s
@@ -247,7 +250,8 @@ class StepModel(LayerCompute):
 
         In a pipeline, every tick needs embedding and head, so they are sharded only for the update. Without a pipeline, ZeRO 2
         scatters their gradients in every microbatch, and ZeRO 3 gathers them too. None of this overlaps with the first
-        microbatch's forward (forward_s) or the last one's backward (backward_s).
+        microbatch's forward (forward_s) or the last one's backward (backward_s). ZeRO 1 with one microbatch sends the layers
+        behind each other; what else it sends overlaps with nothing here.
         """
         group, zero, links = self.data_group, self.parallel.zero, self.links
         if group.size == 1:
@@ -257,8 +261,9 @@ class StepModel(LayerCompute):
             transfers.add("data", all_reduce_s(4 * (layers + rest), group, links))
         else:
             each = self.M if self.P == 1 else 1
-            scatter_s = reduce_scatter_s(4 * (rest if zero >= 2 else layers + rest), group, links)
-            gather_s = all_gather_s(self.itemsize * (rest if zero == 3 else layers + rest), group, links)
+            by_layer = self.sends_by_layer
+            scatter_s = reduce_scatter_s(4 * (rest if by_layer else layers + rest), group, links)
+            gather_s = all_gather_s(self.itemsize * (rest if by_layer and zero != 2 else layers + rest), group, links)
             transfers.add("data", scatter_s, times=each if zero >= 2 else 1)
             transfers.add("data", gather_s, times=each if zero == 3 else 1)
 

@@ -400,12 +400,26 @@ TIED = {**MODEL, "tie_embeddings": True}
 def test_room_for_the_embeddings_gradient_is_made_early_by_some():
     room = FLOAT32 * vocabulary().embedding.compute
     assert vocabulary().embedding_gradient() == 0
-    assert vocabulary(model=TIED).embedding_gradient() == vocabulary(data=128, batch=128).embedding_gradient() == room
-    assert vocabulary(A100, model=TIED).embedding_gradient() == vocabulary(A100, data=128, batch=128).embedding_gradient() == 0
-    # Below ZeRO 2 it is added to its sum, if there is one.
+    many = {"data": 128, "batch": 128}
+    assert vocabulary(model=TIED).embedding_gradient() == vocabulary(zero=2, **many).embedding_gradient() == room
+    assert vocabulary(A100, model=TIED).embedding_gradient() == vocabulary(A100, **many).embedding_gradient() == 0
+    # Below ZeRO 2 it is added to its sum, if there is one. ZeRO 1 makes a single microbatch's when it sends it.
     assert vocabulary(zero=1).embedding_gradient() == vocabulary(A100, zero=1).embedding_gradient() == 0
-    assert vocabulary(zero=1, batch=8).embedding_gradient() == room
-    assert vocabulary(A100, zero=1, batch=8).embedding_gradient() == 0
+    assert vocabulary(zero=0, batch=8).embedding_gradient() == room
+    assert vocabulary(zero=1, batch=8).embedding_gradient() == vocabulary(A100, zero=0, batch=8).embedding_gradient() == 0
+
+
+def test_a_single_microbatch_of_zero_1_keeps_the_shards_of_its_gradients():
+    """And of the layers in transfer one and a half more than one."""
+    in_loop = {**MODEL, "scan_layers": True}
+    once, several, measuring = (vocabulary(zero=1, batch=batch, model=in_loop) for batch in (8, 16, 8))
+    assert once.gradients() == {"microbatch_gradients": FLOAT32 * once.layers.master}
+    assert several.gradients()["gradients"] == FLOAT32 * (several.layers.compute + several.vocabulary.compute)
+    assert layers_of_weights(once.layer_shape) == layers_of_weights(several.layer_shape) + 1.5
+    measuring.config = measuring.config.model_copy(
+        update={"log": measuring.config.log.model_copy(update={"noise_scale_every": 1})}
+    )
+    assert measuring.gradients() == {"microbatch_gradients": 2 * measuring.layers.compute}
 
 
 def test_of_few_tokens_the_logits_gradient_waits_for_its_product():
@@ -414,7 +428,8 @@ def test_of_few_tokens_the_logits_gradient_waits_for_its_product():
     assert vocabulary(length=512).waiting_head_gradient() == 2 * few.head.compute
     assert "head" not in few.moments()
     assert {"head", "embedding"} <= vocabulary(length=512).moments().keys()
-    assert "head" in vocabulary(length=128, data=128, batch=128).moments()
+    assert "head" in vocabulary(A100, length=128, data=128, batch=128).moments()
+    assert "head" not in vocabulary(length=128, data=128, batch=128).moments()
     # As many tokens as the model is wide: only where transfers start late.
     assert "head" not in vocabulary(length=256).moments()
     assert "head" in vocabulary(A100, length=256).moments()
@@ -434,7 +449,7 @@ def test_the_head_on_its_way_lies_beside_its_product():
     alone = vocabulary(length=512)
     head, logits = alone.head.compute, 2 * 512 * alone.rows
     assert alone.head_shared_out()["vocabulary_gradients"] == (FLOAT32 + 2) * head + logits
-    many = vocabulary(length=512, data=128, batch=128)
+    many = vocabulary(length=512, zero=2, data=128, batch=128)
     assert many.head_shared_out()["vocabulary_gradients"] == (FLOAT32 + 2) * head + many.embedding_gradient()
 
 

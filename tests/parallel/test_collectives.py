@@ -130,6 +130,27 @@ def test_ranks_that_divide_no_dim_send_the_zeros_and_no_more(tiny_config, zero):
         assert {c.elements for c in gathers if len(c.loops) == 2} == {of_layers}
 
 
+@needs_gpu_compiler
+@pytest.mark.parametrize("layers", ["loop", "unrolled"])
+def test_a_single_microbatch_sends_each_layer_once_behind_others(tiny_config, layers):
+    """ZeRO 1: weights arrive behind the forward pass of the layer before, gradients leave behind the backward pass of the next.
+    As many bytes are sent as outside the layers."""
+    batch = (f"train.global_batch_sequences={DEVICES}", "train.microbatch_sequences=1", "parallel.zero=1", "parallel.data=8")
+    scan = f"model.scan_layers={str(layers == 'loop').lower()}"
+    step = Step(tiny_config(*SIZES, *batch, scan), gpu_devices(hosts=1, gpus_per_host=DEVICES))
+    gathers, scatters = ([c for c in step.over("data") if c.kind == kind] for kind in ("all-gather", "reduce-scatter"))
+    assert {dtype for c in gathers for dtype, _ in c.buffers} == {"bf16"}
+    assert {dtype for c in scatters for dtype, _ in c.buffers} == {"f32"}
+    assert sum(c.elements * c.executed for c in gathers) == step.parameters
+    assert sum(c.elements * DEVICES * c.executed for c in scatters) == step.parameters
+    for found, share in ((gathers, 1), (scatters, DEVICES)):
+        behind = [c for c in found if c.asynchronous and c.spans_matmul]
+        # The first layer's weights and gradients have nothing to hide behind.
+        assert sum(c.elements * share * c.executed for c in behind) >= (L - 1) * step.layer_parameters
+        assert sum(c.executed for c in behind) >= L - 1
+    assert {c.executed for c in scatters if c.loops} == ({L - 1} if layers == "loop" else set())
+
+
 # ------------------------------------------------------------------------------------------------- zero 2, 3: layer by layer
 
 

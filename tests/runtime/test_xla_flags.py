@@ -45,9 +45,9 @@ def test_every_flag_is_one_that_jaxlib_has():
 
 def test_every_option_is_one_that_the_compiler_takes():
     """Left out they would be without a word: is_accepted is there for other versions."""
-    options = (xla_flags.PIPELINE_GPU_OPTIONS, xla_flags.OFFLOAD_GPU_OPTIONS, xla_flags.NO_REMAT_GPU_OPTIONS)
+    options = (xla_flags.MORE_AT_ONCE, xla_flags.LAYER_COMBINED, xla_flags.OFFLOAD_GPU_OPTIONS, xla_flags.NO_REMAT_GPU_OPTIONS)
     for one in (*options, *xla_flags.OPTIONAL_GPU_OPTIONS.values()):
-        given = {name: 2**20 if value == xla_flags.LAYER_BYTES else value for name, value in one.items()}
+        given = {name: 2**20 if isinstance(value, str) else value for name, value in one.items()}
         ways = [((name, value), xla_flags.RENAMED_GPU_OPTIONS.get(name, (name, value))) for name, value in given.items()]
         assert None not in map(xla_flags.accepted_way, ways)
 
@@ -177,13 +177,41 @@ def test_options_are_on_where_they_are_asked_for(tiny_config, monkeypatch):
     combined = "xla_gpu_all_gather_combine_threshold_bytes"
     found = xla_flags.compile_options(asked, H100)
     assert found["xla_gpu_enable_while_loop_double_buffering"] is True
-    # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks.
-    assert found[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2
+    # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks, and two norms.
+    assert found[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2 + 4 * 2 * 32
     assert xla_flags.compile_options(asked, SimpleNamespace(platform="cpu", device_kind="cpu")) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{combined}=1")
     assert combined not in xla_flags.compile_options(asked, H100)
     with pytest.raises(ConfigError, match=r"run\.xla_options"):
         tiny_config("run.xla_options=[faster]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "combines", "at_once"),
+    [
+        ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=2", True, False),
+        ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=2 parallel.tensor=2", True, True),
+        ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=1", False, False),
+        ("parallel.data=4 parallel.zero=0 train.microbatch_sequences=2", False, False),
+        ("parallel.data=4 parallel.zero=3 parallel.tensor=2", True, False),
+        ("parallel.data=1 parallel.tensor=2", False, False),
+        ("parallel.data=2 parallel.pipe=2 parallel.zero=3 train.microbatch_sequences=1", False, True),
+    ],
+)
+def test_options_follow_what_a_step_sends(tiny_config, monkeypatch, overrides, combines, at_once):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    config = tiny_config("train.global_batch_sequences=8", "model.compute_dtype=bfloat16", *overrides.split())
+    found = xla_flags.compile_options(config.resolve(config.devices), H100)
+    assert (xla_flags.MORE_AT_ONCE.items() <= found.items()) == at_once
+    # Two norms of 32, and matrices over the tensor ranks: gathered in bfloat16, reduced in float32 and then over four ranks.
+    matrices, ranks = (32 * 8 * 12 + 3 * 32 * 64) // config.parallel.tensor, int(config.parallel.data)
+    of_layer = {
+        "all_gather": 2 * (matrices + 64),
+        "reduce_scatter": 4 * (matrices + 64) // ranks,
+        "all_reduce": 4 * (matrices + 64),
+    }
+    expected = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in of_layer.items()}
+    assert {name: value for name, value in found.items() if "combine" in name} == (expected if combines else {})
 
 
 @pytest.mark.parametrize(
