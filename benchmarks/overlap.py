@@ -43,20 +43,25 @@ PIPE_TENSOR = ("parallel.pipe=2", "parallel.tensor=2")
 FOUR_AXES = ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4")
 INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=4")
 BOTH = "parallel.overlap_passes=true"
+LONG_70B = ("parallel.zero=3", "parallel.context=2", "parallel.remat=offload", "train.microbatch_sequences=2")
 STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
+    "8b-zero1-512-single": (512, "llama-3.1-8b", ()),
+    "8b-zero1-512-full-single": (512, "llama-3.1-8b", ("parallel.remat=full",)),
+    "8b-zero1-tensor-64-single": (64, "llama-3.1-8b", ("parallel.tensor=2",)),
     "8b-zero3": (8, "llama-3.1-8b", ("parallel.zero=3",)),
     "8b-zero3-tensor": (8, "llama-3.1-8b", ("parallel.zero=3", "parallel.tensor=2")),
     "8b-pipe-tensor": (8, "llama-3.1-8b", PIPE_TENSOR),
     "8b-pipe-tensor-both": (8, "llama-3.1-8b", (*PIPE_TENSOR, BOTH)),
     "8b-pipe-context-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
     "8b-zero3-64": (64, "llama-3.1-8b", ("parallel.zero=3",)),
+    "70b-zero3-context": (64, "llama-3.1-70b", LONG_70B),
     "70b-4d": (64, "llama-3.1-70b", FOUR_AXES),
     "70b-4d-both": (64, "llama-3.1-70b", (*FOUR_AXES, BOTH)),
     "70b-4d-interleaved": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED)),
     "70b-4d-interleaved-both": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED, BOTH)),
 }
 """Name -> (GPUs, model, overrides). The data axis takes the remaining GPUs."""
-MICROBATCHES = 8
+MICROBATCHES, SINGLE = 8, "-single"
 
 
 def configured(name: str, *more: str) -> Config:
@@ -66,9 +71,10 @@ def configured(name: str, *more: str) -> Config:
         "data": {"mask_documents": False},
         "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1, "microbatch_sequences": 1},
     }
-    parallel = load_config(sections, overrides).parallel
-    data = gpus // (parallel.pipe * parallel.context * parallel.tensor)
-    return load_config(sections, [*overrides, *more, f"train.global_batch_sequences={MICROBATCHES * data}"]).resolve(gpus)
+    given = load_config(sections, overrides)
+    data = gpus // (given.parallel.pipe * given.parallel.context * given.parallel.tensor)
+    batch = (1 if name.endswith(SINGLE) else MICROBATCHES) * data * given.train.microbatch_sequences
+    return load_config(sections, [*overrides, *more, f"train.global_batch_sequences={batch}"]).resolve(gpus)
 
 
 def compiled(config: Config) -> tuple[tuple[Overlap, ...], int, float, int]:
@@ -133,7 +139,8 @@ def main(arguments: Sequence[str]) -> None:
         found[name], _, taken_s, _ = compiled(configured(name))
         print(f"{name}: {taken_s:.0f} s", file=sys.stderr, flush=True)
     text = (
-        f"JAX {jax.__version__}; {GPU.name}, S 8192, {MICROBATCHES} microbatches of one sequence, bfloat16.\n\n{table(found)}"
+        f"JAX {jax.__version__}; {GPU.name}, S 8192, {MICROBATCHES} microbatches (`{SINGLE[1:]}`: one) of one sequence "
+        f"(`70b-zero3-context`: two), bfloat16.\n\n{table(found)}"
     )
     print(text)
     if chosen.write:

@@ -225,7 +225,7 @@ class LayerLoop:
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
             kept, kept_ahead = (read, None) if kept is None else (kept, read)
-            if pending is not None:
+            if scatter and pending is not None:
                 # The gradients of the layer after this one; in the first turn of a loop over all layers zeros.
                 sums = self._add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
             gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)

@@ -73,7 +73,7 @@ def single_gradient_region(ctx: ParallelContext) -> GradientRegion:
     gradient = jax.value_and_grad(microbatch_sums(ctx), has_aux=True)
 
     def region(shards: Params, batch: Batch):
-        sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), shards)
+        sums = _zeros(shards, jnp.float32)
         rows = jax.tree.map(lambda x: x[0], batch)
         (_, loss), (gradients, _) = gradient(Accumulators(sums), shards, rows, _loss_scale(ctx, batch))
         # After them, because CPU devices may have one transfer on its way.
@@ -107,12 +107,12 @@ def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Para
     full layers with a single microbatch: nothing is added to their gradients, which stay as the matmuls make them."""
     if ctx.zero is None:
         layers = jnp.float32 if microbatches > 1 else ctx.config.model.compute_dtype
-
-        def zeros(tree: Tree, dtype: Any) -> Tree:
-            return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), tree)
-
-        return {name: zeros(tree, layers if name == "layers" else jnp.float32) for name, tree in weights.items()}
+        return {name: _zeros(tree, layers if name == "layers" else jnp.float32) for name, tree in weights.items()}
     return jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
+
+
+def _zeros(weights: Tree, dtype: Any) -> Tree:
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), weights)
 
 
 def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> Sums:
@@ -123,23 +123,21 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     run_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
     run_layers = partial(run_layers, ctx, nnx.split(network.layers)[0])
     loss_options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
-    once = zero is not None and zero.once
+    once = zero if zero and zero.once else None
 
     def sums(accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array) -> Any:
         rest = {name: w for name, w in weights.items() if name != "layers"}
         if once:
-            rest, rows = zero.gather_rest(rest, rows)
+            rest, rows = once.gather_rest(rest, rows)
         elif zero is not None:
             rest = zero.read(rest, accumulators, tap)
         weights = {**rest, "layers": weights["layers"]}
         # Where ZeRO reads the weights of each microbatch, it adds their gradients too.
-        own = accumulators.sums if accumulators and (zero is None or once) else None
+        own: Any = accumulators.sums if accumulators and (zero is None or once) else None
 
         def own_sum(name: str, x: Any = ()) -> tuple[Any, jax.Array]:
             """(x, the accumulator of an entry's full gradients), with x where these are complete in the backward pass."""
-            if not once:
-                return x, own[name]
-            return zero.reduced(name, x, own[name], jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), rest[name]))[:2]
+            return once.reduced(name, x, own[name], _zeros(rest[name], jnp.float32))[:2] if once else (x, own[name])
 
         tokens, final_norm, head_sum = rows["tokens"], weights["final_norm"], None
         with jax.named_scope("embedding"):
@@ -204,12 +202,12 @@ def _own_layers(
             # XLA's scheduler would start every second one too late.
             if number > 1:
                 layer = after(layer, weights_token(full[-1], zero.layouts["layer"]), hidden_token(inputs[number - 1]))
-            layer = zero.access.gather(layer)
+            layer = zero.gather_layer(layer)
             full.append(layer)
         if accumulators is not None:
             total = accumulators.sums["layers"][number]
             if zero is not None:
-                zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, model.compute_dtype), layer)
+                zeros = _zeros(layer, model.compute_dtype)
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, zeros, token)
             layer = accumulate.with_sums(layer, total, in_matmuls)
         h_BSD = block(layer, h_BSD, block_context)

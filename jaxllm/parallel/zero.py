@@ -53,7 +53,8 @@ class Zero:
         self.once, self._in_order, self.layouts = level == 1, in_order, {**rest, "layer": layer}
         self._rest, self._rest_scatter = rest, _scatter(rest)
         self._rest_gather = _gather(rest) if level != 2 else lambda weights: weights
-        self.access = WeightAccess(_gather(layer, self.once) if level != 2 else None, self.once, _scatter(layer))
+        self.gather_layer = _gather(layer, self.once) if level != 2 else lambda weights: weights
+        self.access = WeightAccess(self.gather_layer if level != 2 else None, self.once, _scatter(layer))
         """To one layer, for a loop over layers."""
 
     def gather_rest(self, shards: Tree, x: Tree) -> tuple[Tree, Tree]:

@@ -4,10 +4,10 @@ module and distributed.py read the environment.
 The user's settings take precedence, and a flag that the installed jaxlib does not know is left out. Each preset was measured,
 or its maker documents it; a comment says which.
 
-Options that would change the order of the step, and with it the memory that `jaxllm estimate` predicts, are on only if
-run.xla_options asks for them: OPTIONAL_GPU_OPTIONS. `python benchmarks/overlap.py --options` shows without a GPU what each does
-to a step's transfers and memory; only a GPU shows what it does to speed. JAX_OPTIMIZATION_LEVEL, which sets several of them at
-once, is left to the user.
+Options that change the order of the step, and with it the memory that `jaxllm estimate` predicts, are on where compiled
+schedules show that they hide transfers (`_collective_options`), and else only if run.xla_options asks for them:
+OPTIONAL_GPU_OPTIONS. `python benchmarks/overlap.py --options` shows without a GPU what each does to a step's transfers and
+memory; only a GPU shows what it does to speed. JAX_OPTIMIZATION_LEVEL, which sets several of them at once, is left to the user.
 
 All sets of options were compiled with JAX 0.10.2, 0.11.2 and 0.12.0, for H100s. A comment names a version where its figures are
 of one.
@@ -116,7 +116,7 @@ GPU_FLAGS_OF = {
 }
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
-MORE_AT_ONCE = {
+MORE_AT_ONCE: dict[str, int | str] = {
     # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
     # with a layer loop, nor would the reduction of the head's gradient.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
