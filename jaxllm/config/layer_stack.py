@@ -1,4 +1,4 @@
-"""Whether the layers of a step are one compiled layer in a loop, or each a part of the program with arrays of its own."""
+"""How a step runs its layers: as one compiled layer in a loop or each with arrays of its own, and when it sends them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     if config.num_microbatches == 1 and config.data.mask_documents and packed_documents(config, capability) is None:
         return False
     return parallel.tensor == parallel.context == 1
+
+
+def sends_once(config: Config) -> bool:
+    """Whether a step of a resolved config gathers each layer's weights and reduces its gradients once, behind the compute of
+    other layers (parallel/zero.py): with ZeRO 1 and one microbatch. A step that measures the noise scale does not."""
+    parallel = config.parallel
+    ranks = int(parallel.data) * parallel.context
+    return parallel.zero == 1 and parallel.pipe == 1 and ranks > 1 and config.num_microbatches == 1
 
 
 def adds_in_matmuls(model: ModelConfig) -> bool:

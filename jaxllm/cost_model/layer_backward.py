@@ -99,6 +99,8 @@ class LayerShape:
     tensor: int
     zero: int
     """ZeRO level; 0 on a single rank."""
+    sends_once: bool
+    """Whether each layer is gathered and scattered once in a step: ZeRO 1 with one microbatch."""
     microbatches: int
     chunk_layers: int
     virtual_stages: int
@@ -259,11 +261,10 @@ def fetches_ahead(layer: LayerShape) -> bool:
 
 
 def layers_of_weights(layer: LayerShape) -> float:
-    """Layers of weights that are live in the compute dtype, with their gradients: reduce-scattered behind the next layer with
-    ZeRO 2 and 3, and with ZeRO 1 in a loop with one microbatch, or about to be added to the sums."""
+    """Number of layers whose weights are live in the compute dtype, with their gradients. These are about to be added to the
+    sums, or reduce-scattered behind the next layer: with ZeRO 2 and 3, and in a loop that sends once."""
     if layer.pipelined and layer.chunk_layers == 1:
         return 0.5
-    sends_once = layer.zero == 1 and layer.microbatches == 1 and not (layer.pipelined or layer.has_own_layers)
-    if layer.zero >= 2 or sends_once:
+    if layer.zero >= 2 or (layer.sends_once and not layer.has_own_layers):
         return 2.5 if layer.runs_ahead else 1.5
     return 2 if layer.pipelined else 1

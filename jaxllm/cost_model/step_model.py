@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from jaxllm.config import Config
-from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers
+from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, sends_once
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
@@ -40,8 +40,7 @@ class StepModel(LayerCompute):
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
-        once = self.parallel.zero == self.M == self.P == 1
-        self.sends_by_layer = (self.parallel.zero >= 2 or once) and self.data_group.size > 1
+        self.sends_by_layer = (self.parallel.zero >= 2 or sends_once(config)) and self.data_group.size > 1
         """Whether gradients travel over data x context layer by layer, and with ZeRO 1 (in steps of one microbatch) and ZeRO 3
         also weights."""
         pairs = self.P > 1 and self.parallel.overlap_passes and not self.sends_by_layer

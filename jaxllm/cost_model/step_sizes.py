@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
-from jaxllm.config.layer_stack import has_own_layers
+from jaxllm.config.layer_stack import has_own_layers, sends_once
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.hardware import Gpu
@@ -181,6 +181,7 @@ class StepSizes:
             context_method=context_method(config),
             tensor=p.tensor,
             zero=self.zero,
+            sends_once=self.sends_once,
             microbatches=self.microbatches,
             chunk_layers=config.chunk_layers,
             virtual_stages=p.virtual_stages,
@@ -229,10 +230,8 @@ class StepSizes:
 
     @cached_property
     def sends_once(self) -> bool:
-        """Whether the step gathers each layer's weights and reduces its gradients once, behind other layers: ZeRO 1 with one
-        microbatch. A step that measures the noise scale does not."""
-        measures = self.config.log.noise_scale_every is not None
-        return self.zero == 1 and not (self.accumulates or measures)
+        """As layer_stack.sends_once, unless some steps measure the noise scale: these need more memory."""
+        return sends_once(self.config) and self.config.log.noise_scale_every is None
 
     def weights(self, loss: bool = False) -> float:
         """Weights in the compute dtype; none if the float32 weights can be read in place, unsharded by ZeRO.

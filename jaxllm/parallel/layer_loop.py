@@ -281,7 +281,6 @@ class LayerLoop:
 
     def run(self, layers: Tree, own: Accumulators | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
         """All layers, as one function with gradients of its own. Those of the layers are added to their accumulators."""
-
         once, behind = self._access.once, copy.copy(self)
         if once:
             # The backward pass reads the full weights that the forward pass kept.

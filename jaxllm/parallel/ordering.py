@@ -18,7 +18,7 @@ from jaxllm.sharding import tensor_shard_map, tensor_specs
 
 
 def after(x: Tree, *tokens: jax.Array) -> Tree:
-    """`x`, computed once the arrays of these tokens are."""
+    """`x`, available once the arrays behind these tokens are."""
     zero = sum(tokens[1:], tokens[0])
     return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), x)
 
@@ -31,6 +31,11 @@ def weights_token(arrays: Tree, layouts: Tree) -> jax.Array:
 def hidden_token(h_BSD: jax.Array) -> jax.Array:
     """The token of hidden states between two blocks."""
     return _token(h_BSD, PartitionSpec(None, TENSOR))
+
+
+def scalar_token(x: jax.Array) -> jax.Array:
+    """The token of a number that all tensor ranks share."""
+    return _token(x, PartitionSpec())
 
 
 def _token(arrays: Tree, specs: Any) -> jax.Array:

@@ -70,15 +70,13 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
 
 def single_gradient_region(ctx: ParallelContext) -> GradientRegion:
     """Gradients of one microbatch, whose weights are gathered and whose gradients are reduced by layer."""
-    gradient = jax.value_and_grad(microbatch_sums(ctx), has_aux=True)
+    gradient, zero = jax.value_and_grad(microbatch_sums(ctx), has_aux=True), ctx.zero
+    assert zero is not None, "ParallelContext.single has it"
 
     def region(shards: Params, batch: Batch):
-        sums = _zeros(shards, jnp.float32)
-        rows = jax.tree.map(lambda x: x[0], batch)
+        sums, rows = _zeros(shards, jnp.float32), jax.tree.map(lambda x: x[0], batch)
         (_, loss), (gradients, _) = gradient(Accumulators(sums), shards, rows, _loss_scale(ctx, batch))
-        # After them, because CPU devices may have one transfer on its way.
-        loss = after(loss, weights_token(gradients, ctx.step_layouts))
-        return jax.lax.psum(loss, ctx.loss_axes), gradients, None
+        return jax.lax.psum(zero.last(loss, gradients, ctx.step_layouts), ctx.loss_axes), gradients, None
 
     return region
 
@@ -128,7 +126,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     def sums(accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array) -> Any:
         rest = {name: w for name, w in weights.items() if name != "layers"}
         if once:
-            rest, rows = once.gather_rest(rest, rows)
+            rest, rows = once.gather_rest(rest, rows, scale)
         elif zero is not None:
             rest = zero.read(rest, accumulators, tap)
         weights = {**rest, "layers": weights["layers"]}
@@ -194,14 +192,14 @@ def _own_layers(
         ops = dataclasses.replace(ops, matmul=accumulate.matmul)
     block = remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, ops), in_loop=False)
     token: Any = 0.0
-    full, inputs = [], [h_BSD]
+    full, inputs = [], []
     for number, layer in enumerate(layers):
         inputs.append(h_BSD)
         if zero is not None:
             # One transfer at a time, and at most two layers ahead of its use. If it waited for the input of the layer before,
             # XLA's scheduler would start every second one too late.
             if number > 1:
-                layer = after(layer, weights_token(full[-1], zero.layouts["layer"]), hidden_token(inputs[number - 1]))
+                layer = after(layer, weights_token(full[-1], zero.layouts["layer"]), hidden_token(inputs[number - 2]))
             layer = zero.gather_layer(layer)
             full.append(layer)
         if accumulators is not None:

@@ -4,12 +4,12 @@
     ZeRO 2                   weights are full; gradients are reduced in each microbatch
     ZeRO 3                   weights are gathered forward and backward, and gradients reduced, in each microbatch
 
-A step of ZeRO 0, or of ZeRO 1 with several microbatches or a pipeline, gathers before its first microbatch and reduces after
-its last (parallelize.py).
+A step of ZeRO 1 with several microbatches or a pipeline gathers before its first microbatch and reduces after its last, and so
+does ZeRO 0, which gathers nothing (parallelize.py).
 
-Where a weight is used, a custom VJP gathers it, and reduces its gradient over ranks, scatters it, and adds it to the weight's
-accumulator (accumulate.py), which has the shape of a rank's shard. The weight itself gets no cotangent. So no full gradient
-outlives its layer.
+At levels 2 and 3 a custom VJP gathers a weight where it is used, and reduces its gradient over ranks, scatters it, and adds it
+to the weight's accumulator (accumulate.py), which has the shape of a rank's shard. The weight itself gets no cotangent. So no
+full gradient outlives its layer. At level 1 a layer's gradients are the first and last that its accumulators get.
 
     forward     weight (shard or full, bf16) --- gather ---> layer       accumulator (shard, float32)   not read
     backward    weight <--- None                           layer --- reduce-scatter, + ---> cotangent of the accumulator
@@ -31,7 +31,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.ordering import after, weights_token
+from jaxllm.parallel.ordering import after, scalar_token, weights_token
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 
@@ -43,7 +43,8 @@ class Zero:
       level: 1: each rank has its shard of the weights, of a step with one microbatch; 2: full weights; 3: its shard.
       layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the layer loop strips.
       stack_dims: how many those are.
-      in_order: no two transfers may be on their way at once. CPU devices need that: two that start them in different orders
+      in_order: no transfer outside the loops over layers is on its way while a loop runs. CPU devices need that: XLA orders the
+        transfers of one computation, but two devices may start a loop and a transfer beside it in different orders, and then
         wait for each other forever.
     """
 
@@ -53,14 +54,20 @@ class Zero:
         self.once, self._in_order, self.layouts = level == 1, in_order, {**rest, "layer": layer}
         self._rest, self._rest_scatter = rest, _scatter(rest)
         self._rest_gather = _gather(rest) if level != 2 else lambda weights: weights
-        self.gather_layer = _gather(layer, self.once) if level != 2 else lambda weights: weights
+        self.gather_layer = _gather(layer, self.once)
         self.access = WeightAccess(self.gather_layer if level != 2 else None, self.once, _scatter(layer))
         """To one layer, for a loop over layers."""
 
-    def gather_rest(self, shards: Tree, x: Tree) -> tuple[Tree, Tree]:
-        """(full weights of the entries outside the layer stack, x): x is computed with them first."""
+    def gather_rest(self, shards: Tree, rows: Tree, scale: jax.Array) -> tuple[Tree, Tree]:
+        """(full weights of the entries outside the layer stack, rows). `in_order` the rows, which the layers' loop needs, wait
+        for the weights and for `scale`, which is summed over ranks."""
         full = self._rest_gather(shards)
-        return full, after(x, weights_token(full, self._rest)) if self._in_order else x
+        tokens = [weights_token(full, self._rest), scalar_token(scale)] if self._in_order else []
+        return full, after(rows, *tokens) if tokens else rows
+
+    def last(self, loss: jax.Array, gradients: Tree, layouts: Tree) -> jax.Array:
+        """`loss`, `in_order` once all gradients are reduced."""
+        return after(loss, weights_token(gradients, layouts)) if self._in_order else loss
 
     def reduced(self, name: str, x: Tree, shards: Tree, sums: Tree, token: Any = 0.0) -> tuple[Tree, Tree, jax.Array]:
         """(x, sums, token): `sums` are accumulators of the full gradients of an entry or of one "layer". Their new values are

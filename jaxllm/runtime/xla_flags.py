@@ -30,7 +30,7 @@ import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.config.attention import HOPPER
-from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers
+from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, sends_once
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
@@ -233,8 +233,8 @@ def _collective_options(config: Config) -> dict[str, Any]:
     parallel = config.parallel
     if parallel.pipe > 1:
         return MORE_AT_ONCE
-    once = parallel.zero == 1 and config.num_microbatches == 1
-    if int(parallel.data) * parallel.context == 1 or not (once or parallel.zero == 3):
+    once = sends_once(config)
+    if not once and (parallel.zero < 3 or int(parallel.data) * parallel.context == 1):
         return {}
     # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of
     # 8B's and 70B's steps and hides little more.

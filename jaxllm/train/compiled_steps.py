@@ -54,7 +54,8 @@ class CompiledSteps:
     def compile(self, state: State, batch: Any, step: int) -> None:
         """Compiles the program of the step that follows `step` steps, and selects it."""
         started = time.perf_counter()
-        options = xla_flags.compile_options(self._config, self._mesh.devices.flat[0])
+        config = self._config.in_phase(self._config.phase_at(step)) if self._config.train.batch_schedule else self._config
+        options = xla_flags.compile_options(config, self._mesh.devices.flat[0])
         key = self._key(batch, step)
         lowered = (self._measuring_step if key[1] else self._step).lower(state, batch)
         if jax.process_count() > 1:

@@ -420,6 +420,7 @@ def test_a_single_microbatch_of_zero_1_keeps_the_shards_of_its_gradients():
         update={"log": measuring.config.log.model_copy(update={"noise_scale_every": 1})}
     )
     assert measuring.gradients() == {"microbatch_gradients": 2 * measuring.layers.compute}
+    assert layers_of_weights(measuring.layer_shape) == layers_of_weights(several.layer_shape)
 
 
 def test_of_few_tokens_the_logits_gradient_waits_for_its_product():

@@ -33,6 +33,8 @@ CASES = [
 def make_run(tiny_config):
     def make(mesh, model, *more, level=1):
         axes = [f"parallel.{axis}={size}" for axis, size in zip((DATA, CONTEXT, TENSOR), mesh, strict=True)]
+        # A ring gathers nothing and reduces nothing, so that `sends_inside` sees what ZeRO sends.
+        axes += ["parallel.context_method=ring"] if mesh[1] > 1 else []
         replicas = 2 if "parallel.replica=2" in more else 1
         batch = (f"train.global_batch_sequences={ROWS}", f"train.microbatch_sequences={ROWS // mesh[0] // replicas}")
         sizes = (f"train.sequence_length={S}", "model.num_layers=3", "optimizer.learning_rate=1e-2")
@@ -66,6 +68,16 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, model, 
     check(make_run(mesh, model, layers, more), one_device(model), sends=True)
 
 
+def test_a_model_of_one_layer(make_run):
+    """The loops over the other layers are empty."""
+    one_layer = "model.num_layers=1"
+    check(
+        make_run((4, 1, 1), "untied", LOOP, one_layer),
+        make_run((1, 1, 1), "untied", one_layer, level=0).gradients(),
+        sends=True,
+    )
+
+
 def test_the_same_functions_take_several_microbatches(make_run, one_device):
     """As in a run whose batch grows from one microbatch to two: these gather and reduce outside."""
     run, alone = make_run((4, 1, 1), "tied", UNROLLED), make_run((1, 1, 1), "tied", level=0)
@@ -85,4 +97,5 @@ def test_a_step_that_measures_the_noise_scale_has_the_same_gradients(make_run, o
 def test_steps_with_state_on_the_host_equal_one_device(make_run, layers):
     expected = make_run((1, 1, 1), "tied", level=0).losses(3)
     run = make_run((3, 2, 1), "tied", layers, "parallel.offload_state=optimizer_and_master")
+    assert sends_inside(run)
     np.testing.assert_allclose(run.losses(3), expected, rtol=1e-5)
