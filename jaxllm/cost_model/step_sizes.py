@@ -254,7 +254,7 @@ class StepSizes:
         """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
         transposes the stacks of query, key, value, gate and up weights before the loop, in the compute dtype (observed in one
         step compiled for H100s; not fitted). Weights gathered by layer are transposed by layer."""
-        if not self.model.multiplies_fp8 or self.zero == 3 or self.has_own_layers:
+        if not self.model.multiplies_fp8 or self.zero == 3 or self.sends_once or self.has_own_layers:
             return {}
         u, layers = self.units, self.config.chunk_layers * self.parallel.virtual_stages
         columns = (u["query"] + 2 * u["key"] + 2 * u["mlp"]) / self.tokens
