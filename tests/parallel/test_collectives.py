@@ -145,8 +145,8 @@ def test_a_single_microbatch_sends_each_layer_once_behind_others(tiny_config, la
     assert sum(c.elements * DEVICES * c.executed for c in scatters) == step.parameters
     for found, share in ((gathers, 1), (scatters, DEVICES)):
         behind = [c for c in found if c.asynchronous and c.spans_matmul]
-        # The first layer's weights and gradients have nothing to hide behind. Outside a loop the first layer waits for the second
-        # one's weights too, and some of the second one's gradients leave with the first one's.
+        # The first layer's weights and gradients have nothing to hide behind. Outside a loop the first layer waits for the
+        # second one's weights too, and some of the second one's gradients leave with the first one's.
         least = L - 2 if layers == "unrolled" else L - 1
         assert sum(c.elements * share * c.executed for c in behind) >= least * step.layer_parameters
         assert sum(c.executed for c in behind) >= least
