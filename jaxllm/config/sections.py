@@ -383,9 +383,8 @@ class RunConfig(Section):
     """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and does not choose between them by time. It
     costs speed: cuBLAS's rule selects the matmul kernels, and the backward pass of attention uses cuDNN's slower algorithm."""
     xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
-    """Sets of XLA options to try on GPUs beside those that a step has by itself, such as [double_buffering];
-    jaxllm/runtime/xla_flags.py describes each. They change the order of operations and so the memory: `jaxllm compile` reports
-    that change, the estimate does not."""
+    """Sets of XLA options to try on GPUs beside a step's own, such as [double_buffering] (jaxllm/runtime/xla_flags.py). They
+    change the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""
     allow_overcommit: Switch = False
     """Start even if the estimate says that a step does not fit into the GPU's memory."""
     peer_timeout_s: PositiveFloat = 60
