@@ -70,8 +70,8 @@ def confirm(
 
     Args:
       compile_candidate: takes a resolved config. ConfigError and RuntimeError (including XLA's own) reject the candidate.
-      start: makes an executor that runs it. If a worker dies, the executor is replaced and each candidate that was
-        in it runs alone, to find the one that kills it. Default: compile in this process, one after another.
+      start: makes an executor that runs it. If a worker dies, the executor is replaced and each candidate that was in it runs
+        alone, to find the one that kills it. Default: compile in this process, one after another.
       workers: compilations at the same time.
     """
     executor = start()

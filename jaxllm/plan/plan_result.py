@@ -49,6 +49,10 @@ class Candidate:
     def tflops_per_gpu(self) -> float:
         return self.time.tflops_per_gpu
 
+    @property
+    def exposed_communication_share(self) -> float:
+        return self.time.exposed_communication_share
+
     def rank(self, largest_microbatch: bool) -> tuple[float, ...]:
         """Sort key, best first: by speed, then by estimated bytes; with largest_microbatch by microbatch before both."""
         by_speed = (-self.tokens_per_s_per_gpu, self.estimate_bytes)
@@ -76,7 +80,7 @@ class Candidate:
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "tflops_per_gpu": self.tflops_per_gpu,
             "step_s": self.step_s,
-            "exposed_communication_share": self.time.exposed_communication_share,
+            "exposed_communication_share": self.exposed_communication_share,
             "predicted_step_s": self.predicted.step_s,
             "predicted_transfers_s": self.predicted.transfers_s,
             "scheduled_transfers_s": self.scheduled_transfers_s,
