@@ -102,7 +102,7 @@ class StepTime:
 
     @property
     def exposed_communication_share(self) -> float:
-        """Share of the step that waits for other GPUs and the host. Transfers inside the bubble are counted only as_scheduled."""
+        """Share of the step that waits for other GPUs and the host. Transfers in the bubble count only as_scheduled."""
         return sum(self.terms_s.get(name, 0.0) for name in COMMUNICATION) / self.step_s
 
 

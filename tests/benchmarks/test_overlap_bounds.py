@@ -1,4 +1,4 @@
-"""No step of the overlap table waits longer for transfers than benchmarks/overlap_bounds.json allows under the installed JAX."""
+"""Steps of the overlap table wait no longer for transfers than benchmarks/overlap_bounds.json allows for the installed JAX."""
 
 import subprocess
 import sys
