@@ -1,10 +1,13 @@
 """Transfers of a step that no compute hides: the real step is compiled for 8 and 64 H100s without a GPU, and its schedule is
 simulated (jaxllm/compile/overlap.py). Nothing runs on a GPU: the schedule is XLA's own, the times are from a model.
 
-python benchmarks/overlap.py [NAME ...] [--write] [--options] [--json FILE]      (needs the extra aot; a few minutes)
+python benchmarks/overlap.py [NAME ...] [--write | --check | --bounds | --options] [--json FILE]
+(needs the extra aot; a few minutes)
 
     NAME         steps to compile, of those in STEPS; default: all
     --write      puts the table into benchmarks/RESULTS.md, between its markers
+    --check      compares the exposed seconds of each step with its bound; a sentence for each that is above, and exit code 1
+    --bounds     writes the bounds of these steps for the installed minor version of JAX into benchmarks/overlap_bounds.json
     --options    instead: the effect of each of run.xla_options (jaxllm/runtime/xla_flags.py) on a step
 
 Columns: bytes that a GPU sends in a step; the fraction of collectives without a matmul or attention between start and done
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -38,6 +42,10 @@ from jaxllm.runtime.xla_flags import OPTIONAL_GPU_OPTIONS
 GPU = GPUS["h100-80gb"]
 GPUS_PER_HOST = 8
 RESULTS = Path(__file__).with_name("RESULTS.md")
+BOUNDS = Path(__file__).with_name("overlap_bounds.json")
+SLACK = 1.05
+"""A bound is this much above the exposed seconds that it was recorded from, so that a patch version of XLA may order a few
+instructions differently."""
 
 PIPE_TENSOR = ("parallel.pipe=2", "parallel.tensor=2")
 FOUR_AXES = ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4")
@@ -105,6 +113,40 @@ def table(found: Mapping[str, Sequence[Overlap]]) -> str:
     return "\n".join([*head, *(row for name, lines in found.items() for row in rows_of(name, lines))])
 
 
+def minor_version() -> str:
+    """0.10 for JAX 0.10.2."""
+    return ".".join(jax.__version__.split(".")[:2])
+
+
+def read_bounds() -> dict[str, dict[str, float | None]]:
+    """Minor version of JAX -> step -> largest exposed seconds; None: XLA does not state the trip count of one of its loops."""
+    return json.loads(BOUNDS.read_text(encoding="utf-8")) if BOUNDS.exists() else {}
+
+
+def write_bounds(exposed_s: Mapping[str, float | None]) -> None:
+    bounds = read_bounds()
+    known = bounds.get(minor_version(), {})
+    known |= {name: None if shown_s is None else math.ceil(1e3 * SLACK * shown_s) / 1e3 for name, shown_s in exposed_s.items()}
+    bounds[minor_version()] = {name: known[name] for name in STEPS if name in known}
+    ordered = sorted(bounds.items(), key=lambda item: [int(part) for part in item[0].split(".")])
+    BOUNDS.write_text(json.dumps(dict(ordered), indent=1) + "\n", encoding="utf-8")
+
+
+def above_bounds(exposed_s: Mapping[str, float | None], bounds_s: Mapping[str, float | None]) -> list[str]:
+    """A sentence for each step that shows more than its bound, or of which that cannot be said."""
+    sentences = []
+    for name, shown_s in exposed_s.items():
+        if name not in bounds_s:
+            sentences.append(f"{name} has no bound for JAX {minor_version()}: python benchmarks/overlap.py {name} --bounds")
+        elif (bound_s := bounds_s[name]) is None:
+            continue
+        elif shown_s is None:
+            sentences.append(f"{name} has a loop whose trip count XLA does not state: what shows is not known.")
+        elif shown_s > bound_s:
+            sentences.append(f"{name} waits {shown_s:.3f} s for transfers, more than its bound of {bound_s:.3f} s.")
+    return sentences
+
+
 def compare_options(names: Sequence[str]) -> None:
     print(f"JAX {jax.__version__}, for {GPU.name}\n")
     print("| step | run.xla_options | GiB sent | bare | shows | s of transfers that show | GiB of temporaries |")
@@ -121,10 +163,12 @@ def compare_options(names: Sequence[str]) -> None:
             print(f"| {name} | {what} | {' | '.join([*figures, f'{temporary_bytes / 2**30:.2f}'])} |", flush=True)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(STEPS))
     parser.add_argument("--write", action="store_true", help="write the table into benchmarks/RESULTS.md")
+    parser.add_argument("--check", action="store_true", help="compare with benchmarks/overlap_bounds.json")
+    parser.add_argument("--bounds", action="store_true", help="write benchmarks/overlap_bounds.json")
     parser.add_argument("--options", action="store_true", help="compare XLA's options")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     chosen = parser.parse_args(arguments)
@@ -133,11 +177,18 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"there is no step {unknown[0]}: choose from {', '.join(STEPS)}")
     if chosen.options:
         compare_options(names)
-        return
-    found = {}
+        return 0
+    found, exposed_s = {}, {}
     for name in names:
-        found[name], _, taken_s, _ = compiled(configured(name))
+        found[name], _, taken_s, unknown_loops = compiled(configured(name))
+        exposed_s[name] = None if unknown_loops else total(found[name]).exposed_s
         print(f"{name}: {taken_s:.0f} s", file=sys.stderr, flush=True)
+    if chosen.bounds:
+        write_bounds(exposed_s)
+    if chosen.check:
+        sentences = above_bounds(exposed_s, read_bounds().get(minor_version(), {}))
+        print("\n".join(sentences or [f"{len(names)} steps are within their bounds for JAX {minor_version()}."]))
+        return int(bool(sentences))
     text = (
         f"JAX {jax.__version__}; {GPU.name}, S 8192, {MICROBATCHES} microbatches (`{SINGLE[1:]}`: one) of one sequence "
         f"(`70b-zero3-context`: two), bfloat16.\n\n{table(found)}"
@@ -147,7 +198,8 @@ def main(arguments: Sequence[str]) -> None:
         write_between(RESULTS, "overlap", text)
     if chosen.json:
         chosen.json.write_text(json.dumps({name: [asdict(line) for line in lines] for name, lines in found.items()}, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import require_devices
-from jaxllm.plan.confirm import InlineExecutor, confirm
+from jaxllm.plan.confirm import Compiled, InlineExecutor, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
@@ -65,8 +65,8 @@ def plan(
       gpu: a kind, by name, by a YAML file that describes it, or as a Gpu.
       gpus: default: run.cpu_devices, or the size of the config's mesh. With objective=gpus, the upper limit.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
-      compile: number of best candidates to confirm by compiling the train step. This needs the extra aot; without it, the plan
-        is marked as not confirmed.
+      compile: number of best candidates to confirm by compiling the train step, and to rank by its schedule. This needs the
+        extra aot; without it, the plan is marked as not confirmed.
       objective: speed: tokens/s/GPU; gpus: the fewest GPUs on which any config fits; sequence: the longest sequence with which
         any config fits; microbatch: the largest. Ties go to the fastest.
       cache: folder of compile reports, read and extended.
@@ -236,14 +236,14 @@ def _confirmed(result: Plan, count: int, cache: Path | None, workers: int, progr
             gpu_devices(1, 1)
         except ConfigError as error:
             return replace(result, unconfirmed_because=str(error))
-    compile_bytes = Compiler.of(result, cache)
+    compile_candidate = Compiler.of(result, cache)
     with processes(workers) as start:
-        return confirm(result, count, compile_bytes, start, workers, progress)
+        return confirm(result, count, compile_candidate, start, workers, progress)
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """The compile function for confirm(), in a form that can be sent to another process: total bytes by compile_report."""
+    """The compile function for confirm(), in a form that can be sent to another process: figures of compile_report."""
 
     gpu: dict[str, Any]
     """Fields of a Gpu, with its read-only table as a dict."""
@@ -256,10 +256,11 @@ class Compiler:
         parts = {**vars(result.gpu), "dense_flops": dict(result.gpu.dense_flops)}
         return cls(parts, result.gpus, result.gpus_per_host, cache)
 
-    def __call__(self, config: Config) -> int:
+    def __call__(self, config: Config) -> Compiled:
         from jaxllm.compile.report import compile_report
 
-        return compile_report(config, Gpu(**self.gpu), self.gpus, self.gpus_per_host, cache=self.cache).total_bytes
+        report = compile_report(config, Gpu(**self.gpu), self.gpus, self.gpus_per_host, cache=self.cache)
+        return Compiled(report.total_bytes, report.exposed_transfers_s)
 
 
 @contextmanager

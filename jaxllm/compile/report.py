@@ -28,7 +28,7 @@ from jaxllm.compile import aot
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.jaxpr_flops import matmul_flops
 from jaxllm.compile.kernel_account import KernelAccount, account_from_json, kernel_account
-from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap
+from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_flops, largest_results
 from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
 from jaxllm.config import Config, ConfigError
@@ -116,6 +116,8 @@ class CompileReport:
     jax_version: str
     overlap: tuple[Overlap, ...] = ()
     """Exposed time of collectives, by kind and axes; empty for devices whose figures are not known."""
+    exposed_transfers_s: float | None = None
+    """Exposed time of all collectives of a step; None if XLA does not state a loop's trip count, or without `overlap`."""
     kernels: KernelAccount | None = None
     """Every kernel by part; None for devices whose figures are not known."""
     cached: bool = False
@@ -229,11 +231,12 @@ def _compile(
     module = Module(text, sizes)
     collectives = grouped(module.collectives(), sizes)
     workspace = 0 if on_device or gpu is None else packed_workspace(config, gpu)
-    total = total_bytes(memory) + workspace
+    size = total_bytes(memory) + workspace
     fused_flops = kernel_flops(step.jaxpr)
     overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.multiplies_fp8)) if gpu else ()
-    again = None if real is None or capacity is None else _with_real_memory(config, real, total, capacity, workspace)
-    fits = None if capacity is None else total <= capacity
+    again = None if real is None or capacity is None else _with_real_memory(config, real, size, capacity, workspace)
+    fits = None if capacity is None else size <= capacity
+    unknown_loops = module.loops_without_trip_count()
     return CompileReport(
         gpu=name,
         gpus=len(devices),
@@ -246,12 +249,12 @@ def _compile(
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         workspace_bytes=workspace,
-        total_bytes=total,
+        total_bytes=size,
         host_bytes=host_bytes(memory),
         memory_bytes=memory_bytes,
         capacity_bytes=capacity,
         fits=fits,
-        share_of_capacity=None if capacity is None else total / capacity,
+        share_of_capacity=None if capacity is None else size / capacity,
         compile_s=compile_s,
         trace_s=trace_s,
         hlo_instructions=sum(map(len, module.computations.values())),
@@ -260,16 +263,17 @@ def _compile(
         attention_kernel_flops=fused_flops,
         compiled_flops=len(devices) * module.flops(module.entry),
         model_flops=config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length),
-        near_rematerialisation=None if memory_bytes is None else may_remat and total > REMAT_SHARE * memory_bytes,
+        near_rematerialisation=None if memory_bytes is None else may_remat and size > REMAT_SHARE * memory_bytes,
         real_memory=again,
         collectives=collectives,
         largest_results=largest_results(module),
         warnings=(
             *warnings(config, collectives, text, capacity, fits),
-            *unknown_loop_warnings(module.loops_without_trip_count()),
+            *unknown_loop_warnings(unknown_loops),
         ),
         jax_version=jax.__version__,
         overlap=overlap,
+        exposed_transfers_s=None if gpu is None or unknown_loops else total(overlap).exposed_s,
         kernels=kernel_account(module, config, gpu, per_host, overlap) if gpu else None,
     )
 

@@ -12,6 +12,7 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_compute import LayerCompute
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
 from jaxllm.cost_model.step_parts import (
+    BETWEEN_GPUS,
     KERNEL_S,
     STEP_KERNELS,
     Fitted,
@@ -61,6 +62,7 @@ class StepModel(LayerCompute):
         for transfers in both_ways:
             add_times(terms, transfers.exposed_s, ticks)
             add_times(hidden, transfers.hidden_s, ticks + self.P - 1)
+        bubble_transfers_s = (self.P - 1) * sum(terms.get(name, 0.0) for name in BETWEEN_GPUS) / ticks
         if self.P > 1:
             terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
         once = Transfers()
@@ -74,7 +76,8 @@ class StepModel(LayerCompute):
         add_times(hidden, once.hidden_s)
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
-        return StepTime(terms, hidden, tokens_per_s, tokens_per_s * self.flops_per_token() / 1e12)
+        tflops = tokens_per_s * self.flops_per_token() / 1e12
+        return StepTime(terms, hidden, tokens_per_s, tflops, bubble_transfers_s)
 
     def flops_per_token(self) -> float:
         """Model FLOPs, as counted in tflops_per_gpu."""

@@ -8,7 +8,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-COMMUNICATION = ("tensor", "tensor_skew", "context", "pipe", "data", "replica", "offload", "offload_state")
+BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
+"""Terms of transfers over a mesh axis."""
+SCHEDULED = "transfers"
+"""The term that takes their place in StepTime.as_scheduled."""
+COMMUNICATION = (*BETWEEN_GPUS, SCHEDULED, "tensor_skew", "offload", "offload_state")
 """Terms that wait for other GPUs or for the host."""
 
 
@@ -60,14 +64,45 @@ class StepTime:
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
     """Model FLOPs: causal, or in Megatron's convention as Megatron-LM counts them."""
+    bubble_transfers_s: float = 0.0
+    """The part of the term `bubble` that is exposed transfers between GPUs."""
 
     @property
     def step_s(self) -> float:
         return sum(self.terms_s.values())
 
     @property
+    def transfers_s(self) -> float:
+        """Exposed time of transfers between GPUs, those in the bubble too."""
+        return sum(self.terms_s.get(name, 0.0) for name in BETWEEN_GPUS) + self.bubble_transfers_s
+
+    def as_scheduled(self, transfers_s: float) -> StepTime:
+        """The same step with the exposed transfers of its compiled schedule (compile/overlap.py) in place of the model's.
+
+        Replaced: `transfers_s`, which is the exposed time of collectives and messages over every mesh axis. The bubble loses
+        its part, because the compiled loop sends in the ticks of the bubble too, and the simulation counts them.
+
+        Kept: all compute, with the bubble's; `tensor_skew`, because one device's schedule does not show how long ranks wait
+        for each other; `offload` and `offload_state`, because the simulation leaves out copies to and from the host.
+
+        Both sides take a transfer's time from cost_model/network.py. They differ in what hides it: the simulation counts
+        matmuls and attention alone, at one speed. A doubt: copies to the host and transfers that wait at the same time count
+        one after the other.
+
+        Args:
+          transfers_s: exposed time of all transfers of a step on one device, in seconds.
+        """
+        kept = {name: time_s for name, time_s in self.terms_s.items() if name not in BETWEEN_GPUS}
+        if self.bubble_transfers_s:
+            kept["bubble"] -= self.bubble_transfers_s
+        terms = {**kept, SCHEDULED: transfers_s}
+        hidden = {name: time_s for name, time_s in self.hidden_s.items() if name not in BETWEEN_GPUS}
+        faster = self.step_s / sum(terms.values())
+        return StepTime(terms, hidden, faster * self.tokens_per_s_per_gpu, faster * self.tflops_per_gpu)
+
+    @property
     def exposed_communication_share(self) -> float:
-        """Share of the step that waits for other GPUs and the host. Transfers inside the bubble are not counted."""
+        """Share of the step that waits for other GPUs and the host. Transfers in the bubble count only as_scheduled."""
         return sum(self.terms_s.get(name, 0.0) for name in COMMUNICATION) / self.step_s
 
 

@@ -1,6 +1,6 @@
-"""Confirms the best candidates of a plan by compiling them.
+"""Confirms the best candidates of a plan by compiling them, and ranks them by their compiled schedules.
 
-    plan = confirm(plan, 8, compile_bytes)
+    plan = confirm(plan, 8, compile_candidate)
 
 The caller passes in the function that compiles. This module does not import JAX.
 """
@@ -11,6 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
@@ -26,8 +27,17 @@ COMPILED_ABOVE = "compiled above capacity"
 COMPILE_REFUSED = "cannot be compiled"
 
 
-CompileBytes = Callable[[Config], int]
-"""Bytes of one device that the compiled step of a config needs."""
+@dataclass(frozen=True)
+class Compiled:
+    """Figures of a compiled step, of one device."""
+
+    total_bytes: int
+    transfers_s: float | None
+    """Exposed time of its transfers, by its schedule; None: not known."""
+
+
+Compile = Callable[[Config], Compiled]
+"""Compiles the step of a config."""
 
 
 class InlineExecutor(Executor):
@@ -45,34 +55,36 @@ class InlineExecutor(Executor):
 def confirm(
     plan: Plan,
     count: int,
-    compile_bytes: CompileBytes,
+    compile_candidate: Compile,
     start: Callable[[], Executor] = InlineExecutor,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> Plan:
     """Compiles the best candidates until `count` of them fit into the capacity by XLA's own bytes. Candidates that do not fit
-    or do not compile move to the rejected, and the next best ones replace them, up to TRIES x count compilations.
+    or do not compile move to the rejected, and the next best ones replace them, up to TRIES x count compilations. The confirmed
+    ones are ranked again, with the exposed transfers of their schedules (StepTime.as_scheduled); the others stay behind them in
+    the model's order.
 
     The set of compiled candidates does not depend on which compilation ends first. A KeyboardInterrupt stops the loop; the
     results so far are returned.
 
     Args:
-      compile_bytes: takes a resolved config. ConfigError and RuntimeError (including XLA's own) reject the candidate.
-      start: makes an executor that runs compile_bytes. If a worker dies, the executor is replaced and each candidate that was
-        in it runs alone, to find the one that kills it. Default: compile in this process, one after another.
+      compile_candidate: takes a resolved config. ConfigError and RuntimeError (including XLA's own) reject the candidate.
+      start: makes an executor that runs it. If a worker dies, the executor is replaced and each candidate that was in it runs
+        alone, to find the one that kills it. Default: compile in this process, one after another.
       workers: compilations at the same time.
     """
     executor = start()
     waiting = deque(range(len(plan.candidates)))
     running: dict[Future, int] = {}
-    confirmed: dict[int, int] = {}
+    confirmed: dict[int, Compiled] = {}
     refused: dict[int, tuple[str, str]] = {}
     tried, interrupted = 0, False
     try:
         while True:
             while waiting and len(running) < workers and len(confirmed) + len(running) < count and tried < TRIES * count:
                 number = waiting.popleft()
-                running[executor.submit(compile_bytes, plan.candidates[number].config)] = number
+                running[executor.submit(compile_candidate, plan.candidates[number].config)] = number
                 tried += 1
             if not running:
                 break
@@ -81,17 +93,17 @@ def confirm(
             for future in done:
                 number = running.pop(future)
                 try:
-                    size = future.result()
+                    compiled = future.result()
                 except BrokenExecutor:
                     broken.append(number)
                 except (ConfigError, RuntimeError) as error:
                     message = " ".join(str(error).split())[:MOST_OF_ERROR]
                     refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {message}"
                 else:
-                    if size <= plan.capacity_bytes:
-                        confirmed[number] = size
+                    if compiled.total_bytes <= plan.capacity_bytes:
+                        confirmed[number] = compiled
                     else:
-                        example = f"{plan.candidates[number].choice}: {readable(size)}"
+                        example = f"{plan.candidates[number].choice}: {readable(compiled.total_bytes)}"
                         refused[number] = COMPILED_ABOVE, example
             if broken:
                 broken += running.values()
@@ -112,12 +124,17 @@ def confirm(
 def _with_figures(
     plan: Plan,
     count: int,
-    confirmed: dict[int, int],
+    confirmed: dict[int, Compiled],
     refused: dict[int, tuple[str, str]],
     interrupted: bool,
 ) -> Plan:
     every = list(enumerate(plan.candidates))
-    seen = [dataclasses.replace(one, compiled_bytes=confirmed[n]) for n, one in every if n in confirmed]
+    seen = [
+        dataclasses.replace(one, compiled_bytes=confirmed[n].total_bytes, scheduled_transfers_s=confirmed[n].transfers_s)
+        for n, one in every
+        if n in confirmed
+    ]
+    seen.sort(key=lambda one: one.rank(plan.largest_microbatch))
     rest = [one for n, one in every if n not in confirmed and n not in refused]
     classes: dict[str, list[str]] = {}
     for number in sorted(refused):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.display import readable
 from jaxllm.plan.space import Choice, choice_in
 
@@ -23,11 +25,38 @@ class Candidate:
     """Resolved."""
     estimate_bytes: int
     host_bytes: int
-    step_s: float
-    exposed_communication_share: float
-    tokens_per_s_per_gpu: float
-    tflops_per_gpu: float
+    predicted: StepTime
+    """By the step-time model alone."""
     compiled_bytes: int | None = None
+    scheduled_transfers_s: float | None = None
+    """Exposed time of the transfers of a step in XLA's schedule; None: not compiled, or not known."""
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The predicted step, with the transfers of XLA's schedule if they are known."""
+        scheduled_s = self.scheduled_transfers_s
+        return self.predicted if scheduled_s is None else self.predicted.as_scheduled(scheduled_s)
+
+    @property
+    def step_s(self) -> float:
+        return self.time.step_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.time.tokens_per_s_per_gpu
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        return self.time.tflops_per_gpu
+
+    @property
+    def exposed_communication_share(self) -> float:
+        return self.time.exposed_communication_share
+
+    def rank(self, largest_microbatch: bool) -> tuple[float, ...]:
+        """Sort key, best first: by speed, then by estimated bytes; with largest_microbatch by microbatch before both."""
+        by_speed = (-self.tokens_per_s_per_gpu, self.estimate_bytes)
+        return (-self.config.microbatch_sequences, *by_speed) if largest_microbatch else by_speed
 
     @property
     def choice(self) -> Choice:
@@ -52,6 +81,9 @@ class Candidate:
             "tflops_per_gpu": self.tflops_per_gpu,
             "step_s": self.step_s,
             "exposed_communication_share": self.exposed_communication_share,
+            "predicted_step_s": self.predicted.step_s,
+            "predicted_transfers_s": self.predicted.transfers_s,
+            "scheduled_transfers_s": self.scheduled_transfers_s,
         }
 
 
@@ -79,13 +111,15 @@ class Plan:
     gpus_per_host: int
     hosts_because: str
     candidates: tuple[Candidate, ...]
-    """All that fit, best first."""
+    """All that fit, best first: those confirmed, then the others."""
     rejected: tuple[Rejected, ...]
     meshes: int
     """Number of meshes of these GPUs searched so far; `configurations` counts those of meshes that break no rule."""
     configurations: int
     leanest: tuple[Choice, int] | None = None
     """The configuration that needs least among those that do not fit, and its bytes."""
+    largest_microbatch: bool = False
+    """Whether candidates are ranked by microbatch first."""
     interrupted: bool = False
     confirmed: int = 0
     unconfirmed_because: str | None = None

@@ -61,6 +61,7 @@ def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
 
 def heading_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
     best = plan.candidates[0]
+    how = "predicted" if best.scheduled_transfers_s is None else "predicted with the transfers of XLA's schedule"
     xla = "not compiled" if best.compiled_bytes is None else f"by XLA {readable(best.compiled_bytes)}"
     yield f"{plan.config.model.name or 'A model'}: {best.choice}."
     yield ""
@@ -73,5 +74,5 @@ def heading_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
     )
     yield (
         f"  expect     {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {best.tflops_per_gpu:,.0f} TFLOP/s/GPU (causal), "
-        f"predicted, not measured"
+        f"{how}, not measured"
     )

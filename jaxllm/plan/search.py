@@ -162,7 +162,8 @@ def search(
                     tally.add(MESH, reason, 1, str(mesh))
                 for group in left:
                     for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
-                        candidates.append(_timed(candidate, memory, options.step_time(candidate, gpu, per_host)))
+                        speed = options.step_time(candidate, gpu, per_host)
+                        candidates.append(Candidate(candidate, memory.peak_bytes, memory.host_bytes, speed))
                 if progress is not None:
                     progress("meshes", seen, len(every))
         except KeyboardInterrupt:
@@ -170,21 +171,18 @@ def search(
         if candidates or interrupted or (MESH, BEYOND_HOST) not in tally.counts:
             break
 
-    def rank(one: Candidate) -> tuple[float, ...]:
-        by_speed = (-one.tokens_per_s_per_gpu, one.estimate_bytes)
-        return (-one.config.microbatch_sequences, *by_speed) if options.largest_microbatch else by_speed
-
     return Plan(
         config=config,
         gpu=gpu,
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        candidates=tuple(sorted(candidates, key=rank)),
+        candidates=tuple(sorted(candidates, key=lambda one: one.rank(options.largest_microbatch))),
         rejected=tally.rejected(),
         meshes=seen,
         configurations=len(candidates) + tally.count(CONFIGURATION),
         leanest=tally.leanest,
+        largest_microbatch=options.largest_microbatch,
         interrupted=interrupted,
     )
 
@@ -254,18 +252,6 @@ def _fitting_of(
         if reason is not None:
             tally.add(CONFIGURATION, reason, len(sizes) - end, group.choice(remat, sizes[end]))
             first_over[name] = end, reason
-
-
-def _timed(config: Config, memory: MemoryEstimate, speed: StepTime) -> Candidate:
-    return Candidate(
-        config=config,
-        estimate_bytes=memory.peak_bytes,
-        host_bytes=memory.host_bytes,
-        step_s=speed.step_s,
-        exposed_communication_share=speed.exposed_communication_share,
-        tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu,
-        tflops_per_gpu=speed.tflops_per_gpu,
-    )
 
 
 # ----------------------------------------------------------------------------------------------------- nothing fits

@@ -144,7 +144,12 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         yield "GiB: XLA's where it was compiled, else the estimate (~)"
     yield "of capacity: XLA's bytes where it was compiled, else the estimate; speed predicted, causal attention counted"
     if plan.confirmed:
-        yield f"The first {plan.confirmed} confirmed by compiling the real step"
+        unknown = sum(one.scheduled_transfers_s is None for one in plan.candidates[: plan.confirmed])
+        but = f", but {unknown} with predicted ones (a loop's trip count is not known)" if unknown else ""
+        yield (
+            f"The first {plan.confirmed} confirmed by compiling the real step; their speed is with the transfers that show in "
+            f"XLA's schedule{but}"
+        )
     if plan.unconfirmed_because:
         yield f"Not confirmed: {plan.unconfirmed_because}"
     if plan.interrupted:
@@ -174,7 +179,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
             f"{row.gpus:,}",
             f"{row.tokens_per_s:,.0f}",
             f"{row.efficiency:.0%}",
-            f"{row.best.exposed_communication_share:.1%}",
+            f"{row.best.predicted.exposed_communication_share:.1%}",
             *([f"{row.days:,.1f}"] if with_days else []),
             *(f"{row.reduction_s[way]:.3g}" for way in ways),
             Text(str(row.best.choice)),
@@ -185,7 +190,8 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
 def sweep_lines(sweep: Sweep) -> Iterator[str]:
     yield (
         "efficiency: tokens/s/GPU beside the fewest that fit; exposed: share of the step that waits for communication; the "
-        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree and hierarchy (analytic)"
+        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree and hierarchy (analytic); no figure is of "
+        "XLA's schedule"
     )
     if sweep.interrupted:
         yield "INTERRUPTED: the last number of GPUs was not looked at to its end, and larger ones not at all"

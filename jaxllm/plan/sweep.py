@@ -34,7 +34,8 @@ MOST_TOKENS = 2**26
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The best config on one number of GPUs."""
+    """The best config on one number of GPUs. Its speed is the predicted one, also where its schedule is known, so that rows can
+    be compared."""
 
     gpus: int
     gpus_per_host: int
@@ -50,7 +51,7 @@ class SweepRow:
 
     @property
     def tokens_per_s(self) -> float | None:
-        return None if self.best is None else self.best.tokens_per_s_per_gpu * self.gpus
+        return None if self.best is None else self.best.predicted.tokens_per_s_per_gpu * self.gpus
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -59,7 +60,7 @@ class SweepRow:
             "best": None if self.best is None else self.best.to_json(),
             "tokens_per_s": self.tokens_per_s,
             "efficiency": self.efficiency,
-            "exposed_communication_share": None if self.best is None else self.best.exposed_communication_share,
+            "exposed_communication_share": None if self.best is None else self.best.predicted.exposed_communication_share,
             "days": self.days,
             "reduction_s": self.reduction_s,
         }
@@ -123,10 +124,10 @@ def _row(plan: Plan, least: Candidate | None, tokens: float | None) -> SweepRow:
     best = plan.candidates[0] if plan.candidates else None
     if best is None or least is None:
         return SweepRow(plan.gpus, plan.gpus_per_host, None, None, None, {})
-    speed = best.tokens_per_s_per_gpu
+    speed, first = best.predicted.tokens_per_s_per_gpu, least.predicted.tokens_per_s_per_gpu
     days = None if tokens is None else tokens / (speed * plan.gpus) / DAY_S
     reduction_s = gradient_reduction_s(best.config, plan.gpu, plan.gpus_per_host)
-    return SweepRow(plan.gpus, plan.gpus_per_host, best, speed / least.tokens_per_s_per_gpu, days, reduction_s)
+    return SweepRow(plan.gpus, plan.gpus_per_host, best, speed / first, days, reduction_s)
 
 
 def _stops_paying(rows: list[SweepRow]) -> tuple[int | None, str]:

@@ -19,12 +19,13 @@ from jaxllm.cli import app
 from jaxllm.commands import plan as plan_command
 from jaxllm.commands.plan import Compiler, Request, outcome, plan, processes
 from jaxllm.compile.aot import can_compile_for_gpus
+from jaxllm.compile.overlap import total
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan import search as search_module
-from jaxllm.plan.confirm import InlineExecutor
+from jaxllm.plan.confirm import Compiled, InlineExecutor
 from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.recipe import recipe as recipe_of
 from jaxllm.plan.search import SearchOptions, search
@@ -38,7 +39,8 @@ RECIPE = {
 }
 CANDIDATE_KEYS = {
     *("pipe", "data", "context", "tensor", "zero", "microbatch_sequences", "schedule", "virtual_stages", "remat"),
-    *("estimate_bytes", "compiled_bytes", "tokens_per_s_per_gpu", "tflops_per_gpu"),
+    *("estimate_bytes", "compiled_bytes", "tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share"),
+    *("predicted_step_s", "predicted_transfers_s", "scheduled_transfers_s"),
 }
 SMALL = {
     "model": SMALL_MODEL,
@@ -79,7 +81,8 @@ def test_json_keeps_the_contract(recipe):
         assert set(one) >= CANDIDATE_KEYS
         assert one["pipe"] * one["data"] * one["context"] * one["tensor"] == 16
         assert one["estimate_bytes"] <= FIT_SHARE * gpu.capacity_bytes
-        assert one["compiled_bytes"] is None
+        assert one["compiled_bytes"] is one["scheduled_transfers_s"] is None
+        assert one["step_s"] == one["predicted_step_s"] > one["predicted_transfers_s"]
         assert one["tflops_per_gpu"] == pytest.approx(one["tokens_per_s_per_gpu"] * flops / 1e12)
     assert {"unit", "reason", "count", "example"} == set(values["rejected"][0])
     cost = values["cost"]
@@ -242,10 +245,11 @@ def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeyp
 
     class Report:
         total_bytes = 1
+        exposed_transfers_s = None
 
     def report(*arguments, **_):
         compiled.append(arguments)
-        return type("Large", (), {"total_bytes": 10**15}) if len(compiled) == 1 else Report
+        return type("Large", (), {"total_bytes": 10**15, "exposed_transfers_s": None}) if len(compiled) == 1 else Report
 
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     config = load_config(recipe)
@@ -355,11 +359,12 @@ def test_without_the_packages_the_plan_is_unconfirmed_and_says_how_to_get_them(m
 
 
 def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
-    """It returns the bytes of compile_report for the plan's GPUs."""
+    """It returns the figures of compile_report for the plan's GPUs."""
     asked = []
 
     class Report:
         total_bytes = 3
+        exposed_transfers_s = 0.5
 
     def report(*arguments, **options):
         asked.append((arguments, options))
@@ -368,7 +373,7 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     found = plan(load_config(SMALL), gpus=8)
     compiler = pickle.loads(pickle.dumps(Compiler.of(found, tmp_path)))
-    assert compiler(found.best) == 3
+    assert compiler(found.best) == Compiled(3, 0.5)
     assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
     assert pickle.loads(pickle.dumps(found.best)) == found.best
 
@@ -411,6 +416,7 @@ def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
 
     class Report:
         total_bytes = 10**15
+        exposed_transfers_s = None
 
     monkeypatch.setattr("jaxllm.compile.report.compile_report", lambda *_, **__: Report)
     config = load_config(SMALL)
@@ -422,7 +428,7 @@ def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 def test_the_best_is_compiled(tmp_path):
-    """With the real compiler, in a process of its own: its bytes equal those of `jaxllm compile`."""
+    """With the real compiler, in a process of its own: its bytes and transfers equal those of `jaxllm compile`."""
     from jaxllm.compile.report import compile_report
 
     keep = ["pipe", "context", "tensor", "remat", "schedule"]
@@ -431,5 +437,8 @@ def test_the_best_is_compiled(tmp_path):
     assert found.unconfirmed_because is None
     report = compile_report(found.best, GPUS["h100-80gb"], 2, cache=tmp_path)
     assert report.cached
-    assert report.total_bytes == found.candidates[0].compiled_bytes
+    best = found.candidates[0]
+    assert report.total_bytes == best.compiled_bytes
+    assert report.exposed_transfers_s == best.scheduled_transfers_s == pytest.approx(total(report.overlap).exposed_s)
+    assert best.step_s == pytest.approx(best.predicted.step_s - best.predicted.transfers_s + report.exposed_transfers_s)
     assert found.candidates[1].compiled_bytes is None

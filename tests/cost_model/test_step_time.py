@@ -264,6 +264,27 @@ def test_bubble_is_p_minus_1_over_m_v_of_the_layers(convention, pipe, virtual, m
     assert twice["bubble"] == pytest.approx(once["bubble"], rel=1e-9)
 
 
+def test_what_a_schedule_replaces_is_all_that_the_links_take():
+    """Where no transfer shows, a step takes as long as with links without latency and with any bandwidth. What shows comes on
+    top. Activations that travel to the host hide behind exposed transfers, so they are left out."""
+    fast = {"link_bandwidth_bytes_per_s": math.inf, "network_bandwidth_bytes_per_s": math.inf}
+    instant = dataclasses.replace(H100, **fast, link_latency_s=0.0, network_latency_s=0.0)
+    configs = [config for config in some_configs() if config.parallel.remat != "offload"]
+    assert any(step(config).bubble_transfers_s > 0 for config in configs)
+    for config in configs:
+        predicted, least = step(config), step(config, instant)
+        hidden, shown = predicted.as_scheduled(0.0), predicted.as_scheduled(2.5)
+        assert hidden.step_s == pytest.approx(least.step_s, rel=ROUNDING)
+        assert hidden.step_s == pytest.approx(predicted.step_s - predicted.transfers_s, rel=ROUNDING)
+        assert hidden.exposed_communication_share == pytest.approx(least.exposed_communication_share, rel=ROUNDING)
+        assert shown.step_s == pytest.approx(hidden.step_s + 2.5, rel=ROUNDING)
+        tokens = predicted.tokens_per_s_per_gpu * predicted.step_s
+        assert shown.tokens_per_s_per_gpu * shown.step_s == pytest.approx(tokens, rel=ROUNDING)
+        assert shown.tflops_per_gpu / shown.tokens_per_s_per_gpu == pytest.approx(
+            predicted.tflops_per_gpu / predicted.tokens_per_s_per_gpu, rel=ROUNDING
+        )
+
+
 def test_a_single_host_holds_ring_hops_behind_long_blocks():
     long = {"sequence_length": 65536, "global_batch_sequences": 4}
     found = step(configured(4, context=4, context_method="ring", train=long))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxllm.config import load_config
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.step_parts import StepTime
 
 KEPT = {"full": 1, "offload": 2, "selective": 6, "none": 12}
 SPEED = {"full": 0.75, "offload": 0.9, "selective": 1.0, "none": 1.05}
@@ -43,14 +44,6 @@ class Memory:
     host_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Time:
-    step_s: float
-    tokens_per_s_per_gpu: float
-    exposed_communication_share: float = 0.1
-    tflops_per_gpu: float = 100.0
-
-
 def estimate(config):
     """State over the ranks that shard it, and activations of the microbatches in flight."""
     p, train = config.parallel, config.train
@@ -75,4 +68,5 @@ def step_time(config, gpu, gpus_per_host):
     remat = SPEED[p.remat] if isinstance(p.remat, str) else 0.95
     speed = 1e4 * remat * size * (1 - idle) / talk
     gpus = p.pipe * int(p.data) * p.context * p.tensor
-    return Time(config.step_tokens / (speed * gpus), speed, exposed_communication_share=1 - 1 / talk)
+    step_s = config.step_tokens / (speed * gpus)
+    return StepTime({"matmuls": step_s / talk, "data": step_s * (1 - 1 / talk)}, {}, speed, 100.0)

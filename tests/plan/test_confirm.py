@@ -1,6 +1,7 @@
 """Confirmation by compiling: the outcome does not depend on the order of compilations, and a crash rejects one candidate
 only."""
 
+import dataclasses
 import itertools
 import threading
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from plan_stand_ins import estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, confirm
+from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, Compiled, confirm
 from jaxllm.plan.search import SearchOptions, search
 
 
@@ -26,10 +27,11 @@ def rank(plan, config):
 
 
 class Compiler:
-    """Returns bytes by a candidate's rank: within the capacity, except for the listed ones."""
+    """Returns bytes by a candidate's rank: within the capacity, except for the listed ones; and exposed seconds by rank."""
 
-    def __init__(self, plan, above=(), refused=(), wait=None):
+    def __init__(self, plan, above=(), refused=(), wait=None, transfers_s=None):
         self.plan, self.above, self.refused, self.wait = plan, above, refused, wait
+        self.transfers_s = transfers_s or {}
         self.compiled = []
 
     def __call__(self, config):
@@ -40,7 +42,8 @@ class Compiler:
         if number in self.refused:
             raise ConfigError(f"number {number} cannot be.")
         capacity = self.plan.capacity_bytes
-        return capacity + 1 if number in self.above else capacity - number
+        size = capacity + 1 if number in self.above else capacity - number
+        return Compiled(size, self.transfers_s.get(number))
 
 
 def test_the_best_are_confirmed(plan):
@@ -53,6 +56,34 @@ def test_the_best_are_confirmed(plan):
     assert found.confirmed == 3
     assert found.unconfirmed_because is None
     assert found.rejected == plan.rejected
+
+
+def test_those_that_are_confirmed_are_ranked_by_their_schedules(plan):
+    """The first waits a second for transfers and the second not at all; the third's are not known."""
+    first, second, third, fourth = plan.candidates[:4]
+    found = confirm(plan, 3, Compiler(plan, transfers_s={0: 1.0, 1: 0.0}))
+    assert [one.config for one in found.candidates[:4]] == [one.config for one in (second, third, first, fourth)]
+    assert [one.config for one in found.candidates[4:]] == [one.config for one in plan.candidates[4:]]
+    assert [one.scheduled_transfers_s for one in found.candidates[:4]] == [0.0, None, 1.0, None]
+    without, as_predicted, late, _ = found.candidates[:4]
+    assert late.step_s == pytest.approx(first.step_s - first.predicted.transfers_s + 1.0)
+    assert without.step_s == pytest.approx(second.step_s - second.predicted.transfers_s)
+    assert without.tokens_per_s_per_gpu * without.step_s == pytest.approx(second.tokens_per_s_per_gpu * second.step_s)
+    assert as_predicted.time == third.time
+    assert late.predicted == first.predicted
+    # What was not confirmed stays behind, whatever it is predicted to be.
+    assert late.tokens_per_s_per_gpu < fourth.tokens_per_s_per_gpu
+
+
+def test_the_largest_microbatch_stays_first():
+    options = SearchOptions(estimate=estimate, step_time=step_time, largest_microbatch=True)
+    largest = search(small(), GPUS["h100-80gb"], 8, options=options)
+    sizes = [one.config.microbatch_sequences for one in largest.candidates]
+    count = sizes.index(next(size for size in sizes if size < sizes[0])) + 2
+    found = confirm(largest, count, Compiler(largest, transfers_s={0: 9.0, count - 1: 0.0}))
+    assert [one.config.microbatch_sequences for one in found.candidates] == sizes
+    assert found.candidates[count - 3].config == largest.candidates[0].config
+    assert found.candidates[count - 2].config == largest.candidates[count - 1].config
 
 
 def test_what_takes_too_much_makes_way_for_the_next(plan):
@@ -106,8 +137,6 @@ def test_no_more_is_compiled_than_a_few_times_what_is_asked_for(plan):
 
 
 def test_few_candidates_are_all_confirmed(plan):
-    import dataclasses
-
     few = dataclasses.replace(plan, candidates=plan.candidates[:2])
     found = confirm(few, 8, Compiler(few, above=(0,)))
     assert found.confirmed == len(found.candidates) == 1

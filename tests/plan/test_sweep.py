@@ -6,12 +6,13 @@ import math
 
 import pytest
 from choices import space
-from plan_stand_ins import Memory, Time, estimate, gpu_for, small, step_time
+from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, ring_all_reduce_s
+from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.search_text import sweep_lines
@@ -62,7 +63,7 @@ def test_more_gpus_stop_paying_where_the_gain_falls_short(slower_from, stops):
         p = config.parallel
         gpus = p.pipe * int(p.data) * p.context * p.tensor
         doublings = max(0, math.log2(gpus) - math.log2(slower_from) + 1)
-        return Time(1.0, 1e4 * 0.7**doublings)
+        return StepTime({"matmuls": 1.0}, {}, 1e4 * 0.7**doublings, 100.0)
 
     sweep = sweep_gpus(small(), H100, 16, options=SearchOptions(estimate=estimate, step_time=slowing))
     assert sweep.stops_paying == stops
@@ -82,6 +83,15 @@ def test_a_plan_that_is_there_is_taken_for_its_number(gpus):
         assert row.best == of.candidates[0]
 
 
+def test_speeds_are_predicted_where_a_schedule_is_known():
+    plan = search(small(), H100, 4, options=BOTH)
+    waits = tuple(dataclasses.replace(one, scheduled_transfers_s=9.0) for one in plan.candidates)
+    confirmed = dataclasses.replace(plan, candidates=waits)
+    found, alone = (sweep_gpus(small(), H100, 8, options=BOTH, known=known).to_json() for known in (confirmed, None))
+    for row, other in zip(found["rows"], alone["rows"], strict=True):
+        assert row | {"best": None} == other | {"best": None}
+
+
 @pytest.mark.parametrize("after", [0, 5])
 def test_an_interrupted_row_is_not_judged_by(after):
     """On four GPUs, the search is interrupted after this many configurations."""
@@ -93,7 +103,7 @@ def test_an_interrupted_row_is_not_judged_by(after):
         return estimate(config)
 
     def slow(config, gpu, per_host):
-        return Time(1.0, 1e4 / config.devices**0.9)
+        return StepTime({"matmuls": 1.0}, {}, 1e4 / config.devices**0.9, 100.0)
 
     whole = sweep_gpus(small(), H100, 4, options=SearchOptions(estimate=estimate, step_time=slow))
     part = sweep_gpus(small(), H100, 8, options=SearchOptions(estimate=stopped, step_time=slow))
@@ -107,7 +117,7 @@ def test_an_interrupted_row_is_not_judged_by(after):
     assert "INTERRUPTED" not in "\n".join(sweep_lines(whole))
 
     def fast_but_four(config, gpu, per_host):
-        return Time(1.0, 1e4 if config.devices < 4 else 1.0)
+        return StepTime({"matmuls": 1.0}, {}, 1e4 if config.devices < 4 else 1.0, 100.0)
 
     assert sweep_gpus(small(), H100, 4, options=SearchOptions(estimate=estimate, step_time=fast_but_four)).stops_paying == 2
     calls = itertools.count()
