@@ -102,9 +102,11 @@ class BackwardCarry(NamedTuple):
     kept: Tree
     """Its residuals, if some wait on the host; else None, and each turn reads its own."""
     pending: Tree
-    """Gradients of the last turn's layer, to be scattered; None where nothing is scattered."""
+    """Gradients of the last turn's layer, to be scattered or added on the host; None where each turn adds its own."""
     sums: Tree
-    """The rank's gradients so far."""
+    """The rank's gradients so far; HostSums where they are on the host."""
+    row: Tree
+    """The sums of the last turn's layer, read from the host; else None."""
     squares: Any
     """What the tap took so far; None without a tap."""
 
@@ -216,24 +218,29 @@ class LayerLoop:
 
     def _backward_turn(self, layers, back: Pass, valid):
         first, last = back.chunk * self.length, self.length - 1
-        gather, scatter = self._access.gather, self._access.scatter
+        gather, on_host = self._access.gather, self._access.sums_on_host
         shapes = self._weights_shape(layers)
         template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.block_context)[1], shapes, back.x_BSD)
 
         def turn(number, carry: BackwardCarry, read: Tree) -> BackwardCarry:
-            dh_BSD, weights, kept, pending, sums, squares = carry
+            dh_BSD, weights, kept, pending, sums, row, squares = carry
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
             kept, kept_ahead = (read, None) if kept is None else (kept, read)
-            if scatter and pending is not None:
+            if on_host:
+                # The read before the write, as in `both`.
+                sums, row_here = jax.lax.optimization_barrier((sums, sums.read(first + number)))
+            else:
+                row_here = None
+            if pending is not None:
                 # The gradients of the layer after this one; in the first turn of a loop over all layers zeros.
-                sums = self._add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
+                sums = self._add_pending(sums, first + jnp.minimum(number + 1, last), pending, row, valid)
             gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
-            if not scatter:
+            if not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)
-            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares)
+            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, row_here, squares)
 
         return turn
 
@@ -243,9 +250,10 @@ class LayerLoop:
             weights = self._gathered(layers, back.chunk * self.length + last)
         kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
         pending = None
-        if self._access.scatter and not self._access.once:
+        if self._adds_behind and not self._access.once:
             pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes)
-        return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
+        row = sums.read(back.chunk * self.length + last) if self._access.sums_on_host else None
+        return BackwardCarry(back.x_BSD, weights, kept, pending, sums, row, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
         """Residuals that a backward turn reads: its own layer's, or if some wait on the host those of the turn after it."""
@@ -253,9 +261,22 @@ class LayerLoop:
 
     def _after_backward(self, chunk, carry: BackwardCarry, valid):
         sums, squares = carry.sums, carry.squares
-        if self._access.scatter:
-            sums = self._add(sums, chunk * self.length, self._access.scatter(carry.pending), valid)
+        if self._adds_behind:
+            sums = self._add_pending(sums, chunk * self.length, carry.pending, carry.row, valid)
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
+
+    @property
+    def _adds_behind(self) -> bool:
+        """Whether a layer's gradients are added to the sums a turn later."""
+        return self._access.scatter is not None or self._access.sums_on_host
+
+    def _add_pending(self, sums: Any, number, pending: Tree, row: Tree, valid) -> Any:
+        """`sums` with the gradients of the last turn's layer, reduced over ranks if `access` scatters."""
+        gradients = self._access.scatter(pending) if self._access.scatter else pending
+        if not self._access.sums_on_host:
+            return self._add(sums, number, gradients, valid)
+        with jax.named_scope("gradient_sums"):
+            return sums.add(number, row, gradients)
 
     @jax.named_scope("gradient_sums")
     def _add(self, sums: Tree, number, gradients: Tree, valid) -> Tree:
@@ -300,6 +321,7 @@ class LayerLoop:
             layers, sums, block_context, ring, last = saved
             back = Pass(0, dh_BSD, block_context, 0)
             dh_BSD, sums, squares = behind.backward(layers, back, ring, sums, last)
+            sums = sums.complete() if behind._access.sums_on_host else sums
             return None, Accumulators(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)

@@ -28,6 +28,8 @@ class WeightAccess:
     """Each layer is gathered and scattered once in a step: the forward pass keeps what it gathers for the backward pass."""
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
+    sums_on_host: bool = False
+    """The sums of gradients are HostSums (host_layers.py), and `gather` fetches the weights from the host."""
 
 
 class Accumulators(NamedTuple):
