@@ -60,6 +60,7 @@ class HostSums:
             return None
         return to_device(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), self.rows))
 
+    @jax.named_scope("gradient_sums")
     def add(self, number: Any, row: Tree, gradients: Tree) -> HostSums:
         """With the gradients of a layer added to its sums, which `read` returned as `row`."""
 

@@ -49,6 +49,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.config.remat_policy import Policy
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.ordering import after, hidden_token
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
@@ -227,20 +228,24 @@ class LayerLoop:
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
             kept, kept_ahead = (read, None) if kept is None else (kept, read)
+            behind, due = first + jnp.minimum(number + 1, last), None
+            if pending is not None:
+                # The gradients of the layer after this one; in the first turn of a loop over all layers zeros.
+                due = self._access.scatter(pending) if self._access.scatter else pending
             if on_host:
                 # The read before the write, as in `both`.
                 sums, row_here = jax.lax.optimization_barrier((sums, sums.read(first + number)))
-            else:
-                row_here = None
-            if pending is not None:
-                # The gradients of the layer after this one; in the first turn of a loop over all layers zeros.
-                sums = self._add_pending(sums, first + jnp.minimum(number + 1, last), pending, row, valid)
+            elif due is not None:
+                sums = self._add(sums, behind, due, valid)
             gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
-            if not self._adds_behind:
+            if on_host:
+                # XLA writes once it has read. So that the matmuls up to here hide the read, the write waits for their result.
+                sums, row = sums.add(behind, row, after(due, hidden_token(dh_BSD))), row_here
+            elif not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)
-            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, row_here, squares)
+            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, row, squares)
 
         return turn
 
@@ -262,21 +267,15 @@ class LayerLoop:
     def _after_backward(self, chunk, carry: BackwardCarry, valid):
         sums, squares = carry.sums, carry.squares
         if self._adds_behind:
-            sums = self._add_pending(sums, chunk * self.length, carry.pending, carry.row, valid)
+            due = self._access.scatter(carry.pending) if self._access.scatter else carry.pending
+            at = chunk * self.length
+            sums = sums.add(at, carry.row, due) if self._access.sums_on_host else self._add(sums, at, due, valid)
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
 
     @property
     def _adds_behind(self) -> bool:
         """Whether a layer's gradients are added to the sums a turn later."""
         return self._access.scatter is not None or self._access.sums_on_host
-
-    def _add_pending(self, sums: Any, number, pending: Tree, row: Tree, valid) -> Any:
-        """`sums` with the gradients of the last turn's layer, reduced over ranks if `access` scatters."""
-        gradients = self._access.scatter(pending) if self._access.scatter else pending
-        if not self._access.sums_on_host:
-            return self._add(sums, number, gradients, valid)
-        with jax.named_scope("gradient_sums"):
-            return sums.add(number, row, gradients)
 
     @jax.named_scope("gradient_sums")
     def _add(self, sums: Tree, number, gradients: Tree, valid) -> Tree:

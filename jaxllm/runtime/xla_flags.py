@@ -202,7 +202,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     if device.platform == "cpu":
         return {}
     options: dict[str, Any] = _collective_options(config)
-    offloads = bool(policy_of(config.parallel.remat).offload)
+    offloads = bool(policy_of(config.parallel.remat).offload) or config.parallel.offload_state == "all"
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     if offloads or config.parallel.offload_state != "none" or _may_fit(config, device, capacity_bytes):
         options = options | NO_REMAT_GPU_OPTIONS
