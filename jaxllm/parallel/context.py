@@ -112,7 +112,7 @@ class ParallelContext:
     def access(self) -> WeightAccess:
         """To one layer's weights and gradients."""
         access = self.zero.access if self.zero else WeightAccess()
-        return from_host(access) if self.layers_on_host else access
+        return from_host(access, self.layer_layouts) if self.layers_on_host else access
 
     @property
     def layers_on_host(self) -> bool:

@@ -2,13 +2,15 @@
 
 A layer is one row of each stack on the host. The layer loop moves a row a turn before or after the turn that computes with it:
 
-    turn             3     2     1     0    end
+    turn, backward   3     2     1     0    end
     weights in       L2    L1    L0    L0             with ZeRO 3 a rank's shard, which is then gathered
-    sums in          L3    L2    L1    L0             one more before the loop: L3
+    sums in          L3    L2    L1    L0             before the loop too: L3, so that the first turn may write it back
     compute          L3    L2    L1    L0
-    sums out               L3    L2    L1    L0       the new sums: a row of the last turn, and its gradients
+    sums out         L3    L3    L2    L1    L0       a row that the last turn read, and that turn's gradients
 
-So the device holds a few rows, however many layers there are.
+So the device holds a few rows, however many layers there are. Rows of one stack are not written while another is read: XLA does
+not see that they differ. A turn reads sums behind recomputation and the gradients of activations, and then writes sums and reads
+weights behind the gradients of weights (compiled for an H100, JAX 0.10.2).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.parallel.ordering import weights_token
 from jaxllm.parallel.types import Tree, WeightAccess
 from jaxllm.private_jax import empty_on_host
 
@@ -31,12 +34,19 @@ def to_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.device_put(x, Space.Device), tree)
 
 
-def from_host(access: WeightAccess) -> WeightAccess:
-    """`access` to layers that are on the host: a rank's weights of a layer are fetched, and then gathered by `access`."""
+def from_host(access: WeightAccess, layouts: Tree) -> WeightAccess:
+    """`access` to layers that are on the host: a rank's weights of a layer are fetched, and then gathered by `access`.
+
+    Args:
+      layouts: of one layer.
+    """
+    if access.gather is None:
+        # Otherwise XLA's scheduler ends the fetch of the backward pass before the matmuls of the weights' gradients, and nothing
+        # hides it. An all-gather hides both.
+        token = partial(weights_token, layouts=layouts)
+        return dataclasses.replace(access, gather=to_device, sums_on_host=True, gradients_token=token)
     gather = access.gather
-    return dataclasses.replace(
-        access, gather=lambda row: gather(to_device(row)) if gather else to_device(row), sums_on_host=True
-    )
+    return dataclasses.replace(access, gather=lambda row: gather(to_device(row)), sums_on_host=True)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "begun"], meta_fields=[])

@@ -243,6 +243,8 @@ class LayerLoop:
             if on_host:
                 # XLA writes once it has read. So that the matmuls up to here hide the read, the write waits for their result.
                 sums, row = sums.add(behind, row, after(due, hidden_token(dh_BSD))), row_here
+                if self._access.gradients_token:
+                    ahead = after(ahead, self._access.gradients_token(gradients))
             elif not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)
             return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, row, squares)

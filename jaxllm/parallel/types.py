@@ -30,6 +30,8 @@ class WeightAccess:
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
     sums_on_host: bool = False
     """The sums of gradients are HostSums (host_layers.py), and `gather` fetches the weights from the host."""
+    gradients_token: Callable[[Tree], jax.Array] | None = None
+    """Gradients of a layer -> their token (ordering.py), for which the next layer's fetched weights wait."""
 
 
 class Accumulators(NamedTuple):
