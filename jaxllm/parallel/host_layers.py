@@ -1,16 +1,15 @@
 """The layers' weights and gradient sums in the host's pinned memory (parallel.offload_state=all).
 
-A layer is one row of each stack on the host. The layer loop moves a row a turn before or after the turn that computes with it:
+A layer is one row of each stack on the host. The layer loop moves weights a turn before they are needed, and adds gradients a
+turn after they are made:
 
     turn, backward   3     2     1     0    end
     weights in       L2    L1    L0    L0             with ZeRO 3 a rank's shard, which is then gathered
-    sums in          L3    L2    L1    L0             before the loop too: L3, so that the first turn may write it back
     compute          L3    L2    L1    L0
-    sums out         L3    L3    L2    L1    L0       a row that the last turn read, and that turn's gradients
+    sums in, out     L3    L3    L2    L1    L0       in the first turn zeros are added
 
-So the device holds a few rows, however many layers there are. Rows of one stack are not written while another is read: XLA does
-not see that they differ. A turn reads sums behind recomputation and the gradients of activations, and then writes sums and reads
-weights behind the gradients of weights (compiled for an H100, JAX 0.10.2).
+So the device holds a few rows, however many layers there are. A turn reads sums behind recomputation and the gradients of
+activations; then it writes sums, and reads weights, behind the gradients of weights (compiled for an H100, JAX 0.10.2).
 """
 
 from __future__ import annotations
@@ -40,13 +39,10 @@ def from_host(access: WeightAccess, layouts: Tree) -> WeightAccess:
     Args:
       layouts: of one layer.
     """
-    if access.gather is None:
-        # Otherwise XLA's scheduler ends the fetch of the backward pass before the matmuls of the weights' gradients, and nothing
-        # hides it. An all-gather hides both.
-        token = partial(weights_token, layouts=layouts)
-        return dataclasses.replace(access, gather=to_device, sums_on_host=True, gradients_token=token)
-    gather = access.gather
-    return dataclasses.replace(access, gather=lambda row: gather(to_device(row)), sums_on_host=True)
+    token, gather = partial(weights_token, layouts=layouts), access.gather
+    if gather is None:
+        return dataclasses.replace(access, gather=to_device, token=token, only_fetches=True)
+    return dataclasses.replace(access, gather=lambda row: gather(to_device(row)), token=token)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "begun"], meta_fields=[])

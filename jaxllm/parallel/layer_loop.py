@@ -49,6 +49,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.config.remat_policy import Policy
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.ordering import after, hidden_token
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
@@ -106,8 +107,6 @@ class BackwardCarry(NamedTuple):
     """Gradients of the last turn's layer, to be scattered or added on the host; None where each turn adds its own."""
     sums: Tree
     """The rank's gradients so far; HostSums where they are on the host."""
-    row: Tree
-    """The sums of the last turn's layer, read from the host; else None."""
     squares: Any
     """What the tap took so far; None without a tap."""
 
@@ -219,12 +218,12 @@ class LayerLoop:
 
     def _backward_turn(self, layers, back: Pass, valid):
         first, last = back.chunk * self.length, self.length - 1
-        gather, on_host = self._access.gather, self._access.sums_on_host
+        gather, on_host = self._access.gather, self._access.on_host
         shapes = self._weights_shape(layers)
         template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.block_context)[1], shapes, back.x_BSD)
 
         def turn(number, carry: BackwardCarry, read: Tree) -> BackwardCarry:
-            dh_BSD, weights, kept, pending, sums, row, squares = carry
+            dh_BSD, weights, kept, pending, sums, squares = carry
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
             kept, kept_ahead = (read, None) if kept is None else (kept, read)
@@ -232,22 +231,19 @@ class LayerLoop:
             if pending is not None:
                 # The gradients of the layer after this one; in the first turn of a loop over all layers zeros.
                 due = self._access.scatter(pending) if self._access.scatter else pending
-            if on_host:
-                # The read before the write, as in `both`.
-                sums, row_here = jax.lax.optimization_barrier((sums, sums.read(first + number)))
-            elif due is not None:
-                sums = self._add(sums, behind, due, valid)
+                if not on_host:
+                    sums = self._add(sums, behind, due, valid)
             gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
             if on_host:
-                # XLA writes once it has read. So that the matmuls up to here hide the read, the write waits for their result.
-                sums, row = sums.add(behind, row, after(due, hidden_token(dh_BSD))), row_here
-                if self._access.gradients_token:
-                    ahead = after(ahead, self._access.gradients_token(gradients))
+                sums = self._add_on_host(sums, behind, due, hidden_token(dh_BSD))
+                if self._access.only_fetches:
+                    # XLA's scheduler would end the fetch before the matmuls of the weights' gradients, bare.
+                    ahead = after(ahead, self._access.token(gradients))
             elif not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)
-            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, row, squares)
+            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, squares)
 
         return turn
 
@@ -259,8 +255,7 @@ class LayerLoop:
         pending = None
         if self._adds_behind and not self._access.once:
             pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes)
-        row = sums.read(back.chunk * self.length + last) if self._access.sums_on_host else None
-        return BackwardCarry(back.x_BSD, weights, kept, pending, sums, row, self._tap.zeros() if self._tap else None)
+        return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
         """Residuals that a backward turn reads: its own layer's, or if some wait on the host those of the turn after it."""
@@ -271,13 +266,22 @@ class LayerLoop:
         if self._adds_behind:
             due = self._access.scatter(carry.pending) if self._access.scatter else carry.pending
             at = chunk * self.length
-            sums = sums.add(at, carry.row, due) if self._access.sums_on_host else self._add(sums, at, due, valid)
+            sums = self._add_on_host(sums, at, due) if self._access.on_host else self._add(sums, at, due, valid)
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
 
     @property
     def _adds_behind(self) -> bool:
         """Whether a layer's gradients are added to the sums a turn later."""
-        return self._access.scatter is not None or self._access.sums_on_host
+        return self._access.scatter is not None or self._access.on_host
+
+    @jax.named_scope("gradient_sums")
+    def _add_on_host(self, sums: HostSums, number, gradients: Tree, *tokens: jax.Array) -> HostSums:
+        """`sums` with a layer's gradients added once all its sums are read, and these tokens are there. Otherwise XLA's scheduler
+        reads one array after the other, each just before it is written, bare."""
+        row, token = sums.read(number), self._access.token
+        assert token is not None, "it is there where sums are on the host"
+        tokens = (*tokens, *([] if row is None else [token(row)]))
+        return sums.add(number, row, after(gradients, *tokens) if tokens else gradients)
 
     @jax.named_scope("gradient_sums")
     def _add(self, sums: Tree, number, gradients: Tree, valid) -> Tree:
@@ -322,7 +326,7 @@ class LayerLoop:
             layers, sums, block_context, ring, last = saved
             back = Pass(0, dh_BSD, block_context, 0)
             dh_BSD, sums, squares = behind.backward(layers, back, ring, sums, last)
-            sums = sums.complete() if behind._access.sums_on_host else sums
+            sums = sums.complete() if behind._access.on_host else sums
             return None, Accumulators(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)
