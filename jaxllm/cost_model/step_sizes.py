@@ -195,6 +195,7 @@ class StepSizes:
             packing_bytes=self.packing_bytes,
             has_own_layers=self.has_own_layers,
             runs_ahead=self.runs_ahead,
+            host_sums=self.host_sums if self.layers_on_host else None,
         )
 
     def activations(self) -> dict[str, float]:
@@ -236,6 +237,11 @@ class StepSizes:
         """Bytes of an element of the layers' gradient sums on the host: those of a single microbatch are not reduced on a
         single rank, and stay in the compute dtype."""
         return FLOAT32 if self.accumulates or self.zero >= 2 else self.itemsize
+
+    @property
+    def host_sums(self) -> float:
+        """Bytes of one layer's gradient sums while they are added to: those of a single microbatch are only written."""
+        return FLOAT32 * self.layer.master if self.accumulates else 0
 
     @cached_property
     def accumulates(self) -> bool:
