@@ -276,8 +276,8 @@ class LayerLoop:
 
     @jax.named_scope("gradient_sums")
     def _add_on_host(self, sums: HostSums, number, gradients: Tree, *tokens: jax.Array) -> HostSums:
-        """`sums` with a layer's gradients added once all its sums are read, and these tokens are there. Otherwise XLA's scheduler
-        reads one array after the other, each just before it is written, bare."""
+        """`sums` with a layer's gradients added, once all its sums are read and these tokens are there. Otherwise XLA's
+        scheduler reads one array after the other, each just before it is written, bare."""
         row, token = sums.read(number), self._access.token
         assert token is not None, "it is there where sums are on the host"
         tokens = (*tokens, *([] if row is None else [token(row)]))
