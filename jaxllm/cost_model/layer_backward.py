@@ -262,7 +262,7 @@ def fetches_ahead(layer: LayerShape) -> bool:
     return layer.runs_ahead or (layer.pipelined and gathers and layer.documents)
 
 
-def layers_of_weights(layer: LayerShape, moment: str) -> float:
+def layers_of_weights(layer: LayerShape, moment: str = "feed_forward") -> float:
     """Number of layers whose weights are live in the compute dtype, with their gradients. These are about to be added to the
     sums, or reduce-scattered behind the next layer: with ZeRO 2 and 3, and in a loop that sends once. With sums on the host
     those of the last layer wait beside this layer's weights, of which the feed-forward's are done at attention."""

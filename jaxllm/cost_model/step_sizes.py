@@ -195,7 +195,7 @@ class StepSizes:
             packing_bytes=self.packing_bytes,
             has_own_layers=self.has_own_layers,
             runs_ahead=self.runs_ahead,
-            host_sums=self.host_sums if self.layers_on_host else None,
+            host_sums=self.host_sums,
         )
 
     def activations(self) -> dict[str, float]:
@@ -239,9 +239,12 @@ class StepSizes:
         return FLOAT32 if self.accumulates or self.zero >= 2 else self.itemsize
 
     @property
-    def host_sums(self) -> float:
-        """Bytes of one layer's gradient sums while they are added to: those of a single microbatch are only written."""
-        return FLOAT32 * self.layer.master if self.accumulates else 0
+    def host_sums(self) -> float | None:
+        """Bytes of one layer's gradient sums while they are added to: those of a single microbatch are only written. None if
+        they are on the device."""
+        if not self.layers_on_host:
+            return None
+        return FLOAT32 * self.layer.master if self.accumulates else 0.0
 
     @cached_property
     def accumulates(self) -> bool:

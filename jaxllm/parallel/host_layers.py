@@ -72,7 +72,7 @@ class HostSums:
 
         def one(stack: jax.Array, gradient: jax.Array, before: jax.Array | None = None) -> jax.Array:
             new = gradient.astype(stack.dtype)
-            if before is not None:
+            if before is not None and self.begun is not None:
                 new = new + jnp.where(self.begun > 0, before, 0)
             return jax.lax.dynamic_update_index_in_dim(stack, jax.device_put(new, Space.Host), number, 0)
 

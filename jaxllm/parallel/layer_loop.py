@@ -238,9 +238,9 @@ class LayerLoop:
                 squares = squares + self._tap.on_layer(gradients)
             if on_host:
                 sums = self._add_on_host(sums, behind, due, hidden_token(dh_BSD))
-                if self._access.only_fetches:
+                if (token := self._access.token) and self._access.only_fetches:
                     # XLA's scheduler would end the fetch before the matmuls of the weights' gradients, bare.
-                    ahead = after(ahead, self._access.token(gradients))
+                    ahead = after(ahead, token(gradients))
             elif not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)
             return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, squares)

@@ -212,7 +212,8 @@ def _squares(part: Tree, specs: Tree, gradients: Tree) -> jax.Array:
         return jax.tree.map(add, sums, _read(number, pieces, True)), None
 
     sums, _ = jax.lax.scan(body, jax.tree.map(lambda _: jnp.zeros((), jnp.float32), pieces), jnp.arange(count))
-    return sum(jax.tree.leaves(jax.tree.map(lambda total, spec: jax.lax.psum(total, _axes(spec)), sums, specs)))
+    of_ranks = jax.tree.map(lambda total, spec: jax.lax.psum(total, _axes(spec)), sums, specs)
+    return jnp.stack(jax.tree.leaves(of_ranks)).sum()
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:
