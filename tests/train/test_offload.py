@@ -135,9 +135,10 @@ def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), trainer.state, whole.state)
 
 
-def test_an_offloaded_model_can_be_used(tiny_config):
+@pytest.mark.parametrize("what", ["optimizer_and_master", "all"])
+def test_an_offloaded_model_can_be_used(tiny_config, what):
     """Evaluation and load_model read weights that are in host memory."""
-    trainer = jaxllm.Trainer(tiny_config("parallel.data=8", "parallel.offload_state=optimizer_and_master"))
+    trainer = jaxllm.Trainer(tiny_config("parallel.data=8", "parallel.zero=3", f"parallel.offload_state={what}"))
     plain = jaxllm.Trainer(tiny_config("parallel.data=8"))
     assert trainer.evaluate(2).loss == plain.evaluate(2).loss
     tokens = jnp.ones((1, 8), jnp.int32)
