@@ -119,10 +119,10 @@ class Step(StepSizes):
 
     def embedding_gradient(self) -> float:
         """Bytes of the embedding gradient, allocated before it is needed. With ZeRO 2 and 3 this happens only where XLA starts
-        transfers early (not for an A100), and if the embedding is also the head or the ranks are many (by compiled steps; the
-        reason is not understood)."""
+        transfers early (not for an A100), and if the embedding is also the head or the ranks are many, but not with layers on
+        the host (by compiled steps; the reason is not understood)."""
         if self.zero >= 2:
-            early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks)
+            early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks) and not self.layers_on_host
         else:
             early = (self.shared_out or self.parallel.tensor > 1) and self.runs_ahead and not self.accumulates
             early = early and not self.sends_once
