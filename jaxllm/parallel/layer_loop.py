@@ -264,8 +264,8 @@ class LayerLoop:
     def _after_backward(self, chunk, carry: BackwardCarry, valid):
         sums, squares = carry.sums, carry.squares
         if self._adds_behind:
-            due = self._access.scatter(carry.pending) if self._access.scatter else carry.pending
             at = chunk * self.length
+            due = self._access.scatter(carry.pending) if self._access.scatter else carry.pending
             sums = self._add_on_host(sums, at, due) if self._access.on_host else self._add(sums, at, due, valid)
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
 
