@@ -1,12 +1,14 @@
 """Memory of the real train step, compiled for H100s without a GPU: ZeRO levels on eight, remat policies on one, long contexts,
-and numbers of GPUs that divide no dim.
+numbers of GPUs that divide no dim, and everything on the host that can go.
 
 python benchmarks/compiled_memory.py        (needs the extra aot; six minutes)
+python benchmarks/compiled_memory.py host   (the last alone; three minutes)
 
 H200s are H100s with 141 GB of memory, so a program compiled for one uses the same memory on the other.
 """
 
 import os
+import sys
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -56,7 +58,40 @@ def any_ranks(model: str, hosts: int, *overrides: str) -> None:
     )
 
 
+def on_host(gpus: int, model: str, microbatches: int, *overrides: str) -> None:
+    """Sequences of 4,096 tokens, with the state on the host and with everything that can go."""
+    per_microbatch = 4 if "train.microbatch_sequences=4" in overrides else 1
+    train = {"steps": 10, "sequence_length": 4096, "global_batch_sequences": gpus * per_microbatch * microbatches}
+    recipe = {"model": {"name": model}, "train": {**train, "microbatch_sequences": 1}, "data": {"mask_documents": False}}
+    print(f"{model}, {gpus} GPUs, {microbatches} microbatches, {' '.join(overrides)}:", flush=True)
+    for what in ("optimizer_and_master", "all"):
+        config = load_config(recipe, [*overrides, "parallel.zero=3", f"parallel.offload_state={what}"]).resolve(gpus)
+        estimated = estimate_memory(config, GPUS["h100-80gb"], on_device=False)
+        memory = compile_step(config, gpu_devices(hosts=1, gpus_per_host=gpus)).memory_analysis()
+        used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        compiled = used - memory.alias_size_in_bytes
+        there = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+        print(
+            f"    {what}: {compiled / 2**30:.1f} GiB a GPU, estimated {100 * (estimated.peak_bytes / compiled - 1):+.1f}%; "
+            f"{there / 2**30:.1f} on the host, estimated {100 * (estimated.host_bytes / there - 1):+.2f}%",
+            flush=True,
+        )
+
+
+def everything_on_the_host() -> None:
+    for remat in ("full", "selective", "offload"):
+        on_host(1, "llama-2-13b", 4, f"parallel.remat={remat}")
+    on_host(1, "llama-2-13b", 2, "parallel.remat=full", "train.microbatch_sequences=4")
+    on_host(1, "llama-2-13b", 1, "parallel.remat=full")
+    for remat in ("full", "offload"):
+        on_host(8, "llama-3-70b", 4, f"parallel.remat={remat}")
+    on_host(8, "llama-2-70b", 4, "parallel.remat=full")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["host"]:
+        everything_on_the_host()
+        sys.exit()
     batch = {"sequence_length": 1024, "global_batch_sequences": 32, "microbatch_sequences": 1}
     for zero in (0, 1, 2, 3):
         print(f"8 H100s, 8 layers, ZeRO {zero}: {temporary_mib(8, 8, batch, f'parallel.zero={zero}'):,.0f} MiB", flush=True)
@@ -73,3 +108,4 @@ if __name__ == "__main__":
         for zero in (1, 3):
             any_ranks("llama-3.1-8b", hosts, f"parallel.zero={zero}")
             any_ranks("llama-3.1-70b", hosts, f"parallel.zero={zero}", "parallel.tensor=8")
+    everything_on_the_host()

@@ -23,11 +23,13 @@ from jaxllm.compile.inspect_table import Bytes, ParameterRow, describe
 from jaxllm.compile.inspect_warnings import ConfigWarning, matmul_warnings, network_warnings
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.config.remat_policy import policy_of
+from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices
 from jaxllm.cost_model.precision import Row, precision_table
+from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.display import readable
 from jaxllm.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
@@ -72,7 +74,7 @@ class StateOffload:
     to_device: int
     to_host: int
     link_s: float
-    """Time of both directions, one after the other; nothing hides it."""
+    """Time of both directions, one after the other. Nothing hides it, but for what `all` moves in a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -236,13 +238,21 @@ def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
 
 
 def state_offload(config: Config, held: Bytes) -> StateOffload:
-    """Moments cross the link once each way. Master weights do too, and once more at the step's start, to be cast."""
+    """Moments cross the link once each way. Master weights do too, and once more at the step's start, to be cast. With `all`
+    the cast layers return. In each microbatch they come in twice, and their gradient sums go in and out; in the end these come
+    in for the norm and for the update."""
     what = config.parallel.offload_state
     moments = held.moments if what != "none" else 0
-    master = held.master if what == "optimizer_and_master" else 0
-    to_device, to_host = moments + 2 * master, moments + master
+    master = held.master if what in MASTER_ON_HOST else 0
+    to_device, to_host, host = moments + 2 * master, moments + master, moments + master
+    if what == "all":
+        sizes, microbatches = StepSizes(config), config.num_microbatches
+        weights, sums = sizes.itemsize * sizes.layers.master, sizes.sum_itemsize * sizes.layers.master
+        host += weights + sums
+        to_device += 2 * microbatches * weights + (microbatches if microbatches > 1 else 0) * sums + 2 * sums
+        to_host += weights + microbatches * sums
     link_s = (to_device + to_host) / GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s
-    return StateOffload(what, moments + master, to_device, to_host, link_s)
+    return StateOffload(what, host, to_device, to_host, link_s)
 
 
 def axes_line(sizes: dict[str, int]) -> str:

@@ -6,8 +6,8 @@ import itertools
 import math
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.sections import ModelConfig, ParallelConfig, TrainConfig
-from jaxllm.config.types import divisors
+from jaxllm.config.sections import LogConfig, ModelConfig, ParallelConfig, TrainConfig
+from jaxllm.config.types import AUTO, divisors
 
 FP8_UNITS = {"fp8": 16, "mxfp8": 32}
 """Dims of a matmul must be multiples of this: of cuBLASLt's (cuBLAS library documentation, cublasLtMatmul), and of blocks with
@@ -83,6 +83,36 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
             f"train.diloco_after_steps={train.diloco_after_steps} leaves DiLoCo none of train.steps={train.steps}: "
             f"make it smaller, or leave train.diloco_steps out."
         )
+
+
+def check_all_on_host(model: ModelConfig, parallel: ParallelConfig, log: LogConfig) -> None:
+    """Raises if the config has what parallel.offload_state=all does not support."""
+    if found := unlike_all_on_host(model, parallel, log):
+        raise refuse(
+            f"parallel.offload_state=all moves the layers of one loop between host and GPU, which {found} does not allow: "
+            f"change that, or set offload_state=optimizer_and_master."
+        )
+    several = parallel.data not in (AUTO, 1) or parallel.context > 1
+    if parallel.offload_state == "all" and several and parallel.zero < 3:
+        raise refuse(
+            f"parallel.offload_state=all keeps each rank's shard of the layers on the host, and with parallel.zero="
+            f"{parallel.zero} ranks have whole layers: set parallel.zero=3, or offload_state=optimizer_and_master."
+        )
+
+
+def unlike_all_on_host(model: ModelConfig, parallel: ParallelConfig, log: LogConfig) -> str | None:
+    """The key=value that parallel.offload_state=all does not support; None if there is none, or for another offload_state.
+    Replicas would sum whole gradients, and the measurements read gradients on the device."""
+    if parallel.offload_state != "all":
+        return None
+    unlike = {
+        f"parallel.pipe={parallel.pipe}": parallel.pipe > 1,
+        f"parallel.replica={parallel.replica}": parallel.replica > 1,
+        "model.scan_layers=false": model.scan_layers is False,
+        f"log.noise_scale_every={log.noise_scale_every}": log.noise_scale_every is not None,
+        f"log.layer_norms_every={log.layer_norms_every}": log.layer_norms_every is not None,
+    }
+    return next((key for key, is_set in unlike.items() if is_set), None)
 
 
 def _check_fp8(model: ModelConfig, tensor: int) -> None:

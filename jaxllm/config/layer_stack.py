@@ -15,8 +15,8 @@ loop in 4 to 7 s (benchmarks/RESULTS.md, "Unrolled layers")."""
 def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums.
 
-    Layers that are sharded (ZeRO 2 and 3), offloaded or in a pipeline go through a loop in any case. `null` unrolls on GPUs up
-    to MOST_UNROLLED layers, but
+    Layers that are sharded (ZeRO 2 and 3), in a pipeline or on the host, or whose activations are, go through a loop in any
+    case. `null` unrolls on GPUs up to MOST_UNROLLED layers, but
 
     - not where SwiGLU's products are recomputed to save memory: outside a loop XLA needs more for them, 5 to 19% of four steps
       with `full` that would be 1 to 6% faster;
@@ -28,6 +28,8 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     model, parallel = config.model, config.parallel
     ranks, policy = int(parallel.data) * parallel.context, policy_of(parallel.remat)
     if parallel.pipe > 1 or (parallel.zero >= 2 and ranks > 1) or policy.offload:
+        return False
+    if parallel.offload_state == "all":
         return False
     if model.scan_layers is not None:
         return not model.scan_layers

@@ -17,6 +17,7 @@ from jaxllm.config.types import (
     Decay,
     Fraction,
     NonNegativeFloat,
+    OffloadState,
     Paths,
     PositiveFloat,
     PositiveInt,
@@ -149,11 +150,10 @@ class ParallelConfig(Section):
     """none keeps all activations; selective keeps the matmul outputs; full keeps one tensor per layer; offload stores the
     tensors of selective in host memory. Or a mapping from a block's tensors to keep, offload or recompute (the default), such
     as {query: keep, mlp_up: offload}."""
-    offload_state: Annotated[
-        Literal["none", "optimizer", "optimizer_and_master"], BeforeValidator(lambda value: "none" if value is None else value)
-    ] = "none"
+    offload_state: OffloadState = "none"
     """optimizer: AdamW's moments are stored in pinned host memory between steps and pass through the GPU one layer at a time;
-    optimizer_and_master: also the fp32 master weights. They cross the host link twice per step."""
+    optimizer_and_master: also the fp32 master weights, which cross the host link twice per step; all: also the layers' weights
+    in the compute dtype and the sums of their gradients, which cross it in every microbatch."""
     context_method: Literal["ring", "all_gather", "auto"] = "auto"
     """How queries reach the keys of other context ranks. ring: keys are sent while the blocks compute; all_gather: every rank
     gathers all keys first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value

@@ -32,6 +32,14 @@ FEW_ZEROS = 1 / 16
 2 GiB more in the step of Llama 3 8B, because XLA sums its gradient in two layouts."""
 RematAction = Literal["keep", "recompute", "offload"]
 
+OffloadState = Annotated[
+    Literal["none", "optimizer", "optimizer_and_master", "all"],
+    BeforeValidator(lambda value: "none" if value is None else value),
+]
+OFFLOAD_STATES = ("none", "optimizer", "optimizer_and_master", "all")
+"""The values of parallel.offload_state, each with more on the host than the one before it."""
+MASTER_ON_HOST = OFFLOAD_STATES[2:]
+
 
 def _check_remat(remat: Any) -> Any:
     if not isinstance(remat, Mapping):

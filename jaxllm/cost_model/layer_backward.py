@@ -116,6 +116,8 @@ class LayerShape:
     """Whether each layer has its own arrays; else they go through a loop with a ring of residuals."""
     runs_ahead: bool
     """Whether XLA starts transfers early on this kind of GPU."""
+    host_sums: float | None = None
+    """Bytes of one layer's gradient sums that are read from the host; None if weights and sums are on the device."""
 
 
 def layer_backward(layer: LayerShape) -> Moments:
@@ -135,7 +137,7 @@ def layer_backward(layer: LayerShape) -> Moments:
             size += units["mlp"]
         if moment == "attention" and is_recomputed_early(layer) and layer.context > 1 and layer.tensor > 1:
             size += units["whole"]
-        size += layers_of_weights(layer) * units["layer"] + layer.fp8_rounded
+        size += layers_of_weights(layer, moment) * units["layer"] + layer.fp8_rounded + (layer.host_sums or 0)
         if transposes(layer):
             size += (1 + late_sequences(layer, moment)) * units["whole"]
         if layer.overlap_passes and layer.pipelined:
@@ -165,7 +167,7 @@ def fewer_products(layer: LayerShape) -> int:
         return 0
     documents = layer.documents
     if not layer.pipelined:
-        if layer.runs_ahead and (layer.zero >= 2 or layer.microbatches == 1):
+        if layer.runs_ahead and (layer.zero >= 2 or layer.microbatches == 1 or layer.host_sums is not None):
             return 0
         return 0 if documents or layer.context * layer.tensor > 1 else 2
     if is_single(layer):
@@ -260,11 +262,14 @@ def fetches_ahead(layer: LayerShape) -> bool:
     return layer.runs_ahead or (layer.pipelined and gathers and layer.documents)
 
 
-def layers_of_weights(layer: LayerShape) -> float:
+def layers_of_weights(layer: LayerShape, moment: str = "feed_forward") -> float:
     """Number of layers whose weights are live in the compute dtype, with their gradients. These are about to be added to the
-    sums, or reduce-scattered behind the next layer: with ZeRO 2 and 3, and in a loop that sends once."""
+    sums, or reduce-scattered behind the next layer: with ZeRO 2 and 3, and in a loop that sends once. With sums on the host
+    those of the last layer wait beside this layer's weights, of which the feed-forward's are done at attention."""
     if layer.pipelined and layer.chunk_layers == 1:
         return 0.5
     if layer.zero >= 2 or (layer.sends_once and not layer.has_own_layers):
         return 2.5 if layer.runs_ahead else 1.5
+    if layer.host_sums is not None:
+        return 1.5 if moment == "attention" else 2
     return 2 if layer.pipelined else 1

@@ -35,6 +35,7 @@ from jaxllm.config import Config
 from jaxllm.config.attention import Capability
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import layer_backward
+from jaxllm.cost_model.parameters import layer_parameters
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 
 MANY_RANKS = {2: 128, 3: 96}
@@ -118,10 +119,10 @@ class Step(StepSizes):
 
     def embedding_gradient(self) -> float:
         """Bytes of the embedding gradient, allocated before it is needed. With ZeRO 2 and 3 this happens only where XLA starts
-        transfers early (not for an A100), and if the embedding is also the head or the ranks are many (by compiled steps; the
-        reason is not understood)."""
+        transfers early (not for an A100), and if the embedding is also the head or the ranks are many, but not with layers on
+        the host (by compiled steps; the reason is not understood)."""
         if self.zero >= 2:
-            early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks)
+            early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks) and not self.layers_on_host
         else:
             early = (self.shared_out or self.parallel.tensor > 1) and self.runs_ahead and not self.accumulates
             early = early and not self.sends_once
@@ -177,10 +178,13 @@ class Step(StepSizes):
             at_loss["microbatch_gradients"] = 0
         if not self.runs_ahead:
             at_loss["activations.fetched"] = 0
-        at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, 0) * self.units["layer"]
+        at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, int(self.layers_on_host)) * self.units["layer"]
         moments["loss"] = {**at_loss, "logits": self.logits()}
-        at_end = {"vocabulary_gradients": self.waiting_head_gradient() if self.zero >= 2 else head + embedding}
+        waits = self.zero >= 2 or (self.layers_on_host and self.accumulates and self.loss_chunks == 1)
+        at_end = {"vocabulary_gradients": self.waiting_head_gradient() if waits else head + embedding}
         moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
+        if self.layers_on_host:
+            moments["update"] = self.streamed_update()
         if self.zero == 0 and not self.accumulates and self.shared_out:
             moments["reduce"] = {"gradients": FLOAT32 * self.all.compute + self.itemsize * self.largest_stack}
         if self.zero >= 2:
@@ -207,6 +211,13 @@ class Step(StepSizes):
             arriving = {"vocabulary_weights": self.itemsize * gathered, "waiting_layer": 2 * self.units["layer"]}
             return {"weights": self.weights(), **self.gradients(), **arriving}
         return {}
+
+    def streamed_update(self) -> dict[str, float]:
+        """Terms while a layer is updated: its new weights and moments, which are written when all are made, what a matrix's
+        are made of, and the gradients that wait on the device."""
+        of_layer = layer_parameters(self.model, self.parallel).values()
+        last = min(e.master for e in of_layer if e.master > self.model.hidden_size)
+        return {"gradients": FLOAT32 * self.vocabulary.master, "update": FLOAT32 * (3 * self.layer.master + 4 * last)}
 
     def logits(self) -> float:
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""

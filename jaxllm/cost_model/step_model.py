@@ -6,6 +6,7 @@ from functools import cached_property
 
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, sends_once
+from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
@@ -39,6 +40,7 @@ class StepModel(LayerCompute):
         super().__init__(config, gpu, gpus_per_host, fitted)
         self.context_method = context_method(config)
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
+        self.layers_on_host = self.parallel.offload_state == "all"
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
         self.sends_by_layer = (self.parallel.zero >= 2 or sends_once(config)) and self.data_group.size > 1
@@ -128,9 +130,29 @@ class StepModel(LayerCompute):
         if self.policy.offload:
             link_s = layers * self.offloaded_bytes() / self.gpu.host_bandwidth_bytes_per_s
             behind_forward["offload"] = behind_backward["offload"] = link_s
+        if self.layers_on_host:
+            weights_s, sums_in_s, sums_out_s = self.layer_on_host_s()
+            behind_forward["offload_state"] = layers * weights_s
+            # Sums arrive, and activations, over the same link; then sums leave while weights arrive.
+            at_once_s = sums_in_s + max(sums_out_s, weights_s)
+            behind_backward["offload_state"] = layers * at_once_s + behind_backward.get("offload", 0.0)
+            # Nothing hides the first layer's weights, and the sums of the last that is run backward.
+            backward.add("offload_state", weights_s + sums_in_s + sums_out_s)
         forward.add_together(behind_forward, forward_s)
         backward.add_together(behind_backward, backward_s)
         return {name: layers * time_s for name, time_s in layer.items() if time_s}, forward, backward, forward_s, backward_s
+
+    def layer_on_host_s(self) -> tuple[float, float, float]:
+        """(weights in, sums in, sums out): seconds of one layer on the host's link, in one direction. The sums of a single
+        microbatch are not read; on one rank they are in the compute dtype."""
+        ranks = self.data_group.size
+        seconds_per_byte = self.layer_parameters / ranks / self.gpu.host_bandwidth_bytes_per_s
+        out_s = seconds_per_byte * self.host_sum_itemsize
+        return seconds_per_byte * self.itemsize, out_s if self.M > 1 else 0.0, out_s
+
+    @property
+    def host_sum_itemsize(self) -> int:
+        return 4 if self.M > 1 or self.data_group.size > 1 else self.itemsize
 
     def gradient_sums_s(self) -> float:
         """As in LayerCompute; the matmuls of layers with arrays of their own add to the sums instead of writing gradients."""
@@ -297,11 +319,15 @@ class StepModel(LayerCompute):
             transfers.add("replica", reduce_s, times=1 / (self.config.train.diloco_steps or 1))
 
     def add_state_offload(self, transfers: Transfers) -> None:
-        """Moments cross the host's link once each way. Master weights do too, and once more to be cast at the step's start."""
+        """Moments cross the host's link once each way. Master weights do too, and once more to be cast at the step's start.
+        With `all` the cast layers return, and their gradients come in for the norm and for the update."""
         state = self.parallel.offload_state
         if state != "none":
-            crossing = 2 * 8 + (3 * 4 if state == "optimizer_and_master" else 0)
-            transfers.add("offload_state", self.shared_parameters() * crossing / self.gpu.host_bandwidth_bytes_per_s)
+            crossing = self.shared_parameters() * (2 * 8 + (3 * 4 if state in MASTER_ON_HOST else 0))
+            if state == "all":
+                layers = self.stage_layers * self.layer_parameters / self.data_group.size
+                crossing += layers * (self.itemsize + 2 * self.host_sum_itemsize)
+            transfers.add("offload_state", crossing / self.gpu.host_bandwidth_bytes_per_s)
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds nothing, because input is prefetched."""

@@ -9,6 +9,7 @@ from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, sends_once
 from jaxllm.config.remat_policy import Policy, policy_of
+from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import LayerShape, halvings
@@ -72,7 +73,7 @@ class StepSizes:
         # With DiLoCo, the weights of the last outer step and its momentum.
         outer = 2 * FLOAT32 * self.all.master if self.config.train.diloco_steps is not None else 0
         return {
-            "master_weights": 0 if offload == "optimizer_and_master" else FLOAT32 * self.all.master,
+            "master_weights": 0 if offload in MASTER_ON_HOST else FLOAT32 * self.all.master,
             "optimizer": 2 * FLOAT32 * self.all.master if offload == "none" else 0,
             "outer_state": outer,
             "batch": self.microbatches * self.tokens * per_token,
@@ -80,7 +81,9 @@ class StepSizes:
 
     def on_host(self) -> float:
         offload = self.parallel.offload_state
-        state = {"none": 0, "optimizer": 2, "optimizer_and_master": 3}[offload] * FLOAT32 * self.all.master
+        state = {"none": 0, "optimizer": 2}.get(offload, 3) * FLOAT32 * self.all.master
+        if self.layers_on_host:
+            state += (self.itemsize + self.sum_itemsize) * self.layers.master
         return state + self.slots * self.config.chunk_layers * sum(self.offloaded.values())
 
     # ---------------------------------------------------------------------------------------------- activations
@@ -192,6 +195,7 @@ class StepSizes:
             packing_bytes=self.packing_bytes,
             has_own_layers=self.has_own_layers,
             runs_ahead=self.runs_ahead,
+            host_sums=self.host_sums,
         )
 
     def activations(self) -> dict[str, float]:
@@ -223,6 +227,25 @@ class StepSizes:
         """Whether each layer has its own arrays; else they go through a loop with a ring of residuals (layer_loop.py)."""
         return has_own_layers(self.config, self.capability)
 
+    @property
+    def layers_on_host(self) -> bool:
+        """Whether the layers' weights and gradient sums are in the host's memory (parallel/host_layers.py)."""
+        return self.parallel.offload_state == "all"
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of an element of the layers' gradient sums on the host: those of a single microbatch are not reduced on a
+        single rank, and stay in the compute dtype."""
+        return FLOAT32 if self.accumulates or self.zero >= 2 else self.itemsize
+
+    @property
+    def host_sums(self) -> float | None:
+        """Bytes of one layer's gradient sums while they are added to: those of a single microbatch are only written. None if
+        they are on the device."""
+        if not self.layers_on_host:
+            return None
+        return FLOAT32 * self.layer.master if self.accumulates else 0.0
+
     @cached_property
     def accumulates(self) -> bool:
         """Whether gradients are accumulated. XLA removes a scan over one microbatch."""
@@ -241,7 +264,7 @@ class StepSizes:
         """
         if self.itemsize == FLOAT32 and self.zero == 0:
             return 0
-        layers = self.layers.master if self.zero == 3 else self.layers.compute
+        layers = 0 if self.layers_on_host else self.layers.master if self.zero == 3 else self.layers.compute
         if self.pipelined:
             # ZeRO 3 gathers the vocabulary once per step and keeps it both as received and in the layout for matmuls.
             layouts = 2 if self.zero == 3 else 1
@@ -254,7 +277,7 @@ class StepSizes:
         """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
         transposes the stacks of query, key, value, gate and up weights before the loop, in the compute dtype (observed in one
         step compiled for H100s; not fitted). Weights gathered by layer are transposed by layer."""
-        if not self.model.multiplies_fp8 or self.zero == 3 or self.sends_once or self.has_own_layers:
+        if not self.model.multiplies_fp8 or self.zero == 3 or self.sends_once or self.has_own_layers or self.layers_on_host:
             return {}
         u, layers = self.units, self.config.chunk_layers * self.parallel.virtual_stages
         columns = (u["query"] + 2 * u["key"] + 2 * u["mlp"]) / self.tokens
@@ -270,7 +293,7 @@ class StepSizes:
     def gradients(self) -> dict[str, float]:
         """Float32 sums, to which each microbatch adds. A single one without ZeRO 2 leaves its layers' gradients in the compute
         dtype, where layers with arrays of their own free as many weights as they make gradients; or ZeRO 1 reduces them."""
-        layers = self.layers.master if self.zero >= 2 else self.layers.compute
+        layers = 0 if self.layers_on_host else self.layers.master if self.zero >= 2 else self.layers.compute
         shared = self.zero >= 2 and not self.pipelined
         vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
         if self.accumulates:

@@ -17,6 +17,7 @@ from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
 from jaxllm.parallel.embedding import look_up_over_ranks
+from jaxllm.parallel.host_layers import from_host
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
 from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
 from jaxllm.parallel.parameters import parameter_table
@@ -110,7 +111,13 @@ class ParallelContext:
     @property
     def access(self) -> WeightAccess:
         """To one layer's weights and gradients."""
-        return self.zero.access if self.zero else WeightAccess()
+        access = self.zero.access if self.zero else WeightAccess()
+        return from_host(access, self.layer_layouts) if self.layers_on_host else access
+
+    @property
+    def layers_on_host(self) -> bool:
+        """Whether the layers' weights and the sums of their gradients are in the host's memory."""
+        return self.config.parallel.offload_state == "all"
 
     @cached_property
     def has_own_layers(self) -> bool:
@@ -161,7 +168,10 @@ class ParallelContext:
         return self.by_zero_level(3, shard, full)
 
     def is_zero_sharded(self, name: str, level_from: int) -> bool:
-        """Whether gradients (level_from=2) or weights (3) of a top-level entry leave or enter a region as ZeRO's shards."""
+        """Whether gradients (level_from=2) or weights (3) of a top-level entry leave or enter a region as ZeRO's shards. On the
+        host they do: at level 3, or on the only rank (checks.check_all_on_host)."""
+        if self.layers_on_host and name == "layers":
+            return True
         return self.zero is not None and (self.zero.once or is_zero_sharded(name, self.config.parallel, level_from))
 
     def by_zero_level(self, level_from: int, sharded: Any, full: Any) -> Any:
@@ -169,7 +179,12 @@ class ParallelContext:
         return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in self.table}
 
     def pin(self, tree: Params, specs: Any, transform: SpecTransform) -> Params:
-        """`tree` constrained to `specs`, which `transform` extends to replicas."""
+        """`tree` constrained to `specs`, which `transform` extends to replicas. Layers on the host are left as they are."""
+        if self.layers_on_host:
+            tree, specs = dict(tree), dict(specs)
+            layers = {"layers": tree.pop("layers")}
+            specs.pop("layers")
+            return {**jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs))), **layers}
         return jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs)))
 
     @jax.named_scope("compute_copy")

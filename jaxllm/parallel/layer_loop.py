@@ -49,6 +49,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.config.remat_policy import Policy
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.host_layers import HostSums
+from jaxllm.parallel.ordering import after, hidden_token
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
@@ -102,9 +104,9 @@ class BackwardCarry(NamedTuple):
     kept: Tree
     """Its residuals, if some wait on the host; else None, and each turn reads its own."""
     pending: Tree
-    """Gradients of the last turn's layer, to be scattered; None where nothing is scattered."""
+    """Gradients of the last turn's layer, to be scattered or added on the host; None where each turn adds its own."""
     sums: Tree
-    """The rank's gradients so far."""
+    """The rank's gradients so far; HostSums where they are on the host."""
     squares: Any
     """What the tap took so far; None without a tap."""
 
@@ -216,7 +218,7 @@ class LayerLoop:
 
     def _backward_turn(self, layers, back: Pass, valid):
         first, last = back.chunk * self.length, self.length - 1
-        gather, scatter = self._access.gather, self._access.scatter
+        gather, on_host = self._access.gather, self._access.on_host
         shapes = self._weights_shape(layers)
         template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.block_context)[1], shapes, back.x_BSD)
 
@@ -225,15 +227,23 @@ class LayerLoop:
             at = first + (jnp.maximum(number - 1, 0) if gather else number)
             here, ahead = (weights, self._read(layers, at)) if gather else (self._read(layers, at), None)
             kept, kept_ahead = (read, None) if kept is None else (kept, read)
-            if scatter and pending is not None:
+            behind, due = first + jnp.minimum(number + 1, last), None
+            if pending is not None:
                 # The gradients of the layer after this one; in the first turn of a loop over all layers zeros.
-                sums = self._add(sums, first + jnp.minimum(number + 1, last), scatter(pending), valid)
+                due = self._access.scatter(pending) if self._access.scatter else pending
+                if not on_host:
+                    sums = self._add(sums, behind, due, valid)
             gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
-            if not scatter:
+            if on_host:
+                sums = self._add_on_host(sums, behind, due, hidden_token(dh_BSD))
+                if (token := self._access.token) and self._access.only_fetches:
+                    # XLA's scheduler would end the fetch before the matmuls of the weights' gradients, bare.
+                    ahead = after(ahead, token(gradients))
+            elif not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)
-            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if scatter else None, sums, squares)
+            return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, squares)
 
         return turn
 
@@ -243,7 +253,7 @@ class LayerLoop:
             weights = self._gathered(layers, back.chunk * self.length + last)
         kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
         pending = None
-        if self._access.scatter and not self._access.once:
+        if self._adds_behind and not self._access.once:
             pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes)
         return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
@@ -253,9 +263,25 @@ class LayerLoop:
 
     def _after_backward(self, chunk, carry: BackwardCarry, valid):
         sums, squares = carry.sums, carry.squares
-        if self._access.scatter:
-            sums = self._add(sums, chunk * self.length, self._access.scatter(carry.pending), valid)
+        if self._adds_behind:
+            at = chunk * self.length
+            due = self._access.scatter(carry.pending) if self._access.scatter else carry.pending
+            sums = self._add_on_host(sums, at, due) if self._access.on_host else self._add(sums, at, due, valid)
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
+
+    @property
+    def _adds_behind(self) -> bool:
+        """Whether a layer's gradients are added to the sums a turn later."""
+        return self._access.scatter is not None or self._access.on_host
+
+    @jax.named_scope("gradient_sums")
+    def _add_on_host(self, sums: HostSums, number, gradients: Tree, *tokens: jax.Array) -> HostSums:
+        """`sums` with a layer's gradients added, once all its sums are read and these tokens are there. Otherwise XLA's
+        scheduler reads one array after the other, each just before it is written, bare."""
+        row, token = sums.read(number), self._access.token
+        assert token is not None, "it is there where sums are on the host"
+        tokens = (*tokens, *([] if row is None else [token(row)]))
+        return sums.add(number, row, after(gradients, *tokens) if tokens else gradients)
 
     @jax.named_scope("gradient_sums")
     def _add(self, sums: Tree, number, gradients: Tree, valid) -> Tree:
@@ -300,6 +326,7 @@ class LayerLoop:
             layers, sums, block_context, ring, last = saved
             back = Pass(0, dh_BSD, block_context, 0)
             dh_BSD, sums, squares = behind.backward(layers, back, ring, sums, last)
+            sums = sums.complete() if behind._access.on_host else sums
             return None, Accumulators(sums, squares), dh_BSD, None
 
         stack.defvjp(stack_forward, stack_backward)

@@ -25,6 +25,7 @@ from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
+from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.ordering import after, hidden_token, weights_token
 from jaxllm.parallel.remat import remat
@@ -60,10 +61,11 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
         squares_MT: Any
         start = (first_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros((), jnp.float32))
         (gradients, loss), squares_MT = jax.lax.scan(microbatch, start, batch)
+        on_host = {"layers": gradients.pop("layers").rows} if ctx.layers_on_host else {}
         if ctx.zero is None:
             gradients = jax.tree.map(lambda g: g[None].astype(jnp.float32), gradients)
         parts = tap.parts(squares_MT, batch["mask"], ctx.loss_axes) if tap else None
-        return jax.lax.psum(loss, ctx.loss_axes), gradients, parts
+        return jax.lax.psum(loss, ctx.loss_axes), {**gradients, **on_host}, parts
 
     return region
 
@@ -102,7 +104,16 @@ def _loss_scale(ctx: ParallelContext, batch: Batch) -> jax.Array:
 
 def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
     """Zeros for the sums of a rank's gradients: of the weights' shapes, or of its shards of them. They are float32, but for
-    full layers with a single microbatch: nothing is added to their gradients, which stay as the matmuls make them."""
+    full layers with a single microbatch: nothing is added to their gradients, which stay as the matmuls make them. With
+    `layers_on_host` those of the layers are HostSums."""
+    if ctx.layers_on_host:
+        sums = jax.eval_shape(partial(_sums_on_device, ctx, microbatches=microbatches), weights)
+        rest = {name: tree for name, tree in sums.items() if name != "layers"}
+        return {**_zeros(rest, jnp.float32), "layers": HostSums.empty(sums["layers"], microbatches)}
+    return _sums_on_device(ctx, weights, microbatches)
+
+
+def _sums_on_device(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
     if ctx.zero is None:
         layers = jnp.float32 if microbatches > 1 else ctx.config.model.compute_dtype
         return {name: _zeros(tree, layers if name == "layers" else jnp.float32) for name, tree in weights.items()}

@@ -28,6 +28,15 @@ class WeightAccess:
     """Each layer is gathered and scattered once in a step: the forward pass keeps what it gathers for the backward pass."""
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
+    token: Callable[[Tree], jax.Array] | None = None
+    """Where layers are on the host, so that `gather` fetches and sums are HostSums (host_layers.py): arrays of one layer ->
+    their token (ordering.py)."""
+    only_fetches: bool = False
+    """`gather` fetches, and gathers nothing."""
+
+    @property
+    def on_host(self) -> bool:
+        return self.token is not None
 
 
 class Accumulators(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.types import MASTER_ON_HOST, OFFLOAD_STATES
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
@@ -35,6 +36,7 @@ COSTS = {
     "parallel.remat=selective": "recomputes norms and activation functions",
     "parallel.remat=full": "runs every layer's forward pass twice",
     "parallel.remat=offload": "sends activations to the host and back",
+    "parallel.offload_state=all": "sends weights and gradient sums over the host's link in every microbatch",
     "parallel.offload_state": "sends the optimizer's state over the host's link twice a step",
     "parallel.tensor": "sums activations over tensor ranks in every layer",
     "parallel.context": "sends keys and values between context ranks in every layer",
@@ -138,8 +140,8 @@ def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:
         yield [{"parallel.remat": remat}]
     for zero in range(max(p.zero, 1) + 1, 4):
         yield [{"parallel.zero": zero}]
-    offloads = ["none", "optimizer", "optimizer_and_master"]
-    yield [{"parallel.offload_state": what} for what in offloads[offloads.index(p.offload_state) + 1 :]]
+    more_on_host = OFFLOAD_STATES[OFFLOAD_STATES.index(p.offload_state) + 1 :]
+    yield [{"parallel.offload_state": what} for what in more_on_host]
     for axis in ("tensor", "context", "pipe"):
         yield list(_more_of(config, axis))
 
@@ -165,7 +167,7 @@ def combinations(config: Config) -> Iterator[dict[str, Any]]:
     for mesh in _meshes(config, 1, None):
         yield {**without_zero, **mesh}
         yield {**keys, **mesh}
-    if config.parallel.offload_state != "optimizer_and_master":
+    if config.parallel.offload_state not in MASTER_ON_HOST:
         yield {**keys, **state_on_host}
         yield from ({**keys, **state_on_host, **mesh} for mesh in _meshes(config, 1, None))
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxllm.config import Config
+from jaxllm.config.checks import unlike_all_on_host
+from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
@@ -284,9 +286,10 @@ def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
 
 def _changes(config: Config, gpus: int, fits: Callable[..., bool]) -> Iterator[str]:
     """Changes that help. The first costs only time, so if it is enough there is no second."""
-    states = ("none", "optimizer", "optimizer_and_master")
-    for state in states[states.index(config.parallel.offload_state) + 1 :]:
+    for state in OFFLOAD_STATES[OFFLOAD_STATES.index(config.parallel.offload_state) + 1 :]:
         parallel = config.parallel.model_copy(update={"offload_state": state})
+        if unlike_all_on_host(config.model, parallel.model_copy(update={"pipe": 1}), config.log):
+            continue
         if fits(config.model_copy(update={"parallel": parallel})):
             yield f"parallel.offload_state={state}"
             return

@@ -139,6 +139,8 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
         return BEYOND_HOST
     if not all_have_layers(model.num_layers, mesh.pipe):
         return f"{model.num_layers} layers leave a stage of pipe without one"
+    if config.parallel.offload_state == "all" and mesh.pipe > 1:
+        return "offload_state=all knows no pipeline"
     if (G := config.train.global_batch_sequences) % mesh.data:
         return f"global_batch_sequences={G} does not divide over data"
     if uneven := [batch for batch in config.batches if batch % mesh.data]:
@@ -165,6 +167,8 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     microbatches = divisors(math.gcd(*shares))
     if "zero" in keep:
         zeros = (parallel.zero,)
+    if parallel.offload_state == "all" and mesh.data * mesh.context > 1:
+        zeros = tuple(zero for zero in zeros if zero == 3)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):

@@ -131,6 +131,10 @@ OFFLOAD_GPU_OPTIONS = {
     # A block has up to nine tensors to fetch from the host; by default each waits for the previous one, at the top of the loop.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
+ALL_ON_HOST_GPU_OPTIONS = {
+    # Its nine weights and their sums are fetched too, and nine sums written. With 16, weights wait for sums.
+    "xla_gpu_experimental_parallel_async_compute_limit": 48,
+}
 NO_REMAT_GPU_OPTIONS = {
     # Percent of XLA's limit, itself 80% of the GPU's memory, beyond which XLA rematerialises; by default 95. So every step that
     # fills more than 76% of the card would repeat matmuls: 8B's layers on an H100, 97% of what a step may take, 1,449 TFLOP a
@@ -204,6 +208,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     options: dict[str, Any] = _collective_options(config)
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
+    options = options | (ALL_ON_HOST_GPU_OPTIONS if config.parallel.offload_state == "all" else {})
     if offloads or config.parallel.offload_state != "none" or _may_fit(config, device, capacity_bytes):
         options = options | NO_REMAT_GPU_OPTIONS
     if has_own_layers(config, compute_capability(device)) and adds_in_matmuls(config.model):

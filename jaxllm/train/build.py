@@ -12,15 +12,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import Config
+from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
-from jaxllm.train.offload import loading_params, streamed_update
+from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Metrics, Observe, make_train_step, make_update
+from jaxllm.train.step import Clipping, Metrics, Observe, make_train_step, make_update
 
 State = TrainState | diloco.DilocoState
 """The training state: a DilocoState with train.diloco_steps, else a TrainState."""
@@ -59,6 +60,8 @@ class Training:
 
 def build_training(config: Config, mesh: Mesh) -> Training:
     """The parts for a resolved config. Raises ConfigError if a parameter does not fit the mesh."""
+    offload = what_to_offload(config, mesh)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
     functions = parallelize(config, mesh)
     optimizer = make_optimizer(config, functions.table)
 
@@ -67,7 +70,6 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         recent = Recent.empty() if config.train.skip_spikes else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
 
-    offload = what_to_offload(config, mesh)
     shardings = state_shardings(functions, optimizer, mesh, offload)
     if config.train.skip_spikes:
         shardings = dataclasses.replace(shardings, recent=Recent(replicated(mesh), replicated(mesh)))
@@ -75,7 +77,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         update = make_update(optimizer)
     else:
         update = streamed_update(config, functions.table, shardings, mesh)
-    if offload == "optimizer_and_master":
+    if offload in MASTER_ON_HOST:
         functions = loading_params(config, functions, mesh)
     is_diloco, replicas = config.train.diloco_steps is not None, config.parallel.replica
 
@@ -88,6 +90,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
             each=diloco.vmap_over_replicas(replicas) if is_diloco else lambda apply: apply,
             should_apply=_skip_policy(config),
             observe=_observer(config, functions.table),
+            clipping=streamed_clipping(functions, mesh) if offload == "all" else Clipping(),
         )
         return diloco.inner_step(step) if is_diloco else step
 

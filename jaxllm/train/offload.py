@@ -1,4 +1,6 @@
-"""Optimizer state in host memory: AdamW's moments, and optionally the fp32 master weights, stay there between steps.
+"""Optimizer state in host memory: AdamW's moments, and optionally the fp32 master weights, stay there between steps. With
+parallel.offload_state=all so do the layers' weights in the compute dtype and their gradients within a step
+(parallel/host_layers.py).
 
 The update loads one piece at a time (a layer, or a part of the embedding or the head), so that the device never holds more
 than a few. A loop reads from the arrays on the host and writes back into them. Within a piece XLA reads one parameter while it
@@ -13,18 +15,21 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
+from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.parallel.types import Parallelized
+from jaxllm.private_jax import empty_on_host
 from jaxllm.sharding import Parameter, stack_dims
-from jaxllm.train.optimizer import make_optimizer
+from jaxllm.train.optimizer import clip_scale, make_optimizer
 from jaxllm.train.state import TrainState
-from jaxllm.train.step import Update, make_update
+from jaxllm.train.step import Clipping, Update, make_update
 
 PIECE_BYTES = 64 * 2**20
 """Maximum size of a piece of the embedding or head: 1.2 ms on a PCIe 5 link, far above the start-up cost of a copy."""
@@ -41,19 +46,22 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
       shardings: shardings of the state.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    params_on_host = config.parallel.offload_state == "optimizer_and_master"
+    params_on_host, all_on_host = (config.parallel.offload_state in states for states in (MASTER_ON_HOST, ("all",)))
 
-    def update(gradients: Tree, opt_state: Tree, params: Tree, rate: jax.Array, apply_update: jax.Array) -> tuple[Tree, Tree]:
+    def update(gradients: Any, opt_state: Tree, params: Tree, rate: jax.Array, apply_update: jax.Array) -> tuple[Tree, Tree]:
         structure = StateStructure.of(opt_state, table)
         moments, counters = structure.take_apart(opt_state)
         moment_specs, counter_specs = structure.take_apart(specs.opt_state)
+        gradients, scale = gradients if all_on_host else (gradients, None)
         parts = {}
         for name, part in table.items():
+            places = Places(params_on_host, all_on_host and name == "layers")
             state_specs = (specs.params[name], [tree[name] for tree in moment_specs], counter_specs)
-            run = partial(_update_part, make_update(make_optimizer(config, part)), structure, part, params_on_host)
-            in_specs = (specs.params[name], *state_specs, PartitionSpec(), PartitionSpec())
+            run = partial(_update_part, make_update(make_optimizer(config, part)), structure, part, places)
+            in_specs = (specs.params[name], *state_specs, PartitionSpec(), PartitionSpec(), PartitionSpec())
             mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=state_specs, check_vma=False)
-            parts[name] = mapped(gradients[name], params[name], [tree[name] for tree in moments], counters, rate, apply_update)
+            held = gradients[name], params[name], [tree[name] for tree in moments], counters
+            parts[name] = mapped(*held, scale, rate, apply_update)
         new_moments = [{name: new[i] for name, (_, new, _) in parts.items()} for i in range(len(moments))]
         # Each part has counted the step.
         *_, (_, _, new_counters) = parts.values()
@@ -62,14 +70,42 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
     return update
 
 
+class Scaled(NamedTuple):
+    """Gradients that the update multiplies by `scale`, a piece at a time."""
+
+    gradients: Tree
+    scale: jax.Array | None
+    """None: 1."""
+
+
+def streamed_clipping(functions: Parallelized, mesh: Mesh) -> Clipping:
+    """How gradients are clipped whose layers are on the host: their squares are summed, and later they are scaled, a layer at
+    a time."""
+    part = functions.table["layers"]
+    specs = jax.tree.map(lambda sharding: sharding.spec, functions.master_shardings["layers"])
+    run = partial(_squares, part, specs)
+    squares = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+
+    def norm(gradients: Tree) -> jax.Array:
+        rest = {name: tree for name, tree in gradients.items() if name != "layers"}
+        return jnp.sqrt(jnp.square(optax.global_norm(rest)) + squares(gradients["layers"]))
+
+    def clip(gradients: Tree, norm: jax.Array, limit: float | None) -> Scaled:
+        return Scaled(gradients, None if limit is None else clip_scale(norm, limit))
+
+    return Clipping(norm, clip)
+
+
 def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Parallelized:
-    """Wraps the functions for master weights on the host. The device gets a copy in the compute dtype."""
+    """Wraps the functions for master weights on the host. The device gets a copy in the compute dtype; with
+    parallel.offload_state=all that of the layers stays on the host."""
     specs = jax.tree.map(lambda sharding: sharding.spec, functions.master_shardings)
 
     def load(params: Tree) -> Tree:
         loaded = {}
         for name, part in functions.table.items():
-            run = partial(_cast_part, config.model.compute_dtype, part)
+            on_host = config.parallel.offload_state == "all" and name == "layers"
+            run = partial(_cast_part_on_host if on_host else _cast_part, config.model.compute_dtype, part)
             mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs[name],), out_specs=specs[name], check_vma=False)
             loaded[name] = mapped(params[name])
         return loaded
@@ -109,11 +145,18 @@ class StateStructure:
         return self.structure.unflatten([next(in_turn if is_tree else beside) for is_tree in self.is_tree])
 
 
+class Places(NamedTuple):
+    """Whether the arrays of a part are on the host, where its moments always are."""
+
+    params: bool
+    gradients: bool
+
+
 # ------------------------------------------------------------------------------------------- one part, on a rank's own share
 
 
 def _update_part(
-    update: Update, structure: StateStructure, part, params_on_host: bool, gradients, params, moments, counters, *how
+    update: Update, structure: StateStructure, part, places: Places, gradients, params, moments, counters, scale, *how
 ):
     """Updates one top-level entry of the parameters, piece by piece: (params, moments, counters)."""
     count = _pieces(part, params)
@@ -125,9 +168,12 @@ def _update_part(
         at = partial(_read, number)
         # Not the carry's counters, because all pieces belong to the same step.
         state = structure.assemble(at(moments, True), counters)
-        new_params, state = update(at(gradients, False), state, at(params, params_on_host), *how)
+        # Those of a single microbatch may be in the compute dtype.
+        piece = jax.tree.map(lambda g: g.astype(jnp.float32), at(gradients, places.gradients))
+        piece = piece if scale is None else jax.tree.map(lambda g: g * scale, piece)
+        new_params, state = update(piece, state, at(params, places.params), *how)
         new_moments, new_counters = structure.take_apart(state)
-        params = _write(number, params, new_params, params_on_host)
+        params = _write(number, params, new_params, places.params)
         return (params, _write(number, moments, new_moments, True)), new_counters
 
     carry, new_counters = jax.lax.scan(body, (params, moments), jnp.arange(count))
@@ -141,6 +187,38 @@ def _cast_part(dtype: str, part: Tree, params: Tree) -> Tree:
     body = lambda _, number: (None, jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True)))  # noqa: E731
     _, loaded = jax.lax.scan(body, None, jnp.arange(count))
     return jax.tree.map(lambda x, like: x.reshape(like.shape), loaded, params)
+
+
+def _cast_part_on_host(dtype: str, part: Tree, params: Tree) -> Tree:
+    """The same, back to the host."""
+    count = _pieces(part, params)
+    pieces = _cut(part, count, params)
+
+    def body(copy, number):
+        cast = jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True))
+        return _write(number, copy, cast, True), None
+
+    copy, _ = jax.lax.scan(body, jax.tree.map(lambda x: empty_on_host(x.shape, dtype), pieces), jnp.arange(count))
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), copy, params)
+
+
+def _squares(part: Tree, specs: Tree, gradients: Tree) -> jax.Array:
+    """The sum of squares of all ranks' gradients of the layers, which are on the host; each element counts once."""
+    count = _pieces(part, gradients)
+    pieces = _cut(part, count, gradients)
+
+    def body(sums, number):
+        add = lambda total, g: total + jnp.sum(jnp.square(g.astype(jnp.float32)))  # noqa: E731
+        return jax.tree.map(add, sums, _read(number, pieces, True)), None
+
+    sums, _ = jax.lax.scan(body, jax.tree.map(lambda _: jnp.zeros((), jnp.float32), pieces), jnp.arange(count))
+    of_ranks = jax.tree.map(lambda total, spec: jax.lax.psum(total, _axes(spec)), sums, specs)
+    return jnp.stack(jax.tree.leaves(of_ranks)).sum()
+
+
+def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Mesh axes that shard an array."""
+    return tuple(axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,)))
 
 
 def _pieces(part: Tree, params: Tree) -> int:

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.config import Config
+from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import HOST, replicated
 from jaxllm.parallel.types import Parallelized
 
@@ -55,7 +56,7 @@ def state_shardings(
     )
     # A tree of shardings, with the sharding of the step in its place.
     step: Any = replicated(mesh)
-    return TrainState(step, jax.tree.map(host, params) if offload == "optimizer_and_master" else params, moments)
+    return TrainState(step, jax.tree.map(host, params) if offload in MASTER_ON_HOST else params, moments)
 
 
 def what_to_offload(config: Config, mesh: Mesh) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,15 @@ Update = Callable[[Any, Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
 """(gradients, optimizer state, params, learning rate, whether to apply the update) -> (params, optimizer state)"""
 Observe = Callable[[Any], Metrics]
 """gradients before clipping -> metrics"""
+
+
+class Clipping(NamedTuple):
+    """How the norm of all gradients is found and limited."""
+
+    norm: Callable[[Any], jax.Array] = optax.global_norm
+    """gradients -> their global norm"""
+    clip: Callable[[Any, jax.Array, float | None], Any] = clip_by_norm
+    """(gradients, norm, limit) -> what the update takes as gradients"""
 
 
 def make_update(optimizer: optax.GradientTransformation) -> Update:
@@ -44,6 +53,7 @@ def make_train_step(
     each: Callable[[Callable], Callable] = lambda apply: apply,
     should_apply: SkipPolicy = skip_not_finite,
     observe: Observe = lambda gradients: {},
+    clipping: Clipping = Clipping(),
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """(state, batch) -> (state, metrics), a pure function to be jitted with the state donated. If `should_apply` rejects the
     step (not finite, or a spike), parameters and optimizer state are unchanged; only the step counter advances.
@@ -57,10 +67,10 @@ def make_train_step(
         state: TrainState, loss: jax.Array, gradients: Any, parts: NoiseParts | None = None
     ) -> tuple[TrainState, Metrics]:
         with jax.named_scope("optimizer"):
-            grad_norm = optax.global_norm(gradients)
+            grad_norm = clipping.norm(gradients)
             apply_update, recent, verdict = should_apply(state.recent, loss, grad_norm)
             observed = observe(gradients) | ({} if parts is None else estimates(parts, grad_norm))
-            gradients = clip_by_norm(gradients, grad_norm, clip_norm)
+            gradients = clipping.clip(gradients, grad_norm, clip_norm)
             rate = learning_rate(state.step)
             params, opt_state = update(gradients, state.opt_state, state.params, rate, apply_update)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate), **verdict, **observed}

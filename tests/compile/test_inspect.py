@@ -84,6 +84,22 @@ def test_the_state_on_the_host_is_billed():
     assert json.loads(json.dumps(report.to_json()))["state_offload"]["what"] == "optimizer_and_master"
 
 
+def test_all_on_the_host_is_billed_by_microbatch():
+    """Each takes weights twice, sums in and out; the step casts the layers, and reads their gradients twice."""
+    on_host = ("parallel.data=8", "parallel.zero=3", "parallel.offload_state=all")
+
+    def state(microbatches, *more):
+        batch = (f"train.global_batch_sequences={8 * microbatches}", "train.microbatch_sequences=1")
+        return inspect_config(published("llama-3.1-8b", *on_host, *batch, *more)).state_offload
+
+    one, two, three = map(state, (1, 2, 3))
+    sums = three.to_host - two.to_host
+    assert three.to_device - two.to_device == sums + 2 * (sums // 2)
+    assert two.to_device - one.to_device == 2 * sums + 2 * (sums // 2)
+    held = inspect_config(published("llama-3.1-8b", *on_host)).bytes_per_device
+    assert one.host == held.master * 3 + sums + sums // 2
+
+
 # ----------------------------------------------------------------------------------------------------------------- bytes
 
 

@@ -51,6 +51,16 @@ REFUSALS = {
     ): "train.sequence_length=100 does not divide in two chunks over parallel.context=8 and each part over parallel.tensor=1: "
     "set train.sequence_length=96 or 112.",
     ("train.sequence_length=5", "parallel.context=4", "parallel.tensor=4"): "set train.sequence_length=16.",
+    (
+        "parallel.offload_state=all",
+        "parallel.data=4",
+    ): "and with parallel.zero=1 ranks have whole layers: set parallel.zero=3, or offload_state=optimizer_and_master.",
+    ("parallel.offload_state=all", "parallel.context=2", "parallel.zero=2"): "with parallel.zero=2 ranks have whole layers",
+    ("parallel.offload_state=all", "parallel.pipe=2"): "which parallel.pipe=2 does not allow: change that, or set offload",
+    ("parallel.offload_state=all", "parallel.replica=2"): "which parallel.replica=2 does not allow",
+    ("parallel.offload_state=all", "model.scan_layers=false"): "which model.scan_layers=false does not allow",
+    ("parallel.offload_state=all", "log.noise_scale_every=1"): "which log.noise_scale_every=1 does not allow",
+    ("parallel.offload_state=all", "log.layer_norms_every=1"): "which log.layer_norms_every=1 does not allow",
     ("parallel.data=3",): "train.global_batch_sequences=16 does not divide into parallel.data=3 ranks: use 15 or 18",
     (
         "parallel.data=4",

@@ -127,6 +127,24 @@ def test_offloaded_state_moves_to_the_host():
     assert kept.host_bytes == 0
 
 
+def test_with_all_on_the_host_no_more_layers_wait_on_the_device():
+    """Twice the layers need as much on the device but for their activations, and twice as much on the host."""
+
+    def estimated(layers, microbatches, what="all"):
+        parallel = {"data": 4, "zero": 3, "remat": "full", "offload_state": what}
+        train = {"global_batch_sequences": 4 * microbatches, "microbatch_sequences": 1}
+        cfg = config(model={**MODEL, "num_layers": layers}, parallel=parallel, train=train)
+        return estimate_memory(cfg), Step(cfg)
+
+    (few, step), (many, _) = estimated(8, 2), estimated(16, 2)
+    kept = many.peak_stage.terms_bytes["activations.block_input"] - few.peak_stage.terms_bytes["activations.block_input"]
+    assert many.peak_bytes - few.peak_bytes == kept
+    of_layers = 12 + 4 + 2
+    assert many.host_bytes - few.host_bytes == of_layers * step.layers.master
+    assert few.host_bytes == of_layers * step.layers.master + 12 * (step.all.master - step.layers.master)
+    assert few.peak_bytes < estimated(8, 2, "optimizer_and_master")[0].peak_bytes
+
+
 def test_memory_is_flat_in_microbatches_but_for_gpipe_and_the_batch_itself():
     def without_batch(schedule, microbatches):
         parallel = {"pipe": 4, "data": 2, "schedule": schedule}

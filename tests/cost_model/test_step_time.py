@@ -57,7 +57,8 @@ def some_configs() -> list[Config]:
         train = {"microbatch_sequences": choose([1, 2])}
         attention = {"name": "llama-3.2-1b", "attention": choose(["auto", "xla"])}
         drawn.append(configured(pipe * tensor * context * data, model=attention, train=train, **parallel))
-    return drawn
+    all_on_host = {"tensor": 2, "zero": 3, "offload_state": "all"}
+    return [*drawn, *(configured(4, remat=remat, **all_on_host) for remat in ("full", "offload"))]
 
 
 CONFIGS = some_configs()

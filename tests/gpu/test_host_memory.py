@@ -46,7 +46,7 @@ def test_gradients_with_activations_on_the_host_are_those_without(tiny_config, r
     assert_close(jax.device_get(gradients), jax.device_get(expected), 1e-5)
 
 
-@pytest.mark.parametrize("what", ["optimizer", "optimizer_and_master"])
+@pytest.mark.parametrize("what", ["optimizer", "optimizer_and_master", "all"])
 def test_losses_with_the_state_on_the_host_are_those_without(tiny_config, what):
     ours = run(tiny_config, f"parallel.offload_state={what}")
     moments = [x for x in jax.tree.leaves(ours.state.opt_state) if x.ndim]

@@ -435,6 +435,15 @@ def test_more_gpus_are_advised_where_they_do():
         _ = plan.best
 
 
+def test_with_all_on_the_host_there_is_no_pipeline_and_only_zero_3():
+    """A single rank has one level."""
+    config = small("parallel.offload_state=all")
+    plan = find(config, room_for(least_bytes(config, 4)), 4)
+    found = {(one.config.parallel.pipe, one.config.parallel.zero, one.config.parallel.tensor) for one in plan.candidates}
+    assert {pipe for pipe, _, _ in found} == {1}
+    assert {zero for _, zero, tensor in found if tensor < 4} <= {3}
+
+
 def test_offloading_the_state_is_advised_first():
     def with_offload(config):
         kept = {"none": 1.0, "optimizer": 0.6, "optimizer_and_master": 0.4}[config.parallel.offload_state]

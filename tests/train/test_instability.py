@@ -31,6 +31,7 @@ MESHES = {
         *("parallel.data=4", "parallel.zero=2", "model.tie_embeddings=false"),
     ),
     "offload": ("parallel.data=8", "parallel.offload_state=optimizer"),
+    "all on the host": ("parallel.data=4", "parallel.tensor=2", "parallel.zero=3", "parallel.offload_state=all"),
 }
 MARKS = {"zero 1": (), "pipeline": (), "interleaved": pytest.mark.nightly}
 CASES = [pytest.param(mesh, marks=MARKS.get(mesh, pytest.mark.slow)) for mesh in MESHES]

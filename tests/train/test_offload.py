@@ -9,7 +9,9 @@ from meshes import Run
 import jaxllm
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.report_warnings import warnings
 from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.mesh import HOST, make_mesh
 from jaxllm.train import offload
 from jaxllm.train.build import build_training
@@ -20,11 +22,14 @@ from jaxllm.train.step import make_update
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 OFFLOADS = ("optimizer", "optimizer_and_master")
+ALL_ON_HOST = ("one device", "zero 3, context", "zero 3, tensor")
+"""Meshes that parallel.offload_state=all knows."""
 MESHES = {
     "one device": (),
     "zero 0": ("parallel.data=2", "parallel.zero=0"),
     "zero 1, tensor": ("parallel.data=2", "parallel.tensor=2", "parallel.zero=1", "model.tie_embeddings=true"),
     "zero 2, context": ("parallel.data=2", "parallel.context=2", "parallel.zero=2"),
+    "zero 3, context": ("parallel.data=2", "parallel.context=2", "parallel.zero=3", "parallel.remat=offload"),
     "zero 3, tensor": ("parallel.data=2", "parallel.tensor=2", "parallel.zero=3", "model.vocab_size=257"),
 }
 
@@ -58,6 +63,9 @@ def after_three_steps(config):
     with jax.set_mesh(run.mesh):
         for seed in range(3):
             loss, gradients = gradient(params, run.place(batch(seed)))
+            if config.parallel.offload_state == "all":
+                assert kinds(gradients["layers"]) == {HOST}
+                gradients = offload.Scaled(gradients, None)
             params, opt_state = update(gradients, opt_state, params, jnp.float32(1e-3), jnp.bool_(True))
             losses.append(float(loss))
         total, _ = jax.jit(run.functions.loss_sum)(params, run.place(batch(2)))
@@ -79,11 +87,32 @@ def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
     if "parallel.data=2" not in common:
         common = (*common, "train.microbatch_sequences=4", "parallel.data=1")
     plain = after_three_steps(tiny_config(*common))
-    for where in OFFLOADS:
+    for where in (*OFFLOADS, "all") if mesh in ALL_ON_HOST else OFFLOADS:
         moved = after_three_steps(tiny_config(*common, f"parallel.offload_state={where}"))
         jax.tree.map(np.testing.assert_array_equal, moved, plain)
         assert kinds(moved[1]) == {HOST}
-        assert kinds(moved[0]) == ({HOST} if where == "optimizer_and_master" else {"device"})
+        assert kinds(moved[0]) == ({"device"} if where == "optimizer" else {HOST})
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_gradients_on_the_host_have_the_norm_of_those_on_the_device(tiny_config, rows):
+    """Steps with two microbatches and with one, clipped far below their norm."""
+    common = ("parallel.data=1", f"train.microbatch_sequences={rows}", "optimizer.clip_norm=0.01", "train.seed=1")
+
+    def steps(where):
+        run = Run(tiny_config(*common, "data.mask_documents=false", f"parallel.offload_state={where}"), batch)
+        step, state, norms = jax.jit(run.step, donate_argnums=0), run.state, []
+        reshaped = lambda seed: {name: x.reshape(8 // rows, rows, -1) for name, x in batch(seed).items()}  # noqa: E731
+        with jax.set_mesh(run.mesh):
+            for seed in range(3):
+                state, metrics = step(state, run.place(reshaped(seed)))
+                norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        return norms, jax.device_get(state.params)
+
+    (norms, params), (expected_norms, expected) = steps("all"), steps("none")
+    assert min(norm for _, norm in norms) > 0.1
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
 
 
 @pytest.mark.parametrize("before", ["none", *OFFLOADS])
@@ -106,9 +135,10 @@ def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), trainer.state, whole.state)
 
 
-def test_an_offloaded_model_can_be_used(tiny_config):
+@pytest.mark.parametrize("what", ["optimizer_and_master", "all"])
+def test_an_offloaded_model_can_be_used(tiny_config, what):
     """Evaluation and load_model read weights that are in host memory."""
-    trainer = jaxllm.Trainer(tiny_config("parallel.data=8", "parallel.offload_state=optimizer_and_master"))
+    trainer = jaxllm.Trainer(tiny_config("parallel.data=8", "parallel.zero=3", f"parallel.offload_state={what}"))
     plain = jaxllm.Trainer(tiny_config("parallel.data=8"))
     assert trainer.evaluate(2).loss == plain.evaluate(2).loss
     tokens = jnp.ones((1, 8), jnp.int32)
@@ -167,6 +197,31 @@ def test_the_device_holds_no_more_than_pieces(tiny_config, capfd):
         assert memory.temp_size_in_bytes - plain.temp_size_in_bytes < 8 * parameters / 8
         assert "S(5)" in text
     assert "host compute" not in capfd.readouterr().err
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_on_the_host_leaves_a_few_layers_on_the_device(tiny_config, ranks):
+    """By XLA's figures: the host has state, weights and sums once, and computes nothing; and eight layers more need no more on
+    the device but their inputs."""
+
+    def compiled(layers):
+        batch = ("train.global_batch_sequences=8", f"train.microbatch_sequences={4 // ranks}", "parallel.zero=3")
+        more = (*SIZES, *SMALL_BATCH, *batch, f"model.num_layers={layers}", "parallel.offload_state=all")
+        config = tiny_config(*more, "data.mask_documents=false", "model.tie_embeddings=true").resolve(ranks)
+        program = compile_step(config, gpu_devices(1, ranks))
+        text, memory = program.as_text(), program.memory_analysis()
+        assert not list(warnings(config, (), text, None, None))
+        assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes
+        assert memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes == pytest.approx(
+            estimate_memory(config).host_bytes, rel=1e-3
+        )
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    few, many = compiled(8), compiled(16)
+    inputs = 8 * 2 * 4 // ranks * 128 * 512
+    assert 0 < many - few < 1.1 * inputs
 
 
 @needs_gpu_compiler
