@@ -145,27 +145,10 @@ def _moved(instruction: Instruction, types: Mapping[str, str]) -> tuple[int, int
 
 def _moved_by_fusion(instruction: Instruction, fused: Sequence[Instruction], types: Mapping[str, str]) -> tuple[int, int]:
     by_name = {i.name: i for i in fused}
-    users: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
-    for user in fused:
-        for place, name in enumerate(operands(user)):
-            users[name].append((user, place))
+    used = _used_shares(fused)
 
-    def uses(name: str) -> Iterator[tuple[Instruction, int]]:
-        for user, place in users[name]:
-            if user.op == "bitcast":
-                yield from uses(user.name)
-            else:
-                yield user, place
-
-    def read(parameter: Instruction) -> int:
-        full = bytes_of(parameter.result)
-        total = 0
-        for user, place in uses(parameter.name):
-            if user.op in ("dynamic-slice", "slice", "gather") and place == 0:
-                total += bytes_of(user.result)
-            elif user.op not in ("dynamic-update-slice", "scatter") or place > 0:
-                return full
-        return min(full, total)
+    def read(parameter: Instruction) -> float:
+        return bytes_of(parameter.result) * min(1.0, used[parameter.name])
 
     def behind_bitcasts(i: Instruction) -> Instruction:
         while i.op == "bitcast":
@@ -190,4 +173,20 @@ def _moved_by_fusion(instruction: Instruction, fused: Sequence[Instruction], typ
     outputs = [by_name[name] for name in operands(root)] if root.op == "tuple" else [root]
     parameters = [i for i in fused if i.op == "parameter"]
     outputs = [output for output in outputs if not (output.op == "get-tuple-element" and output.result.startswith(_WORKSPACES))]
-    return sum(map(read, parameters)), sum(map(written, outputs))
+    return round(sum(map(read, parameters))), sum(map(written, outputs))
+
+
+def _used_shares(fused: Sequence[Instruction]) -> dict[str, float]:
+    """The share of each value's elements that a fusion reads or computes: those that its result needs."""
+    sizes = {i.name: bytes_of(i.result) for i in fused}
+    used: dict[str, float] = defaultdict(float)
+    for user in reversed(fused):
+        own = 1.0 if user.text.lstrip().startswith("ROOT ") else min(1.0, used[user.name])
+        for place, name in enumerate(operands(user)):
+            share = own
+            if place == 0 and user.op in ("dynamic-slice", "slice", "gather"):
+                share *= sizes[user.name] / sizes[name]
+            elif place == 0 and user.op in ("dynamic-update-slice", "scatter"):
+                share = 0.0
+            used[name] += share
+    return used

@@ -43,6 +43,11 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
         )
     if model.multiplies_fp8:
         _check_fp8(model, parallel.tensor)
+    if parallel.tensor_ring and parallel.tensor > 1:
+        unlike = {f"model.matmul_dtype={model.matmul_dtype}": model.multiplies_fp8}
+        unlike |= {"model.scan_layers=false": model.scan_layers is False}
+        if found := next((key for key, is_set in unlike.items() if is_set), None):
+            raise refuse(f"parallel.tensor_ring=true multiplies in chunks, which {found} does not: set tensor_ring=false.")
     # Each context rank has two chunks of a sequence (parallel/zigzag.py), and each tensor rank has a part of those.
     c = parallel.context
     unit = sequence_unit(c, parallel.tensor)

@@ -11,6 +11,11 @@ MOST_UNROLLED = 40
 """Layers that `model.scan_layers: null` unrolls on GPUs. XLA compiles 16 layers in 6 s, 32 in 17 s and 80 in 39 s, and a
 loop in 4 to 7 s (benchmarks/RESULTS.md, "Unrolled layers")."""
 
+RING_CHUNK_BYTES = 8 * 2**20
+"""Smallest chunk of a sequence that `parallel.tensor_ring: null` sends in a ring. Each takes a few more kernels and copies. By
+the kernel account of H100s a step of 1B, 8B and 70B is 2 to 8% faster with chunks of 8 MiB and more, as fast with 4 MiB, and
+slower with less (benchmarks/RESULTS.md, "Tensor ranks in a ring")."""
+
 
 def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums.
@@ -47,6 +52,25 @@ def sends_once(config: Config) -> bool:
     parallel = config.parallel
     ranks = int(parallel.data) * parallel.context
     return parallel.zero == 1 and parallel.pipe == 1 and ranks > 1 and config.num_microbatches == 1
+
+
+def rings_tensor(config: Config) -> bool:
+    """Whether tensor ranks of a resolved config send chunks of a sequence behind the matmuls of other chunks
+    (parallel/tensor_ring.py). `parallel.tensor_ring: null` does so for chunks of at least RING_CHUNK_BYTES, but not
+
+    - with FP8, whose scales are those of whole arrays;
+    - where layers with arrays of their own add gradients in their matmuls;
+    - with parallel.overlap_passes in a pipeline, where the other pass hides most of the transfers already: 8B over pipe 2 and
+      tensor 2 would take 1% longer by the kernel account.
+    """
+    model, parallel = config.model, config.parallel
+    if parallel.tensor == 1 or parallel.tensor_ring is not None:
+        return parallel.tensor > 1 and bool(parallel.tensor_ring)
+    if model.multiplies_fp8 or model.scan_layers is False or (parallel.pipe > 1 and parallel.overlap_passes):
+        return False
+    positions = config.train.sequence_length // (parallel.context * parallel.tensor)
+    itemsize = 2 if model.compute_dtype == "bfloat16" else 4
+    return itemsize * config.microbatch_sequences * positions * model.hidden_size >= RING_CHUNK_BYTES
 
 
 def adds_in_matmuls(model: ModelConfig) -> bool:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from jaxllm.config.errors import refuse
 from jaxllm.config.types import (
     AUTO,
+    PATHS_MEAN,
     BatchSchedule,
     Count,
     Decay,
@@ -161,6 +162,9 @@ class ParallelConfig(Section):
     overlap_passes: bool = False
     """A tick with a forward and a backward pass alternates their layers, so that the tensor-parallel collectives of one overlap
     with the matmuls of the other. It helps with tensor > 1, zero 0 or 1, schedule 1f1b or interleaved."""
+    tensor_ring: Switch | None = None
+    """Tensor ranks send a sequence in chunks, one behind the matmuls of another. null: chunks of 8 MiB and more, without FP8,
+    overlap_passes and scan_layers=false."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -186,12 +190,6 @@ class ParallelConfig(Section):
 
 
 SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron"]
-PATHS_MEAN = {
-    "files": "files or glob patterns",
-    "chat": "files of JSON lines or glob patterns",
-    "prepared": "folders",
-    "megatron": "files without their .bin or .idx",
-}
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:

@@ -115,3 +115,11 @@ def divisors(number: int) -> tuple[int, ...]:
 
 FP8_ROUNDING = "fp8_rounding"
 """Name scope of arrays that are scaled and rounded to FP8."""
+
+PATHS_MEAN = {
+    "files": "files or glob patterns",
+    "chat": "files of JSON lines or glob patterns",
+    "prepared": "folders",
+    "megatron": "files without their .bin or .idx",
+}
+"""What data.paths holds, by data.source."""

@@ -26,7 +26,7 @@ class MegatronStep(StepModel):
         self.policy, self.layers_on_host = policy_of("none"), False
         self.fuses_attention, self.context_method = True, "ring"
         self.key_gradient_itemsize = self.itemsize
-        self.sends_by_layer, self.paired_share = False, 0.0
+        self.sends_by_layer, self.paired_share, self.rings_tensor = False, 0.0, False
         # 1F1B waits for each message.
         self.bare_messages = 1.0
 

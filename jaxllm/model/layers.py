@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,21 @@ Matmul = Callable[[str, jax.Array, jax.Array], jax.Array]
 """(einsum spec, activations, weights) -> activations: a block's matmuls against weights."""
 
 
+class Ring(Protocol):
+    """Both matmuls of a half of a block with the transfers between tensor ranks in them (parallel/tensor_ring.py). If not
+    `in_order`, the positions inside the half may be in any order, the same in all of its arrays."""
+
+    def gather_matmul(
+        self, specs: tuple[str, ...], x_BSD: jax.Array, weights: tuple[jax.Array, ...], in_order: bool
+    ) -> tuple[jax.Array, ...]: ...
+
+    def matmul_scatter(self, spec: str, y: jax.Array, weight: jax.Array, in_order: bool) -> jax.Array: ...
+
+
+SHARDED_SEQUENCE, FULL_SEQUENCE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
+"""Dims of hidden states between the two halves of a block, and inside each half."""
+
+
 @dataclass(frozen=True)
 class Ops:
     """The functions that a forward pass is built with. They are chosen before it is traced."""
@@ -43,6 +59,23 @@ class Ops:
     matmul: Matmul = jnp.einsum
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up
     constrain: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, dims: x
+    ring: Ring | None = None
+    """None: XLA gathers and scatters the sequence as `constrain` asks, around `matmul`."""
+
+    def gather_matmul(
+        self, specs: tuple[str, ...], x_BSD: jax.Array, weights: tuple[jax.Array, ...], *, in_order: bool
+    ) -> tuple[jax.Array, ...]:
+        """The matmuls at the start of a half of a block: x, whose sequence is sharded, times each of the weights."""
+        if self.ring:
+            return self.ring.gather_matmul(specs, x_BSD, weights, in_order)
+        x_BSD = self.constrain(x_BSD, FULL_SEQUENCE)
+        return tuple(self.matmul(spec, x_BSD, w) for spec, w in zip(specs, weights, strict=True))
+
+    def matmul_scatter(self, spec: str, y: jax.Array, weight: jax.Array, *, in_order: bool) -> jax.Array:
+        """The matmul at the end of a half of a block. The result's sequence is sharded."""
+        if self.ring:
+            return self.ring.matmul_scatter(spec, y, weight, in_order)
+        return self.constrain(self.matmul(spec, y, weight), SHARDED_SEQUENCE)
 
 
 def parameter(
@@ -59,10 +92,6 @@ def parameter(
     if zero_rows:
         value = jnp.pad(value, [(0, zero_rows)] + [(0, 0)] * (value.ndim - 1))
     return nnx.Param(value, out_sharding=dims)
-
-
-SHARDED_SEQUENCE, FULL_SEQUENCE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
-"""Dims of hidden states between the two halves of a block, and inside each half."""
 
 
 class RMSNorm(nnx.Module):
@@ -138,15 +167,16 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
         dtype = x_BSD.dtype
-        q_BSNH = rotate(ops.matmul("BSD,DNH->BSNH", x_BSD, self.query[...].astype(dtype)), rotary)
-        k_BSKH = rotate(ops.matmul("BSD,DKH->BSKH", x_BSD, self.key[...].astype(dtype)), rotary)
-        v_BSKH = ops.matmul("BSD,DKH->BSKH", x_BSD, self.value[...].astype(dtype))
+        weights = tuple(w[...].astype(dtype) for w in (self.query, self.key, self.value))
+        specs = "BSD,DNH->BSNH", "BSD,DKH->BSKH", "BSD,DKH->BSKH"
+        q_BSNH, k_BSKH, v_BSKH = ops.gather_matmul(specs, x_BSD, weights, in_order=True)
+        q_BSNH, k_BSKH = rotate(q_BSNH, rotary), rotate(k_BSKH, rotary)
         q_BSNH, k_BSKH, v_BSKH = (
             checkpoint_name(x, name) for x, name in ((q_BSNH, "query"), (k_BSKH, "key"), (v_BSKH, "value"))
         )
         with jax.named_scope("attend"):
             o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
-        return ops.matmul("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype))
+        return ops.matmul_scatter("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype), in_order=True)
 
 
 class SwiGLU(nnx.Module):
@@ -162,18 +192,21 @@ class SwiGLU(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         dtype, wide = x_BSD.dtype, ("batch", "sequence", "mlp")
         # Without these constraints XLA shards the backward pass by sequence too, and gathers the weights over tensor for it.
+        weights = tuple(w[...].astype(dtype) for w in (self.gate, self.up))
+        outputs = ops.gather_matmul(("BSD,DF->BSF",) * 2, x_BSD, weights, in_order=False)
         gate_BSF, up_BSF = (
-            checkpoint_name(ops.constrain(ops.matmul("BSD,DF->BSF", x_BSD, w[...].astype(dtype)), wide), name)
-            for w, name in ((self.gate, "mlp_gate"), (self.up, "mlp_up"))
+            checkpoint_name(ops.constrain(x_BSF, wide), name)
+            for x_BSF, name in zip(outputs, ("mlp_gate", "mlp_up"), strict=True)
         )
-        return ops.matmul("BSF,FD->BSD", ops.constrain(jax.nn.silu(gate_BSF) * up_BSF, wide), self.down[...].astype(dtype))
+        product_BSF = ops.constrain(jax.nn.silu(gate_BSF) * up_BSF, wide)
+        return ops.matmul_scatter("BSF,FD->BSD", product_BSF, self.down[...].astype(dtype), in_order=False)
 
 
 class Block(nnx.Module):
     """h + attention(norm(h)), then h + mlp(norm(h)).
 
     Between the two halves, and between blocks, the sequence dim is sharded over the tensor axis. It is gathered before each
-    half, and the half's partial sums are reduce-scattered. The constraints below are all that sequence parallelism needs.
+    half, and the half's partial sums are reduce-scattered, in Ops.gather_matmul and matmul_scatter.
     """
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
@@ -183,13 +216,11 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(model, rngs=rngs)
 
     def __call__(self, h_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
-        split, full = SHARDED_SEQUENCE, FULL_SEQUENCE
-        x_BSD = ops.constrain(ops.constrain(self.attention_norm(h_BSD), split), full)
-        update_BSD = ops.constrain(self.attention(x_BSD, rotary, segments_BS, ops), split)
+        x_BSD = ops.constrain(self.attention_norm(h_BSD), SHARDED_SEQUENCE)
+        update_BSD = self.attention(x_BSD, rotary, segments_BS, ops)
         with jax.named_scope("residual"):
             h_BSD = h_BSD + checkpoint_name(update_BSD, "attention_out")
-        x_BSD = ops.constrain(ops.constrain(self.mlp_norm(h_BSD), split), full)
-        update_BSD = ops.constrain(self.mlp(x_BSD, ops), split)
+        update_BSD = self.mlp(ops.constrain(self.mlp_norm(h_BSD), SHARDED_SEQUENCE), ops)
         with jax.named_scope("residual"):
             return h_BSD + update_BSD
 

@@ -12,15 +12,16 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
-from jaxllm.config.layer_stack import has_own_layers
+from jaxllm.config.layer_stack import has_own_layers, rings_tensor
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.host_layers import from_host
-from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
+from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, split_letters
 from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
 from jaxllm.parallel.parameters import parameter_table
+from jaxllm.parallel.tensor_ring import TensorRing
 from jaxllm.parallel.types import Params, WeightAccess
 from jaxllm.parallel.zero import Zero
 from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, unstack_layout, weight_rules
@@ -75,6 +76,7 @@ class ParallelContext:
             matmul=choose_matmul(model, sizes[TENSOR], device),
             look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]),
             constrain=constrainer(sizes),
+            ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings_tensor(config) else None,
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
         zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None

@@ -50,8 +50,12 @@ def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul
     if tensor == 1 and model.matmul_dtype == "fp8":
         return matmul_of(formula)
     # MXFP8's kernel, like attention's, compiles only where every axis is manual, even an axis of size 1.
-    # Letters of layers.py: heads, feed-forward width, and key-value heads where they divide.
-    return fp8_per_tensor_rank(formula, "NFK" if model.num_kv_heads % tensor == 0 else "NF")
+    return fp8_per_tensor_rank(formula, split_letters(model, tensor))
+
+
+def split_letters(model: ModelConfig, tensor: int) -> str:
+    """The letters (layers.py) of dims that are split over tensor: heads, feed-forward width, key-value heads if they divide."""
+    return "NFK" if model.num_kv_heads % tensor == 0 else "NF"
 
 
 def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:

@@ -30,7 +30,7 @@ import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.config.attention import HOPPER
-from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, sends_once
+from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
@@ -127,6 +127,10 @@ OWN_LAYERS_GPU_OPTIONS = {
     # H100 (JAX 0.10.2). Not in a loop over layers, where JAX 0.11's slice fusion computes some of cuBLAS's matmuls twice.
     "xla_gpu_enable_triton_gemm": False,
 }
+TENSOR_RING_GPU_OPTIONS = MORE_AT_ONCE | {
+    # XLA would make one matmul of those of a ring's chunks, which then hide nothing.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 OFFLOAD_GPU_OPTIONS = {
     # A block has up to nine tensors to fetch from the host; by default each waits for the previous one, at the top of the loop.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
@@ -206,6 +210,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     if device.platform == "cpu":
         return {}
     options: dict[str, Any] = _collective_options(config)
+    options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config) else {})
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     options = options | (ALL_ON_HOST_GPU_OPTIONS if config.parallel.offload_state == "all" else {})
