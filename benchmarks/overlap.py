@@ -61,6 +61,7 @@ STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "8b-pipe-tensor": (8, "llama-3.1-8b", PIPE_TENSOR),
     "8b-pipe-tensor-both": (8, "llama-3.1-8b", (*PIPE_TENSOR, BOTH)),
     "8b-pipe-context-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
+    "70b-layers-tensor": (8, "llama-3.1-70b", ("model.num_layers=8", "parallel.tensor=8")),
     "8b-zero3-64": (64, "llama-3.1-8b", ("parallel.zero=3",)),
     "70b-zero3-context": (64, "llama-3.1-70b", LONG_70B),
     "70b-4d": (64, "llama-3.1-70b", FOUR_AXES),
@@ -183,6 +184,8 @@ def main(arguments: Sequence[str]) -> int:
         found[name], _, taken_s, unknown_loops = compiled(configured(name))
         exposed_s[name] = None if unknown_loops else total(found[name]).exposed_s
         print(f"{name}: {taken_s:.0f} s", file=sys.stderr, flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps({name: [asdict(line) for line in lines] for name, lines in found.items()}, indent=1))
     if chosen.bounds:
         write_bounds(exposed_s)
     if chosen.check:
@@ -196,8 +199,6 @@ def main(arguments: Sequence[str]) -> int:
     print(text)
     if chosen.write:
         write_between(RESULTS, "overlap", text)
-    if chosen.json:
-        chosen.json.write_text(json.dumps({name: [asdict(line) for line in lines] for name, lines in found.items()}, indent=1))
     return 0
 
 

@@ -260,7 +260,8 @@ class Compiler:
         from jaxllm.compile.report import compile_report
 
         report = compile_report(config, Gpu(**self.gpu), self.gpus, self.gpus_per_host, cache=self.cache)
-        return Compiled(report.total_bytes, report.exposed_transfers_s)
+        # With a batch schedule the step of the largest batch is compiled, and the first one's is predicted.
+        return Compiled(report.total_bytes, None if config.train.batch_schedule else report.exposed_transfers_s)
 
 
 @contextmanager

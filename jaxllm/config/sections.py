@@ -163,8 +163,8 @@ class ParallelConfig(Section):
     """A tick with a forward and a backward pass alternates their layers, so that the tensor-parallel collectives of one overlap
     with the matmuls of the other. It helps with tensor > 1, zero 0 or 1, schedule 1f1b or interleaved."""
     tensor_ring: Switch | None = None
-    """Tensor ranks send a sequence in chunks, one behind the matmuls of another. null: chunks of 8 MiB and more, without FP8,
-    overlap_passes and scan_layers=false."""
+    """Tensor ranks send a sequence in chunks, one behind the matmuls of another. null: chunks of 8 MiB and more from Hopper on,
+    without FP8, overlap_passes, remat=none and scan_layers=false."""
 
     @model_validator(mode="after")
     def _check(self):

@@ -44,7 +44,7 @@ class StepModel(LayerCompute):
         self.context_method = context_method(config)
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
         self.layers_on_host = self.parallel.offload_state == "all"
-        self.rings_tensor = rings_tensor(config)
+        self.rings_tensor = rings_tensor(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
         self.sends_by_layer = (self.parallel.zero >= 2 or sends_once(config)) and self.data_group.size > 1

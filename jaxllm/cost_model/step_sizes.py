@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
-from jaxllm.config.layer_stack import has_own_layers, sends_once
+from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
@@ -110,7 +110,8 @@ class StepSizes:
         if not self.policy.everything:
             return self._scaled(self._held.kept)
         # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
-        # and the gathered sequence that enters the matmuls; queries, keys, values, attention's output; SwiGLU's products.
+        # and the sequence that enters the matmuls, gathered unless a ring gathers it again; queries, keys, values, attention's
+        # output; SwiGLU's products.
         u = self.units
         if self.has_own_layers:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
@@ -121,15 +122,16 @@ class StepSizes:
                 levels = halvings(self.causal_block_length)
                 of_attention["attention_halves"] = levels * (u["query"] / 2 + u["key"])
             return {**of_halves, **of_attention, "mlp_products": 3 * u["mlp"]}
+        input_bytes = u["split" if rings_tensor(self.config, self.capability) else "whole"]
         return {
             "block_input": 2 * FLOAT32 / self.itemsize * 3 * u["split"],
-            "attention_input": u["whole"],
+            "attention_input": input_bytes,
             "query": u["query"],
             "key": u["key"],
             "value": u["key"],
             "attention_output": u["query"],
             "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
-            "mlp_input": u["whole"],
+            "mlp_input": input_bytes,
             "mlp_products": 6 * u["mlp"],
         }
 

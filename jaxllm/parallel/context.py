@@ -71,12 +71,13 @@ class ParallelContext:
         rules = weight_rules(model, parallel)
         layouts = jax.tree.map(lambda p: layout(p, rules, parallel), table)
         attention, attend = choose_attention(config, device)
+        rings = rings_tensor(config, compute_capability(device))
         ops = Ops(
             attend=attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR]),
             matmul=choose_matmul(model, sizes[TENSOR], device),
             look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]),
             constrain=constrainer(sizes),
-            ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings_tensor(config) else None,
+            ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
         zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None

@@ -108,8 +108,8 @@ class TensorRing:
         return tensor_shard_map(local, (SHARDED, of_weights, of_results), (SHARDED, of_weights))(*kept, dys)
 
     def _groups(self, specs: Sequence[str], weights: Sequence[jax.Array]) -> list[list[int]]:
-        """Numbers of the weights that are multiplied as one matrix. Narrow keys and values join the queries: a chunk times one of
-        them would leave most of a GPU idle. Gate and up stay apart, because joining copies them."""
+        """Numbers of the weights that are multiplied as one matrix. Narrow keys and values join the queries: a chunk times one
+        of them would leave most of a GPU idle. Gate and up stay apart, because joining copies them."""
         joins = len({w.size for w in weights}) > 1 and all(TENSOR in spec for spec in self._specs(specs)[0])
         numbers = range(len(weights))
         return [list(numbers)] if joins else [[n] for n in numbers]

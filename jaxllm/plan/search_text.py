@@ -145,7 +145,7 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
     yield "of capacity: XLA's bytes where it was compiled, else the estimate; speed predicted, causal attention counted"
     if plan.confirmed:
         unknown = sum(one.scheduled_transfers_s is None for one in plan.candidates[: plan.confirmed])
-        but = f", but {unknown} with predicted ones (a loop's trip count is not known)" if unknown else ""
+        but = f", but {unknown} with predicted ones (a loop's trip count is not known, or the batch grows)" if unknown else ""
         yield (
             f"The first {plan.confirmed} confirmed by compiling the real step; their speed is with the transfers that show in "
             f"XLA's schedule{but}"

@@ -140,7 +140,7 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
     if not all_have_layers(model.num_layers, mesh.pipe):
         return f"{model.num_layers} layers leave a stage of pipe without one"
     if config.parallel.offload_state == "all" and mesh.pipe > 1:
-        return "offload_state=all knows no pipeline"
+        return "offload_state=all does not work with pipe > 1"
     if (G := config.train.global_batch_sequences) % mesh.data:
         return f"global_batch_sequences={G} does not divide over data"
     if uneven := [batch for batch in config.batches if batch % mesh.data]:

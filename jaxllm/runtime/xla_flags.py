@@ -210,7 +210,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     if device.platform == "cpu":
         return {}
     options: dict[str, Any] = _collective_options(config)
-    options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config) else {})
+    options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config, compute_capability(device)) else {})
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     options = options | (ALL_ON_HOST_GPU_OPTIONS if config.parallel.offload_state == "all" else {})

@@ -144,7 +144,7 @@ def test_chunks_from_8_mib_on_go_in_a_ring(tiny_config):
     assert not rings(*wide, f"train.sequence_length={2 * chunk}", "train.microbatch_sequences=1")
     assert rings(*wide, f"train.sequence_length={2 * chunk}", "train.microbatch_sequences=2")
     large = (*wide, f"train.sequence_length={4 * chunk}", "train.microbatch_sequences=2")
-    for off in ("model.matmul_dtype=fp8", "model.scan_layers=false", "parallel.tensor_ring=false"):
+    for off in ("parallel.remat=none", "model.matmul_dtype=fp8", "model.scan_layers=false", "parallel.tensor_ring=false"):
         assert not rings(*large, off)
     assert not rings("parallel.tensor=1", "parallel.tensor_ring=true", "train.microbatch_sequences=1")
 
