@@ -255,8 +255,8 @@ def causes(error: BaseException | None, *, suppressed: bool = False) -> list[Bas
       suppressed: follow causes hidden by `from None` too.
     """
     links: list[BaseException] = []
-    # An error may be raised from itself.
-    while error is not None and error not in links:
+    # An error may be raised from itself. A StopIteration is how json says to itself that a text ends too early.
+    while error is not None and error not in links and not isinstance(error, StopIteration):
         links.append(error)
         error = error.__cause__ or (error.__context__ if suppressed or not error.__suppress_context__ else None)
     return links

@@ -233,7 +233,7 @@ def test_what_tensor_ranks_send_lies_behind_the_other_pass_where_layers_take_tur
         train = {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 2 * M, "microbatch_sequences": 1}
         sections = {
             "model": {"name": "llama-3.1-8b", "num_layers": 2 * CHUNK, "attention": "cudnn"},
-            "parallel": {"pipe": 2, "data": 2, "tensor": 2, "zero": 1, "remat": "selective", "overlap_passes": overlap},
+            "parallel": {"pipe": 2, "data": 2, "tensor": 2, "zero": 1, "overlap_passes": overlap, "tensor_ring": False},
             "train": {**train, "loss_chunk_tokens": 4096},
             "data": {"mask_documents": False},
         }
