@@ -31,7 +31,7 @@ from jaxllm.model.fp8 import letters
 from jaxllm.sharding import tensor_shard_map
 
 SHARDED = P(None, TENSOR)
-"""Of hidden states between the halves of a block."""
+"""PartitionSpec of hidden states between the halves of a block."""
 
 
 class TensorRing:

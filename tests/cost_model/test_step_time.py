@@ -157,7 +157,8 @@ def test_transfers_over_tensor_hide_in_all_ticks_but_the_first_where_passes_over
 
     def shown(overlap, sequences, **parallel):
         train = {"global_batch_sequences": sequences}
-        found = step(configured(8, train=train, pipe=2, tensor=2, overlap_passes=overlap, **parallel))
+        axes = {"pipe": 2, "tensor": 2, "tensor_ring": False}
+        found = step(configured(8, train=train, **axes, overlap_passes=overlap, **parallel))
         return found.terms_s["tensor"], found.hidden_s["tensor"], found.step_s
 
     for parallel in ({}, {"schedule": "interleaved", "virtual_stages": 2}):
