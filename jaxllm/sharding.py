@@ -224,6 +224,11 @@ def unstack_layout(layout: Layout, stack_dims: int) -> Layout:
     return Layout(compute, master, zero_dim, layout.padding)
 
 
+def split_spec(letters: str, split: str) -> PartitionSpec:
+    """PartitionSpec over tensor of an array with these dims, a letter each, of which those in `split` are split."""
+    return PartitionSpec(*[TENSOR if letter in split else None for letter in letters])
+
+
 def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """Runs `function` on the part of each tensor rank, inside a region that is manual over the other axes. All axes are then
     manual. Specs name only the tensor axis.

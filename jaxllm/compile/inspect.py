@@ -22,6 +22,7 @@ from flax import nnx
 from jaxllm.compile.inspect_table import Bytes, ParameterRow, describe
 from jaxllm.compile.inspect_warnings import ConfigWarning, matmul_warnings, network_warnings
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
+from jaxllm.config.layer_stack import host_sum_itemsize
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise
@@ -247,7 +248,7 @@ def state_offload(config: Config, held: Bytes) -> StateOffload:
     to_device, to_host, host = moments + 2 * master, moments + master, moments + master
     if what == "all":
         sizes, microbatches = StepSizes(config), config.num_microbatches
-        weights, sums = sizes.itemsize * sizes.layers.master, sizes.sum_itemsize * sizes.layers.master
+        weights, sums = sizes.itemsize * sizes.layers.master, host_sum_itemsize(config) * sizes.layers.master
         host += weights + sums
         to_device += 2 * microbatches * weights + (microbatches if microbatches > 1 else 0) * sums + 2 * sums
         to_host += weights + microbatches * sums

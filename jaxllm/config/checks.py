@@ -43,11 +43,9 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
         )
     if model.multiplies_fp8:
         _check_fp8(model, parallel.tensor)
-    if parallel.tensor_ring and parallel.tensor > 1:
-        unlike = {f"model.matmul_dtype={model.matmul_dtype}": model.multiplies_fp8}
-        unlike |= {"model.scan_layers=false": model.scan_layers is False}
-        if found := next((key for key, is_set in unlike.items() if is_set), None):
-            raise refuse(f"parallel.tensor_ring=true multiplies in chunks, which {found} does not: set tensor_ring=false.")
+    if parallel.tensor_ring and parallel.tensor > 1 and (model.multiplies_fp8 or model.scan_layers is False):
+        unlike = f"model.matmul_dtype={model.matmul_dtype}" if model.multiplies_fp8 else "model.scan_layers=false"
+        raise refuse(f"parallel.tensor_ring=true multiplies in chunks, which {unlike} does not: set tensor_ring=false.")
     # Each context rank has two chunks of a sequence (parallel/zigzag.py), and each tensor rank has a part of those.
     c = parallel.context
     unit = sequence_unit(c, parallel.tensor)
@@ -97,12 +95,16 @@ def check_all_on_host(model: ModelConfig, parallel: ParallelConfig, log: LogConf
             f"parallel.offload_state=all moves the layers of one loop between host and GPU, which {found} does not allow: "
             f"change that, or set offload_state=optimizer_and_master."
         )
-    several = parallel.data not in (AUTO, 1) or parallel.context > 1
-    if parallel.offload_state == "all" and several and parallel.zero < 3:
+    if parallel.offload_state == "all" and keeps_whole_layers(parallel):
         raise refuse(
             f"parallel.offload_state=all keeps each rank's shard of the layers on the host, and with parallel.zero="
             f"{parallel.zero} ranks have whole layers: set parallel.zero=3, or offload_state=optimizer_and_master."
         )
+
+
+def keeps_whole_layers(parallel: ParallelConfig) -> bool:
+    """Whether each of several ranks has whole layers; False as long as parallel.data is auto."""
+    return (parallel.data not in (AUTO, 1) or parallel.context > 1) and parallel.zero < 3
 
 
 def unlike_all_on_host(model: ModelConfig, parallel: ParallelConfig, log: LogConfig) -> str | None:

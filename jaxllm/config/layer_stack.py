@@ -6,6 +6,7 @@ from jaxllm.config.attention import HOPPER, Capability, packed_documents
 from jaxllm.config.config import Config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.sections import ModelConfig
+from jaxllm.config.types import ITEMSIZE
 
 MOST_UNROLLED = 40
 """Layers that `model.scan_layers: null` unrolls on GPUs. XLA compiles 16 layers in 6 s, 32 in 17 s and 80 in 39 s, and a
@@ -73,8 +74,14 @@ def rings_tensor(config: Config, capability: Capability = HOPPER) -> bool:
     if model.multiplies_fp8 or model.scan_layers is False or (parallel.pipe > 1 and parallel.overlap_passes):
         return False
     positions = config.train.sequence_length // (parallel.context * parallel.tensor)
-    itemsize = 2 if model.compute_dtype == "bfloat16" else 4
-    return itemsize * config.microbatch_sequences * positions * model.hidden_size >= RING_CHUNK_BYTES
+    return ITEMSIZE[model.compute_dtype] * config.microbatch_sequences * positions * model.hidden_size >= RING_CHUNK_BYTES
+
+
+def host_sum_itemsize(config: Config) -> int:
+    """Bytes of an element of the layers' gradient sums on the host (parallel.offload_state=all): those of a single microbatch
+    are not reduced on a single rank, and stay in the compute dtype."""
+    ranks = int(config.parallel.data) * config.parallel.context
+    return 4 if config.num_microbatches > 1 or ranks > 1 else ITEMSIZE[config.model.compute_dtype]
 
 
 def adds_in_matmuls(model: ModelConfig) -> bool:

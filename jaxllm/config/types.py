@@ -113,6 +113,9 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
 
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+"""Bytes of a number, by model.compute_dtype."""
+
 FP8_ROUNDING = "fp8_rounding"
 """Name scope of arrays that are scaled and rounded to FP8."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config, ModelConfig
 from jaxllm.config.attention import takes_cudnn
 from jaxllm.config.remat_policy import Policy
+from jaxllm.config.types import ITEMSIZE
 
 Bytes = dict[str, float]
 """Name of a tensor -> bytes."""
@@ -59,7 +60,7 @@ def bytes_per_token_and_layer(
     """
     if policy.everything:
         raise ValueError("remat=none keeps what autodiff needs, which does not follow from tensor names: use another policy.")
-    itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
+    itemsize = ITEMSIZE[model.compute_dtype]
     query = model.num_heads * model.head_dim * itemsize
     key = model.num_kv_heads * model.head_dim * itemsize * (tensor if model.num_kv_heads % tensor else 1)
     width, mlp = model.hidden_size * itemsize, model.intermediate_size * itemsize

@@ -6,6 +6,7 @@ from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import takes_cudnn
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.remat_policy import policy_of
+from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.hardware import FIRST_WITH, GENERATION, Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
@@ -38,7 +39,7 @@ class LayerCompute:
         self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
         replica_devices = self.P * self.d * self.c * self.t
         self.devices = parallel.replica * replica_devices
-        self.itemsize = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
+        self.itemsize = ITEMSIZE[model.compute_dtype]
         self.peak_flops = gpu.peak_flops(model.compute_dtype)
         is_hopper = gpu.chip.compute_capability >= (9, 0)
         self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)

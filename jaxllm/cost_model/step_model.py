@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from jaxllm.config import Config
-from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
+from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.flops import train_flops_per_token
@@ -153,12 +153,8 @@ class StepModel(LayerCompute):
         microbatch are not read; on one rank they are in the compute dtype."""
         ranks = self.data_group.size
         seconds_per_byte = self.layer_parameters / ranks / self.gpu.host_bandwidth_bytes_per_s
-        out_s = seconds_per_byte * self.host_sum_itemsize
+        out_s = seconds_per_byte * host_sum_itemsize(self.config)
         return seconds_per_byte * self.itemsize, out_s if self.M > 1 else 0.0, out_s
-
-    @property
-    def host_sum_itemsize(self) -> int:
-        return 4 if self.M > 1 or self.data_group.size > 1 else self.itemsize
 
     def gradient_sums_s(self) -> float:
         """As in LayerCompute; the matmuls of layers with arrays of their own add to the sums instead of writing gradients."""
@@ -187,9 +183,7 @@ class StepModel(LayerCompute):
         hidden_collectives overlap with a matmul. In ticks that run layers of both passes, the others overlap with the other
         pass's matmuls (benchmarks/overlap.py).
         """
-        size_bytes = self.rows * self.model.hidden_size * self.itemsize
-        gather_s = all_gather_s(size_bytes, self.tensor_group, self.links)
-        scatter_s = reduce_scatter_s(size_bytes, self.tensor_group, self.links)
+        gather_s, scatter_s = self.sequence_s()
         behind_s = matmuls_s[1] / (2 * len(self.matmuls))
         gathers, scatters = 4, 2 + scatters_again
         hidden_gathers, hidden_scatters = self.hidden_collectives
@@ -212,9 +206,7 @@ class StepModel(LayerCompute):
     def add_tensor_ring(self, forward: Transfers, backward: Transfers, layers: int, again: set[str]) -> None:
         """As add_tensor, where a chunk travels behind the matmuls of another (parallel/tensor_ring.py). The inputs that the
         backward pass gathers for the weights' gradients hide behind half of these."""
-        size_bytes = self.rows * self.model.hidden_size * self.itemsize
-        gather_s = all_gather_s(size_bytes, self.tensor_group, self.links)
-        scatter_s = reduce_scatter_s(size_bytes, self.tensor_group, self.links)
+        gather_s, scatter_s = self.sequence_s()
         into, out = (("query", "key", "value"), ("mlp_gate", "mlp_up")), (("attention_out",), ("mlp_down",))
         rings = [(names, gather_s, scatter_s) for names in into] + [(names, scatter_s, gather_s) for names in out]
         repeated = 0
@@ -233,6 +225,12 @@ class StepModel(LayerCompute):
                 backward.add("tensor", gather_s, weights_s / 2, layers)
         forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
         backward.add("tensor_skew", self.fitted.sync_s, times=layers * (6 + repeated))
+
+    def sequence_s(self) -> tuple[float, float]:
+        """(gather, scatter) of a microbatch's hidden states over tensor ranks."""
+        size_bytes = self.rows * self.model.hidden_size * self.itemsize
+        group, links = self.tensor_group, self.links
+        return all_gather_s(size_bytes, group, links), reduce_scatter_s(size_bytes, group, links)
 
     @cached_property
     def chunk_matmuls(self) -> dict[str, tuple[int, int]]:
@@ -385,7 +383,7 @@ class StepModel(LayerCompute):
             crossing = self.shared_parameters() * (2 * 8 + (3 * 4 if state in MASTER_ON_HOST else 0))
             if state == "all":
                 layers = self.stage_layers * self.layer_parameters / self.data_group.size
-                crossing += layers * (self.itemsize + 2 * self.host_sum_itemsize)
+                crossing += layers * (self.itemsize + 2 * host_sum_itemsize(self.config))
             transfers.add("offload_state", crossing / self.gpu.host_bandwidth_bytes_per_s)
 
     def add_input(self, terms: dict[str, float]) -> None:

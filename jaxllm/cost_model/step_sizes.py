@@ -7,9 +7,9 @@ from functools import cached_property, lru_cache
 from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
-from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
+from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.remat_policy import Policy, policy_of
-from jaxllm.config.types import MASTER_ON_HOST
+from jaxllm.config.types import ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import LayerShape, halvings
@@ -46,7 +46,7 @@ class StepSizes:
         self.shared_out = self.ranks > 1
         # A single rank has nothing to shard over.
         self.zero = p.zero if self.shared_out else 0
-        self.itemsize = {"bfloat16": 2, "float32": 4}[self.model.compute_dtype]
+        self.itemsize = ITEMSIZE[self.model.compute_dtype]
         self.microbatches = config.num_microbatches
         self.local_length = train.sequence_length // p.context
         self.causal_block_length = causal_block_length(train.sequence_length, p.context)
@@ -83,7 +83,7 @@ class StepSizes:
         offload = self.parallel.offload_state
         state = {"none": 0, "optimizer": 2}.get(offload, 3) * FLOAT32 * self.all.master
         if self.layers_on_host:
-            state += (self.itemsize + self.sum_itemsize) * self.layers.master
+            state += (self.itemsize + host_sum_itemsize(self.config)) * self.layers.master
         return state + self.slots * self.config.chunk_layers * sum(self.offloaded.values())
 
     # ---------------------------------------------------------------------------------------------- activations
@@ -233,12 +233,6 @@ class StepSizes:
     def layers_on_host(self) -> bool:
         """Whether the layers' weights and gradient sums are in the host's memory (parallel/host_layers.py)."""
         return self.parallel.offload_state == "all"
-
-    @property
-    def sum_itemsize(self) -> int:
-        """Bytes of an element of the layers' gradient sums on the host: those of a single microbatch are not reduced on a
-        single rank, and stay in the compute dtype."""
-        return FLOAT32 if self.accumulates or self.zero >= 2 else self.itemsize
 
     @property
     def host_sums(self) -> float | None:

@@ -183,12 +183,9 @@ class ParallelContext:
 
     def pin(self, tree: Params, specs: Any, transform: SpecTransform) -> Params:
         """`tree` constrained to `specs`, which `transform` extends to replicas. Layers on the host are left as they are."""
-        if self.layers_on_host:
-            tree, specs = dict(tree), dict(specs)
-            layers = {"layers": tree.pop("layers")}
-            specs.pop("layers")
-            return {**jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs))), **layers}
-        return jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs)))
+        left = {"layers": tree["layers"]} if self.layers_on_host else {}
+        tree, specs = ({name: x for name, x in each.items() if name not in left} for each in (tree, specs))
+        return jax.lax.with_sharding_constraint(tree, named(self.mesh, map_specs(transform, specs))) | left
 
     @jax.named_scope("compute_copy")
     def compute_copy(self, params: Params, layouts: Any, transform: SpecTransform = shared_by_replicas) -> Params:

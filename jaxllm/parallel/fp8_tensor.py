@@ -9,6 +9,7 @@ dim: outside, XLA sees a sum of parts, as without FP8.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.mesh import TENSOR
 from jaxllm.model.fp8 import Formula, letters
 from jaxllm.model.layers import Matmul
-from jaxllm.sharding import tensor_shard_map
+from jaxllm.sharding import split_spec, tensor_shard_map
 
 
 def fp8_per_tensor_rank(formula: Formula, split: str) -> Matmul:
@@ -27,8 +28,7 @@ def fp8_per_tensor_rank(formula: Formula, split: str) -> Matmul:
       split: the letters of these dims, in every spec that has them.
     """
 
-    def spec_of(letters: str) -> P:
-        return P(*[TENSOR if letter in split else None for letter in letters])
+    spec_of = partial(split_spec, split=split)
 
     def run(function: Callable[..., Sequence[jax.Array]], inputs: Sequence[str], results: Sequence[str], *arrays: Any):
         """Runs `function` on each rank's part. A result that lacks a split letter of the inputs is a partial sum."""

@@ -41,7 +41,7 @@ def from_host(access: WeightAccess, layouts: Tree) -> WeightAccess:
     """
     token, gather = partial(weights_token, layouts=layouts), access.gather
     if gather is None:
-        return dataclasses.replace(access, gather=to_device, token=token, only_fetches=True)
+        return dataclasses.replace(access, gather=to_device, token=token)
     return dataclasses.replace(access, gather=lambda row: gather(to_device(row)), token=token)
 
 

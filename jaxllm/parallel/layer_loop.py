@@ -238,8 +238,9 @@ class LayerLoop:
                 squares = squares + self._tap.on_layer(gradients)
             if on_host:
                 sums = self._add_on_host(sums, behind, due, hidden_token(dh_BSD))
-                if (token := self._access.token) and self._access.only_fetches:
-                    # XLA's scheduler would end the fetch before the matmuls of the weights' gradients, bare.
+                if (token := self._access.token) and not self._access.scatter:
+                    # On a single rank, which gathers nothing, XLA's scheduler would end the fetch before the matmuls of the
+                    # weights' gradients, bare.
                     ahead = after(ahead, token(gradients))
             elif not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)

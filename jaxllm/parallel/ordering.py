@@ -42,11 +42,14 @@ def _token(arrays: Tree, specs: Any) -> jax.Array:
     """A float32 zero that waits for `arrays`, whatever they hold. Each tensor rank reads an element of its own part: XLA would
     gather the arrays for one that all ranks share."""
 
+    return tensor_shard_map(zero_of, in_specs=(specs,), out_specs=PartitionSpec())(jax.lax.stop_gradient(arrays))
+
+
+def zero_of(arrays: Tree) -> jax.Array:
+    """The token of a rank's own arrays, where all axes are manual."""
+
     def bits(array: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(array.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
 
-    def local(arrays: Tree) -> jax.Array:
-        found = functools.reduce(jnp.bitwise_or, map(bits, jax.tree.leaves(arrays)))
-        return (found >> 31 >> 1).astype(jnp.float32)
-
-    return tensor_shard_map(local, in_specs=(specs,), out_specs=PartitionSpec())(jax.lax.stop_gradient(arrays))
+    found = functools.reduce(jnp.bitwise_or, map(bits, jax.tree.leaves(arrays)))
+    return (found >> 31 >> 1).astype(jnp.float32)

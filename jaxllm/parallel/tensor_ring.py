@@ -17,7 +17,6 @@ Elsewhere activations stay in ring order (`in_order=False`), where chunks are cu
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh import TENSOR
 from jaxllm.model.fp8 import letters
-from jaxllm.sharding import tensor_shard_map
+from jaxllm.parallel.ordering import zero_of
+from jaxllm.sharding import split_spec, tensor_shard_map
 
 SHARDED = P(None, TENSOR)
 """PartitionSpec of hidden states between the halves of a block."""
@@ -178,7 +178,7 @@ class TensorRing:
         return tuple(self._spec(w) for _, w, _ in parts), tuple(self._spec(y) for _, _, y in parts)
 
     def _spec(self, dims: str) -> P:
-        return P(*[TENSOR if letter in self._split else None for letter in dims])
+        return split_spec(dims, self._split)
 
 
 def _joined(arrays: Sequence[jax.Array], leading: int) -> jax.Array:
@@ -193,7 +193,6 @@ def _split(joined: jax.Array, weights: Sequence[jax.Array], axis: int) -> list[j
 
 
 def _after(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """`x`, once the others are computed: to its first element a zero is added that is made of an element of each."""
-    bits = [jax.lax.bitcast_convert_type(other.reshape(-1)[0].astype(jnp.float32), jnp.uint32) for other in others]
-    zero = functools.reduce(jnp.bitwise_or, bits) >> 31 >> 1
-    return jax.lax.dynamic_update_slice(x, x[:1, :1, :1] + zero.astype(x.dtype), (0, 0, 0))
+    """`x`, once the others are computed. Unlike ordering.after it changes one element in place, and copies none."""
+    first = x[:1, :1, :1] + zero_of(others).astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, first, (0, 0, 0))

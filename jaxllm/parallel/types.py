@@ -31,8 +31,6 @@ class WeightAccess:
     token: Callable[[Tree], jax.Array] | None = None
     """Where layers are on the host, so that `gather` fetches and sums are HostSums (host_layers.py): arrays of one layer ->
     their token (ordering.py)."""
-    only_fetches: bool = False
-    """`gather` fetches, and gathers nothing."""
 
     @property
     def on_host(self) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxllm.config import Config
-from jaxllm.config.checks import unlike_all_on_host
-from jaxllm.config.types import AUTO, OFFLOAD_STATES
+from jaxllm.config.checks import keeps_whole_layers, unlike_all_on_host
+from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
@@ -291,11 +291,10 @@ def _changes(config: Config, gpus: int, fits: Callable[..., bool]) -> Iterator[s
         if unlike_all_on_host(config.model, parallel.model_copy(update={"pipe": 1}), config.log):
             continue
         if fits(config.model_copy(update={"parallel": parallel})):
-            several = config.parallel.data not in (AUTO, 1) or config.parallel.context > 1
             keys = [f"parallel.offload_state={state}"]
             if state == "all":
                 keys += ["parallel.pipe=1"] if config.parallel.pipe > 1 else []
-                keys += ["parallel.zero=3"] if several and config.parallel.zero < 3 else []
+                keys += ["parallel.zero=3"] if keeps_whole_layers(config.parallel) else []
             yield " ".join(keys)
             return
     for factor in MORE_GPUS:

@@ -32,6 +32,7 @@ from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
+from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.parameters import layer_parameters
@@ -192,7 +193,7 @@ def optional_gpu_options(config: Config) -> dict[str, int]:
 
 
 def _layer_bytes(config: Config) -> dict[str, int]:
-    itemsize = {"bfloat16": 2, "float32": 4}[config.model.compute_dtype]
+    itemsize = ITEMSIZE[config.model.compute_dtype]
     ranks = int(config.parallel.data) * config.parallel.context
     layer = layer_parameters(config.model, config.parallel).values()
     # What is sharded arrives with the zeros that ZeRO pads.
