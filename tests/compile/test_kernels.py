@@ -167,6 +167,33 @@ def test_bytes_are_those_that_move():
     }
 
 
+JOINED = """HloModule joined
+
+%piece (first: f32[4,8], second: f32[4,8], third: f32[4,8]) -> f32[4,8] {
+  %first = f32[4,8]{1,0} parameter(0)
+  %second = f32[4,8]{1,0} parameter(1)
+  %third = f32[4,8]{1,0} parameter(2)
+  %whole = f32[8,8]{1,0} concatenate(%first, %second), dimensions={0}
+  %powers = f32[8,8]{1,0} exponential(%whole)
+  %half = f32[4,8]{1,0} slice(%powers), slice={[0:4], [0:8]}
+  ROOT %sum = f32[4,8]{1,0} add(%half, %third)
+}
+
+ENTRY %main (a: f32[4,8], b: f32[4,8], c: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[4,8]{1,0} parameter(1)
+  %c = f32[4,8]{1,0} parameter(2)
+  ROOT %fusion = f32[4,8]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%piece
+}
+"""
+
+
+def test_of_joined_arrays_a_fusion_reads_what_its_result_needs():
+    """Half of what is joined, 128 of 256 bytes, whichever array it is in; and all of the third."""
+    (kernel,) = kernels(Module(JOINED, {}))
+    assert (kernel.read_bytes, kernel.written_bytes) == (128 + 128, 128)
+
+
 def test_parts_follow_from_operations_and_scopes():
     assert {name: part_of(kernel) for name, kernel in by_name().items()} == {
         "fill": "zero_fills",

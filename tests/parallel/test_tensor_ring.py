@@ -10,6 +10,7 @@ from meshes import Run, assert_close, unequal_batch
 
 from jaxllm.config import ConfigError
 from jaxllm.config.layer_stack import RING_CHUNK_BYTES, rings_tensor
+from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.mesh import TENSOR
 from jaxllm.parallel.tensor_ring import TensorRing
 
@@ -147,6 +148,18 @@ def test_chunks_from_8_mib_on_go_in_a_ring(tiny_config):
     for off in ("parallel.remat=none", "model.matmul_dtype=fp8", "model.scan_layers=false", "parallel.tensor_ring=false"):
         assert not rings(*large, off)
     assert not rings("parallel.tensor=1", "parallel.tensor_ring=true", "train.microbatch_sequences=1")
+
+
+def test_without_remat_a_ring_keeps_a_rank_s_share_of_the_inputs(tiny_config):
+    """So does autodiff: the residual of a ring is its input, which the backward pass gathers again."""
+
+    def kept(ring):
+        more = ("parallel.tensor=4", "parallel.data=2", "parallel.remat=none", f"parallel.tensor_ring={ring}")
+        return StepSizes(tiny_config("train.global_batch_sequences=8", *more).resolve(8)).kept
+
+    gathered, shared = kept("false"), kept("true")
+    inputs = {"attention_input", "mlp_input"}
+    assert {name: size / 4 if name in inputs else size for name, size in gathered.items()} == shared
 
 
 @pytest.mark.parametrize("unlike", ["model.matmul_dtype=fp8", "model.scan_layers=false"])

@@ -454,6 +454,21 @@ def test_offloading_the_state_is_advised_first():
     assert sentence.endswith("use parallel.offload_state=optimizer.")
 
 
+@pytest.mark.parametrize(
+    ("asked", "also"),
+    [((), ()), (("parallel.pipe=2",), ("parallel.pipe=1",)), (("parallel.data=2", "parallel.zero=1"), ("parallel.zero=3",))],
+)
+def test_where_all_on_the_host_is_advised_so_is_what_it_needs(asked, also):
+    def with_offload(config):
+        return Memory(round(estimate(config).peak_bytes * (0.01 if config.parallel.offload_state == "all" else 1)))
+
+    gpu, options = room_for(least_bytes(small(), 8) * 0.5), SearchOptions(estimate=with_offload)
+    sentence = why_nothing(find(small(*asked), gpu, estimate=with_offload), options)
+    keys = ("parallel.offload_state=all", *also)
+    assert sentence.endswith(f"use {' '.join(keys)}.")
+    assert small(*asked, *keys).parallel.offload_state == "all"
+
+
 def test_a_shorter_sequence_is_advised_where_it_is_the_activations():
     def activations_alone(config):
         return Memory(config.train.sequence_length * 1000)

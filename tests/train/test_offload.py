@@ -23,7 +23,7 @@ from jaxllm.train.step import make_update
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 OFFLOADS = ("optimizer", "optimizer_and_master")
 ALL_ON_HOST = ("one device", "zero 3, context", "zero 3, tensor")
-"""Meshes that parallel.offload_state=all knows."""
+"""Meshes with parallel.offload_state=all."""
 MESHES = {
     "one device": (),
     "zero 0": ("parallel.data=2", "parallel.zero=0"),
@@ -94,10 +94,14 @@ def test_same_numbers_bit_for_bit(tiny_config, monkeypatch, mesh):
         assert kinds(moved[0]) == ({"device"} if where == "optimizer" else {HOST})
 
 
-@pytest.mark.parametrize("rows", [4, 8])
-def test_gradients_on_the_host_have_the_norm_of_those_on_the_device(tiny_config, rows):
+@pytest.mark.parametrize(
+    ("rows", "mesh"), [(4, "one device"), (8, "one device"), (4, "zero 3, context"), (8, "zero 3, tensor")]
+)
+def test_gradients_on_the_host_have_the_norm_of_those_on_the_device(tiny_config, rows, mesh):
     """Steps with two microbatches and with one, clipped far below their norm."""
-    common = ("parallel.data=1", f"train.microbatch_sequences={rows}", "optimizer.clip_norm=0.01", "train.seed=1")
+    axes = MESHES[mesh] or ("parallel.data=1",)
+    own_rows = rows // (2 if MESHES[mesh] else 1)
+    common = (*axes, f"train.microbatch_sequences={own_rows}", "optimizer.clip_norm=0.01", "train.seed=1")
 
     def steps(where):
         run = Run(tiny_config(*common, "data.mask_documents=false", f"parallel.offload_state={where}"), batch)
@@ -107,12 +111,14 @@ def test_gradients_on_the_host_have_the_norm_of_those_on_the_device(tiny_config,
             for seed in range(3):
                 state, metrics = step(state, run.place(reshaped(seed)))
                 norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        return norms, jax.device_get(state.params)
+        return norms, jax.device_get(state.params), jax.device_get(state.opt_state)
 
-    (norms, params), (expected_norms, expected) = steps("all"), steps("none")
+    (norms, params, moments), (expected_norms, expected, expected_moments) = steps("all"), steps("none")
     assert min(norm for _, norm in norms) > 0.1
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
+    # The update hardly depends on the gradients' scale, their moments do.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-8), moments, expected_moments)
 
 
 @pytest.mark.parametrize("before", ["none", *OFFLOADS])
