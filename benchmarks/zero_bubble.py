@@ -8,15 +8,18 @@ weights. W may wait, and fills ticks in which its stage would be idle.
 
 Here all stages tick in lockstep, and a tick costs the sum of the kinds of work that any stage does in it. With P stages, V
 chunks on each and M microbatches, forward and Bd take MV + P-1 ticks each, because stages wait for each other. W waits for no
-other stage. If D units of each stage may wait, W takes MV + P-1 - D ticks, D at most P-1: weight_ticks() finds them in the table.
+other stage. If D units of each stage may wait, W takes MV + P-1 - D ticks, for D up to P-1. weight_ticks() finds them in the
+table.
 
 Times are those of the step-time model (jaxllm/cost_model/step_model.py). W is the matmuls for the gradients of weights, and the
 addition of these to their sums. Left out are its launches and its gathers of sequences over tensor.
 
-Until its W runs, a unit holds the inputs of its matmuls and the gradients of their outputs, in bfloat16. All are counted split
-over tensor, so that W gathers sequences; those of two gradients in a layer are gathers that the step does not have today. All
-stages run one program, so what waits on one stage goes through a ring of slots on all, in every tick. A copy into this ring
-costs what the model counts for the ring of residuals, where the inputs are already that the remat policy keeps.
+Until its W runs, a unit holds the inputs of its matmuls and the gradients of their outputs, in bfloat16, all of them split over
+tensor. W then gathers sequences. Two of these gathers in each layer are new: today the backward pass gathers those gradients
+once for both parts.
+
+All stages run one program, so a unit goes through the ring of waiting units on every stage and in every tick. A copy into it
+costs what the model counts for the ring of residuals. Inputs that the remat policy keeps are in that ring already.
 """
 
 from __future__ import annotations
