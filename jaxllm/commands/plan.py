@@ -58,8 +58,9 @@ def plan(
 ) -> Plan:
     """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for the fastest config that fits.
 
-    The config gives model, sequence length, global batch and all other settings. A KeyboardInterrupt stops the search, not the
-    program: the plan then holds the best candidates so far and is marked as interrupted.
+    The config gives model, sequence length, global batch and all other settings; with train.batch_schedule a step with the
+    largest batch that the run reaches is planned. A KeyboardInterrupt stops the search, not the program: the plan then holds
+    the best candidates so far and is marked as interrupted.
 
     Args:
       gpu: a kind, by name, by a YAML file that describes it, or as a Gpu.
@@ -260,8 +261,7 @@ class Compiler:
         from jaxllm.compile.report import compile_report
 
         report = compile_report(config, Gpu(**self.gpu), self.gpus, self.gpus_per_host, cache=self.cache)
-        # With a batch schedule the step of the largest batch is compiled, and the first one's is predicted.
-        return Compiled(report.total_bytes, None if config.train.batch_schedule else report.exposed_transfers_s)
+        return Compiled(report.total_bytes, report.host_bytes, report.exposed_transfers_s)
 
 
 @contextmanager

@@ -124,11 +124,14 @@ class Config(Section):
 
     @property
     def at_largest_batch(self) -> Config:
-        """`in_phase` of the largest batch that the run reaches, whose step needs most memory. Unchanged without a schedule."""
-        if not self.train.batch_schedule:
-            return self
+        """`in_phase` of `largest_phase`, whose step needs most memory. Unchanged without a schedule."""
+        return self.in_phase(self.largest_phase) if self.train.batch_schedule else self
+
+    @property
+    def largest_phase(self) -> Phase:
+        """The phase with the largest batch that the run reaches."""
         reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
-        return self.in_phase(max(reached, key=lambda phase: phase.sequences))
+        return max(reached, key=lambda phase: phase.sequences)
 
     @property
     def devices(self) -> int:

@@ -24,6 +24,7 @@ TRIES = 3
 MOST_OF_ERROR = 200
 """Characters of a compiler's error message that are kept."""
 COMPILED_ABOVE = "compiled above capacity"
+HOST_COMPILED_ABOVE = "compiled above a GPU's share of host memory"
 COMPILE_REFUSED = "cannot be compiled"
 
 
@@ -32,8 +33,16 @@ class Compiled:
     """Figures of a compiled step, of one device."""
 
     total_bytes: int
+    host_bytes: int
+    """In pinned host memory."""
     transfers_s: float | None
     """Exposed time of its transfers, by its schedule; None: not known."""
+
+    def above(self, plan: Plan) -> tuple[str, int] | None:
+        """(reason for rejection, bytes) of a step that does not fit; else None."""
+        if self.total_bytes > plan.capacity_bytes:
+            return COMPILED_ABOVE, self.total_bytes
+        return (HOST_COMPILED_ABOVE, self.host_bytes) if self.host_bytes > plan.host_bytes_per_gpu else None
 
 
 Compile = Callable[[Config], Compiled]
@@ -60,10 +69,10 @@ def confirm(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> Plan:
-    """Compiles the best candidates until `count` of them fit into the capacity by XLA's own bytes. Candidates that do not fit
-    or do not compile move to the rejected, and the next best ones replace them, up to TRIES x count compilations. The confirmed
-    ones are ranked again, with the exposed transfers of their schedules (StepTime.as_scheduled); the others stay behind them in
-    the model's order.
+    """Compiles the best candidates until `count` of them fit into the capacity and into a GPU's share of host memory by XLA's
+    own bytes. Candidates that do not fit or do not compile move to the rejected, and the next best ones replace them, up to
+    TRIES x count compilations. The confirmed ones are ranked again, with the exposed transfers of their schedules
+    (StepTime.as_scheduled); the others stay behind them in the model's order.
 
     The set of compiled candidates does not depend on which compilation ends first. A KeyboardInterrupt stops the loop; the
     results so far are returned.
@@ -100,11 +109,11 @@ def confirm(
                     message = " ".join(str(error).split())[:MOST_OF_ERROR]
                     refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {message}"
                 else:
-                    if compiled.total_bytes <= plan.capacity_bytes:
+                    if (above := compiled.above(plan)) is None:
                         confirmed[number] = compiled
                     else:
-                        example = f"{plan.candidates[number].choice}: {readable(compiled.total_bytes)}"
-                        refused[number] = COMPILED_ABOVE, example
+                        reason, size = above
+                        refused[number] = reason, f"{plan.candidates[number].choice}: {readable(size)}"
             if broken:
                 broken += running.values()
                 running.clear()

@@ -19,7 +19,8 @@ FIT_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config that fits, with its figures; bytes are of one device."""
+    """A config that fits, with its figures; bytes are of one device. With train.batch_schedule they are of a step with the
+    largest batch that the run reaches."""
 
     config: Config
     """Resolved."""
@@ -110,6 +111,8 @@ class Plan:
     gpus: int
     gpus_per_host: int
     hosts_because: str
+    host_bytes_per_gpu: float
+    """Limit of host memory for offloading."""
     candidates: tuple[Candidate, ...]
     """All that fit, best first: those confirmed, then the others."""
     rejected: tuple[Rejected, ...]

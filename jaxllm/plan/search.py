@@ -135,6 +135,7 @@ def search(
     progress: Progress | None = None,
 ) -> Plan:
     """Estimates every configuration of the space (space.py) and ranks those that fit by predicted tokens/s/GPU, then by bytes.
+    With train.batch_schedule the figures are those of a step with the largest batch that the run reaches.
 
     The config gives model, sequence length, global batch and every setting that is not searched. A KeyboardInterrupt stops the
     search, not the program: the plan then holds the results so far and is marked as interrupted.
@@ -164,7 +165,7 @@ def search(
                     tally.add(MESH, reason, 1, str(mesh))
                 for group in left:
                     for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
-                        speed = options.step_time(candidate, gpu, per_host)
+                        speed = options.step_time(candidate.at_largest_batch, gpu, per_host)
                         candidates.append(Candidate(candidate, memory.peak_bytes, memory.host_bytes, speed))
                 if progress is not None:
                     progress("meshes", seen, len(every))
@@ -179,6 +180,7 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
+        host_bytes_per_gpu=options.host_bytes_per_gpu,
         candidates=tuple(sorted(candidates, key=lambda one: one.rank(options.largest_microbatch))),
         rejected=tally.rejected(),
         meshes=seen,
@@ -214,7 +216,7 @@ def _fitting(
     if refused := group.uneven_microbatches:
         example = group.choice(group.remats[0], refused[0])
         tally.add(CONFIGURATION, UNEVEN, len(group.remats) * len(refused), example)
-    share = config.train.global_batch_sequences // group.mesh.data
+    share = config.largest_phase.sequences // group.mesh.data
     # A step of one microbatch accumulates no gradients, so it may need less memory than one of two smaller microbatches.
     several, one = (tuple(size for size in group.microbatches if (size == share) == is_one) for is_one in (False, True))
     for sizes in (several, one):
@@ -240,7 +242,7 @@ def _fitting_of(
         for number, microbatch in enumerate(sizes[:end]):
             choice = group.choice(remat, microbatch)
             candidate = choice.applied_to(config)
-            memory = estimate(candidate)
+            memory = estimate(candidate.at_largest_batch)
             over = limits.broken_by(memory)
             if over is None:
                 yield candidate, memory

@@ -97,8 +97,9 @@ def heading_lines(plan: Plan) -> Iterator[str]:
         f"{hosts_text(plan.gpus, plan.gpus_per_host)} ({plan.hosts_because})"
     )
     yield (
-        f"  {train.global_batch_sequences:,} sequences of {train.sequence_length:,} tokens a step; a step may take "
-        f"{readable(plan.capacity_bytes)}, its estimate {FIT_SHARE:.0%} of that"
+        f"  {plan.config.largest_phase.sequences:,} sequences of {train.sequence_length:,} tokens a step"
+        f"{', the largest batch' if train.batch_schedule else ''}; a step may take {readable(plan.capacity_bytes)}, its "
+        f"estimate {FIT_SHARE:.0%} of that"
     )
 
 
@@ -145,7 +146,7 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
     yield "of capacity: XLA's bytes where it was compiled, else the estimate; speed predicted, causal attention counted"
     if plan.confirmed:
         unknown = sum(one.scheduled_transfers_s is None for one in plan.candidates[: plan.confirmed])
-        but = f", but {unknown} with predicted ones (a loop's trip count is not known, or the batch grows)" if unknown else ""
+        but = f", but {unknown} with predicted ones (a loop's trip count is not known)" if unknown else ""
         yield (
             f"The first {plan.confirmed} confirmed by compiling the real step; their speed is with the transfers that show in "
             f"XLA's schedule{but}"

@@ -245,11 +245,12 @@ def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeyp
 
     class Report:
         total_bytes = 1
+        host_bytes = 0
         exposed_transfers_s = None
 
     def report(*arguments, **_):
         compiled.append(arguments)
-        return type("Large", (), {"total_bytes": 10**15, "exposed_transfers_s": None}) if len(compiled) == 1 else Report
+        return type("Large", (Report,), {"total_bytes": 10**15}) if len(compiled) == 1 else Report
 
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     config = load_config(recipe)
@@ -364,6 +365,7 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
 
     class Report:
         total_bytes = 3
+        host_bytes = 2
         exposed_transfers_s = 0.5
 
     def report(*arguments, **options):
@@ -373,7 +375,7 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     found = plan(load_config(SMALL), gpus=8)
     compiler = pickle.loads(pickle.dumps(Compiler.of(found, tmp_path)))
-    assert compiler(found.best) == Compiled(3, 0.5)
+    assert compiler(found.best) == Compiled(3, 2, 0.5)
     assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
     assert pickle.loads(pickle.dumps(found.best)) == found.best
 
@@ -416,6 +418,7 @@ def test_what_compiles_above_the_capacity_is_rejected(monkeypatch):
 
     class Report:
         total_bytes = 10**15
+        host_bytes = 0
         exposed_transfers_s = None
 
     monkeypatch.setattr("jaxllm.compile.report.compile_report", lambda *_, **__: Report)

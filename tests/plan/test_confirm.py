@@ -12,7 +12,7 @@ from plan_stand_ins import estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, TRIES, Compiled, confirm
+from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, HOST_COMPILED_ABOVE, TRIES, Compiled, confirm
 from jaxllm.plan.search import SearchOptions, search
 
 
@@ -27,10 +27,11 @@ def rank(plan, config):
 
 
 class Compiler:
-    """Returns bytes by a candidate's rank: within the capacity, except for the listed ones; and exposed seconds by rank."""
+    """Returns bytes by a candidate's rank: within the capacity and the host's share, except for the listed ones; and exposed
+    seconds by rank."""
 
-    def __init__(self, plan, above=(), refused=(), wait=None, transfers_s=None):
-        self.plan, self.above, self.refused, self.wait = plan, above, refused, wait
+    def __init__(self, plan, above=(), host_above=(), refused=(), wait=None, transfers_s=None):
+        self.plan, self.above, self.host_above, self.refused, self.wait = plan, above, host_above, refused, wait
         self.transfers_s = transfers_s or {}
         self.compiled = []
 
@@ -43,7 +44,8 @@ class Compiler:
             raise ConfigError(f"number {number} cannot be.")
         capacity = self.plan.capacity_bytes
         size = capacity + 1 if number in self.above else capacity - number
-        return Compiled(size, self.transfers_s.get(number))
+        on_host = self.plan.host_bytes_per_gpu + (number in self.host_above)
+        return Compiled(size, on_host, self.transfers_s.get(number))
 
 
 def test_the_best_are_confirmed(plan):
@@ -87,15 +89,17 @@ def test_the_largest_microbatch_stays_first():
 
 
 def test_what_takes_too_much_makes_way_for_the_next(plan):
-    compiler = Compiler(plan, above=(0, 2), refused=(3,))
+    compiler = Compiler(plan, above=(0, 2), host_above=(4,), refused=(3,))
     found = confirm(plan, 3, compiler)
-    assert compiler.compiled == [0, 1, 2, 3, 4, 5]
-    left = [number for number in range(len(plan.candidates)) if number not in (0, 2, 3)]
+    assert compiler.compiled == [0, 1, 2, 3, 4, 5, 6]
+    left = [number for number in range(len(plan.candidates)) if number not in (0, 2, 3, 4)]
     assert [one.config for one in found.candidates] == [plan.candidates[number].config for number in left]
     assert found.best == plan.candidates[1].config
     added = {line.reason: line for line in found.rejected[len(plan.rejected) :]}
-    assert {reason: line.count for reason, line in added.items()} == {COMPILED_ABOVE: 2, COMPILE_REFUSED: 1}
+    counts = {COMPILED_ABOVE: 2, HOST_COMPILED_ABOVE: 1, COMPILE_REFUSED: 1}
+    assert {reason: line.count for reason, line in added.items()} == counts
     assert added[COMPILED_ABOVE].example.startswith(str(plan.candidates[0].choice))
+    assert added[HOST_COMPILED_ABOVE].example == f"{plan.candidates[4].choice}: 128.0 GiB"
     assert added[COMPILE_REFUSED].example.endswith("number 3 cannot be.")
     rejected = sum(line.count for line in found.rejected if line.unit == "configuration")
     assert len(found.candidates) + rejected == found.configurations

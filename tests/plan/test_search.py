@@ -30,6 +30,7 @@ from jaxllm.plan.search import (
     search,
     why_nothing,
 )
+from jaxllm.plan.search_text import heading_lines
 from jaxllm.plan.space import (
     BEYOND_HOST,
     KEEPABLE,
@@ -397,6 +398,21 @@ def test_the_host_has_an_end_too():
         assert (
             len(plan.candidates) + sum(one.count for one in plan.rejected if one.unit == CONFIGURATION) == plan.configurations
         )
+
+
+@pytest.mark.parametrize(("gpus", "state"), [(8, "none"), (1, "all")])
+def test_a_batch_schedule_has_the_figures_of_its_largest_batch(gpus, state):
+    """That is the second of three batches; the run ends before the last. A microbatch divides all of them."""
+    schedule = ("train.batch_schedule=[[512, 16], [100000, 64]]", "train.global_batch_sequences=8")
+    growing, constant = (search(small(*keys, f"parallel.offload_state={state}"), H100, gpus) for keys in (schedule, ()))
+    expected = {key(one.config): one for one in constant.candidates}
+    assert growing.candidates
+    for one in growing.candidates:
+        other = expected[key(one.config)]
+        assert (one.estimate_bytes, one.host_bytes) == (other.estimate_bytes, other.host_bytes)
+        assert one.predicted == other.predicted
+        assert one.config.train.batch_schedule
+    assert "16 sequences of 64 tokens a step, the largest batch;" in "\n".join(heading_lines(growing))
 
 
 def test_progress_counts_meshes():
