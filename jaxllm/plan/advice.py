@@ -36,8 +36,14 @@ COSTS = {
     "parallel.remat=selective": "recomputes norms and activation functions",
     "parallel.remat=full": "runs every layer's forward pass twice",
     "parallel.remat=offload": "sends activations to the host and back",
-    "parallel.offload_state=all": "sends weights and gradient sums over the host's link in every microbatch",
-    "parallel.offload_state": "sends the optimizer's state over the host's link twice a step",
+    "parallel.offload_state=optimizer": "sends the optimizer's state over the host's link twice a step",
+    "parallel.offload_state=optimizer_and_master": (
+        "sends the optimizer's state over the host's link twice a step, and master weights three times"
+    ),
+    "parallel.offload_state=all": (
+        "sends the optimizer's state and master weights over the host's link in every step, and weights and gradient sums in "
+        "every microbatch"
+    ),
     "parallel.tensor": "sums activations over tensor ranks in every layer",
     "parallel.context": "sends keys and values between context ranks in every layer",
     "parallel.pipe": "leaves stages idle while the pipeline fills and drains",
@@ -232,11 +238,12 @@ class _Trial:
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)
 
     def fastest_of_all(self) -> Iterator[Change]:
-        """The winner of a search, with the optimizer state on the host if nothing fits without; nothing without a GPU."""
+        """The winner of a search, with the optimizer state on the host if nothing fits without, and with everything there if
+        that is not enough; nothing without a GPU."""
         if self.gpu is None:
             return
         now = self.config.parallel.offload_state
-        for state in dict.fromkeys((now, "optimizer_and_master")):
+        for state in dict.fromkeys((now, "optimizer_and_master", "all")):
             parallel = self.config.parallel.model_copy(update={"offload_state": state})
             plan = search(
                 self.config.model_copy(update={"parallel": parallel}),

@@ -313,6 +313,16 @@ def test_where_no_ladder_leads_there_every_mesh_is_looked_at(sequence_length, st
     assert changes_that_fit(chosen, limit, H100, gpus, estimate=lambda config: fake(config, held=2**50)) == []
 
 
+def test_where_only_all_on_the_host_fits_it_is_advised_with_what_it_needs():
+    """Weights and gradients of 13B fit two A100s of 40 GB on no mesh."""
+    gpu = GPUS["a100-40gb"]
+    chosen = load_config({**RECIPE, "model": {"name": "llama-2-13b"}}, ["parallel.pipe=1", "parallel.tensor=1"]).resolve(2)
+    (found,) = changes_that_fit(chosen, int(FIT_SHARE * gpu.capacity_bytes), gpu, 2)
+    assert (found.config.parallel.offload_state, found.config.parallel.zero) == ("all", 3)
+    assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), found.overrides.split())
+    assert "the optimizer's state and master weights over the host's link in every step" in found.cost
+
+
 def test_tensor_is_not_advised_across_hosts():
     """Unless they cross hosts now. Without a kind of GPU there are no hosts."""
     chosen = eight("parallel.tensor=2")
