@@ -29,6 +29,12 @@ def test_the_step_that_shows_more_is_named():
     assert new.endswith("python benchmarks/overlap.py new --bounds")
 
 
+def test_a_run_does_one_thing(capsys):
+    with pytest.raises(SystemExit):
+        overlap.main(["no-step", "--check", "--bounds"])
+    assert "argument --bounds: not allowed with argument --check" in capsys.readouterr().err
+
+
 def test_a_bound_is_above_what_it_was_recorded_from(tmp_path, monkeypatch):
     """Other steps and other versions keep theirs."""
     monkeypatch.setattr(overlap, "BOUNDS", tmp_path / "bounds.json")
