@@ -180,7 +180,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
             f"{row.gpus:,}",
             f"{row.tokens_per_s:,.0f}",
             f"{row.efficiency:.0%}",
-            f"{row.best.predicted.exposed_communication_share:.1%}",
+            f"{row.best.exposed_communication_share:.1%}",
             *([f"{row.days:,.1f}"] if with_days else []),
             *(f"{row.reduction_s[way]:.3g}" for way in ways),
             Text(str(row.best.choice)),
@@ -191,8 +191,8 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
 def sweep_lines(sweep: Sweep) -> Iterator[str]:
     yield (
         "efficiency: tokens/s/GPU beside the fewest that fit; exposed: share of the step that waits for communication; the "
-        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree and hierarchy (analytic); no figure is of "
-        "XLA's schedule"
+        "seconds of one float32 all-reduce of the gradients, alone, by ring, tree and hierarchy (analytic); each row is "
+        "the best by prediction, and no figure is of XLA's schedule"
     )
     if sweep.interrupted:
         yield "INTERRUPTED: the last number of GPUs was not looked at to its end, and larger ones not at all"

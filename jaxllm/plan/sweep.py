@@ -34,8 +34,8 @@ MOST_TOKENS = 2**26
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The best config on one number of GPUs. Its speed is the predicted one, also where its schedule is known, so that rows can
-    be compared."""
+    """The best config on one number of GPUs by prediction, also where schedules are known, so that rows can be compared. A plan
+    that was confirmed may have another winner; what its compilations refused is left out here too."""
 
     gpus: int
     gpus_per_host: int
@@ -51,7 +51,7 @@ class SweepRow:
 
     @property
     def tokens_per_s(self) -> float | None:
-        return None if self.best is None else self.best.predicted.tokens_per_s_per_gpu * self.gpus
+        return None if self.best is None else self.best.tokens_per_s_per_gpu * self.gpus
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -60,7 +60,7 @@ class SweepRow:
             "best": None if self.best is None else self.best.to_json(),
             "tokens_per_s": self.tokens_per_s,
             "efficiency": self.efficiency,
-            "exposed_communication_share": None if self.best is None else self.best.predicted.exposed_communication_share,
+            "exposed_communication_share": None if self.best is None else self.best.exposed_communication_share,
             "days": self.days,
             "reduction_s": self.reduction_s,
         }
@@ -112,19 +112,25 @@ def sweep_gpus(
 
 def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
     """Plans of one config for ascending numbers of GPUs, side by side."""
-    least = next((plan.candidates[0] for plan in plans if plan.candidates), None)
     shown = [plan for plan in plans if plan.candidates or not plan.interrupted]
-    rows = [_row(plan, least, tokens) for plan in shown]
+    best = [_best_predicted(plan) for plan in shown]
+    least = next((one for one in best if one is not None), None)
+    rows = [_row(plan, one, least, tokens) for plan, one in zip(shown, best, strict=True)]
     # An interrupted search's best candidate says nothing about the best one.
     whole = [row for row, plan in zip(rows, shown, strict=True) if not plan.interrupted]
     return Sweep(tuple(rows), *_stops_paying(whole), interrupted=any(plan.interrupted for plan in plans))
 
 
-def _row(plan: Plan, least: Candidate | None, tokens: float | None) -> SweepRow:
-    best = plan.candidates[0] if plan.candidates else None
+def _best_predicted(plan: Plan) -> Candidate | None:
+    """The best candidate by prediction, without the figures of a compilation; None if there is no candidate."""
+    predicted = (replace(one, compiled_bytes=None, scheduled_transfers_s=None) for one in plan.candidates)
+    return min(predicted, key=lambda one: one.rank(plan.largest_microbatch), default=None)
+
+
+def _row(plan: Plan, best: Candidate | None, least: Candidate | None, tokens: float | None) -> SweepRow:
     if best is None or least is None:
         return SweepRow(plan.gpus, plan.gpus_per_host, None, None, None, {})
-    speed, first = best.predicted.tokens_per_s_per_gpu, least.predicted.tokens_per_s_per_gpu
+    speed, first = best.tokens_per_s_per_gpu, least.tokens_per_s_per_gpu
     days = None if tokens is None else tokens / (speed * plan.gpus) / DAY_S
     reduction_s = gradient_reduction_s(best.config, plan.gpu, plan.gpus_per_host)
     return SweepRow(plan.gpus, plan.gpus_per_host, best, speed / first, days, reduction_s)

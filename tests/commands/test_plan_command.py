@@ -260,7 +260,7 @@ def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeyp
         found = outcome(config, request)
         assert len(compiled) == 2
         (row,) = (row for row in found.sweep.rows if row.gpus == found.plan.gpus)
-        assert row.best == found.plan.candidates[0]
+        assert row.best.config == found.plan.best
         assert found.sweep.rows[-1].gpus == gpus
         assert (found.plan.gpus < gpus) is (objective == "gpus")
         if objective == "microbatch":
