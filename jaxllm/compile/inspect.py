@@ -111,7 +111,7 @@ class Report:
 
 
 def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int | None = None) -> Report:
-    """Reports on a config on a number of GPUs.
+    """Reports on a config on a number of GPUs, with train.batch_schedule at the largest batch that the run reaches.
 
     Args:
       gpus: default: run.cpu_devices, else the size of the config's mesh, else (parallel.data=auto) the present devices.
@@ -121,7 +121,7 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
       ConfigError: the mesh has another size, a parameter cannot be sharded, or hosts do not divide.
     """
     gpus = count_devices(config, gpus)
-    config = config.resolve(gpus)
+    config = config.resolve(gpus).at_largest_batch
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host)
     sizes = axis_sizes(config.parallel)
     _, tree = parameter_table(config)

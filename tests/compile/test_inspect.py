@@ -85,7 +85,8 @@ def test_the_state_on_the_host_is_billed():
 
 
 def test_all_on_the_host_is_billed_by_microbatch():
-    """Each takes weights twice, sums in and out; the step casts the layers, and reads their gradients twice."""
+    """Each takes weights twice, sums in and out; the step casts the layers, and reads their gradients twice. A batch schedule
+    is billed at the largest batch that the run reaches."""
     on_host = ("parallel.data=8", "parallel.zero=3", "parallel.offload_state=all")
 
     def state(microbatches, *more):
@@ -93,6 +94,7 @@ def test_all_on_the_host_is_billed_by_microbatch():
         return inspect_config(published("llama-3.1-8b", *on_host, *batch, *more)).state_offload
 
     one, two, three = map(state, (1, 2, 3))
+    assert state(1, "train.steps=2", "train.batch_schedule=[[1, 24], [1000000000, 32]]") == three
     sums = three.to_host - two.to_host
     assert three.to_device - two.to_device == sums + 2 * (sums // 2)
     assert two.to_device - one.to_device == 2 * sums + 2 * (sums // 2)
