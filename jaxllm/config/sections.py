@@ -153,8 +153,9 @@ class ParallelConfig(Section):
     as {query: keep, mlp_up: offload}."""
     offload_state: OffloadState = "none"
     """optimizer: AdamW's moments are stored in pinned host memory between steps and pass through the GPU one layer at a time;
-    optimizer_and_master: also the fp32 master weights, which cross the host link twice per step; all: also the layers' weights
-    in the compute dtype and the sums of their gradients, which cross it in every microbatch."""
+    optimizer_and_master: also the fp32 master weights, which cross the host link three times per step (to be cast, to the
+    update and back); all: also the layers' weights in the compute dtype and the sums of their gradients, which cross it in
+    every microbatch."""
     context_method: Literal["ring", "all_gather", "auto"] = "auto"
     """How queries reach the keys of other context ranks. ring: keys are sent while the blocks compute; all_gather: every rank
     gathers all keys first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value
