@@ -22,10 +22,11 @@ from jaxllm.train.step import make_update
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 OFFLOADS = ("optimizer", "optimizer_and_master")
-ALL_ON_HOST = ("one device", "zero 3, context", "zero 3, tensor")
+ALL_ON_HOST = ("one device", "tensor", "zero 3, context", "zero 3, tensor")
 """Meshes with parallel.offload_state=all."""
 MESHES = {
     "one device": (),
+    "tensor": ("parallel.tensor=2",),
     "zero 0": ("parallel.data=2", "parallel.zero=0"),
     "zero 1, tensor": ("parallel.data=2", "parallel.tensor=2", "parallel.zero=1", "model.tie_embeddings=true"),
     "zero 2, context": ("parallel.data=2", "parallel.context=2", "parallel.zero=2"),
@@ -121,13 +122,16 @@ def test_gradients_on_the_host_have_the_norm_of_those_on_the_device(tiny_config,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-8), moments, expected_moments)
 
 
-@pytest.mark.parametrize("before", ["none", *OFFLOADS])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("none", "optimizer_and_master"), ("none", "all"), *((before, "none") for before in (*OFFLOADS, "all"))],
+)
 @pytest.mark.slow
-def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before):
+def test_checkpoints_fit_whatever_is_offloaded(tiny_config, tmp_path, before, after):
     """Two steps, a checkpoint, and two more with another offload equal four steps without."""
-    common = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", "parallel.zero=1", "optimizer.schedule=constant")
-    common = (*common, "checkpoint.every_steps=2", "train.eval_batches=1")
-    after = "optimizer_and_master" if before == "none" else "none"
+    zero = 3 if "all" in (before, after) else 1
+    common = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", f"parallel.zero={zero}")
+    common = (*common, "optimizer.schedule=constant", "checkpoint.every_steps=2", "train.eval_batches=1")
     folder = tmp_path / "moved"
     fit(tiny_config(*common, f"run.dir={folder}", "train.steps=2", f"parallel.offload_state={before}"))
     config = tiny_config(*common, f"run.dir={folder}", f"parallel.offload_state={after}")
