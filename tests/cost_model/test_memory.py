@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 import scripts
+from memory_config import A100, MODEL, config
 
-from jaxllm.config import load_config
 from jaxllm.config.attention import takes_cudnn
 from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.hardware import GPUS, find_gpu
-from jaxllm.cost_model.layer_backward import attention, layer_backward, layers_of_weights
+from jaxllm.cost_model.layer_backward import layers_of_weights
 from jaxllm.cost_model.memory import Step, estimate_memory
 from jaxllm.cost_model.parameters import Elements
 from jaxllm.cost_model.step_sizes import FLOAT32, slots_of
@@ -22,27 +22,6 @@ from jaxllm.model.attention import choose_kernel
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.pipeline_schedule import make_schedule
 from jaxllm.sharding import layout, weight_rules
-
-MODEL = {
-    "num_layers": 8,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "vocab_size": 1001,
-}
-
-
-A100 = GPUS["a100-80gb"]
-
-
-def config(model=MODEL, **sections):
-    train = {"steps": 1, "sequence_length": 2048, "global_batch_sequences": 64, "microbatch_sequences": 1}
-    recipe = {"model": model, "train": {**train, **sections.pop("train", {})}, **sections}
-    found = load_config(recipe)
-    return found.resolve(
-        math.prod([int(found.parallel.data), *(getattr(found.parallel, a) for a in ("pipe", "context", "tensor"))])
-    )
 
 
 def on_one_device(cfg):
@@ -223,181 +202,6 @@ def test_each_moment_is_the_fullest_of_some_step(compiled):
     assert found == {
         *["gather", "loss", "turn", "feed_forward", "feed_forward_end", "attention", "head", "embedding", "reduce"]
     }
-
-
-# ------------------------------------------------------------------------------------------------------- one layer, backward
-
-
-def backward(gpu=None, **sections):
-    return layer_backward(Step(config(**sections), gpu).layer_shape)
-
-
-def test_a_layer_recomputed_holds_more_beside_its_stack_than_one_kept():
-    kept, full, nothing = (backward(parallel={"data": 4, "zero": 2, "remat": remat}) for remat in ("selective", "full", "none"))
-    for moment in ("feed_forward", "feed_forward_end", "attention"):
-        assert kept[moment]["working_set"] < full[moment]["working_set"]
-    # Autodiff's residuals are copied like recomputed tensors, but attention does not run again.
-    assert nothing["feed_forward"]["working_set"] < full["feed_forward"]["working_set"]
-    assert nothing["attention"]["working_set"] == full["attention"]["working_set"]
-
-
-def test_several_sequences_over_tensor_are_transposed():
-    def whole_tensors(microbatch, tensor):
-        sections = {"parallel": {"data": 2, "tensor": tensor}, "train": {"microbatch_sequences": microbatch}}
-        step = Step(config(**sections))
-        return step, backward(**sections)["feed_forward"]["working_set"]
-
-    (one, with_one), (two, with_two) = whole_tensors(1, 2), whole_tensors(2, 2)
-    layers = layers_of_weights(one) * one.units["layer"]
-    assert two.units["whole"] == 2 * one.units["whole"]
-    assert with_two - layers == 2 * (with_one - layers) + two.units["whole"]
-    (one, with_one), (two, with_two) = whole_tensors(1, 1), whole_tensors(2, 1)
-    layers = layers_of_weights(one) * one.units["layer"]
-    assert with_two - layers == 2 * (with_one - layers)
-
-
-def test_what_is_offloaded_lies_twice_in_a_loop_that_runs_ahead():
-    sections = {"parallel": {"data": 4, "remat": "offload"}}
-    away = sum(Step(config(**sections)).offloaded.values())
-    assert (
-        backward(**sections)["feed_forward"]["layer_copies"] - backward(A100, **sections)["feed_forward"]["layer_copies"]
-        == away
-    )
-    # A stage of one layer has no next layer to fetch.
-    alone = {"parallel": {"pipe": 8, "data": 1, "remat": "offload"}}
-    assert backward(**alone)["feed_forward"]["layer_copies"] == 0
-
-
-def test_on_an_a100_a_pipeline_fetches_ahead_behind_gathered_keys_with_documents():
-    def ahead(documents, method):
-        sections = {
-            "parallel": {"pipe": 4, "data": 1, "context": 2, "remat": "offload", "context_method": method},
-            "data": {"mask_documents": documents},
-        }
-        away = sum(Step(config(**sections)).offloaded.values())
-        return backward(A100, **sections)["feed_forward"]["layer_copies"] / away
-
-    assert [ahead(*case) for case in ((True, "all_gather"), (True, "ring"), (False, "all_gather"))] == [1, 0, 0]
-
-
-def test_transfers_that_start_late_hold_less():
-    for zero in (2, 3):
-        sections = {"parallel": {"data": 4, "zero": zero}, "data": {"mask_documents": False}}
-        layer = Step(config(**sections)).units["layer"]
-        for moment, held in backward(**sections).items():
-            assert held["working_set"] - backward(A100, **sections)[moment]["working_set"] == layer
-    alike = {"parallel": {"data": 4}, "data": {"mask_documents": False}}
-    assert backward(**alike) == backward(A100, **alike)
-
-
-HALVES = MODEL | {"attention": "cudnn_halves"}
-
-
-def test_documents_and_context_ranks_take_blocks():
-    def queries(length=2048, documents=True, microbatch=1, gpu=None, **parallel):
-        cfg = config(
-            HALVES,
-            parallel={"data": 2, "remat": "full", **parallel},
-            train={"sequence_length": length, "microbatch_sequences": microbatch},
-            data={"mask_documents": documents},
-        )
-        step = Step(cfg, gpu)
-        return attention(step.layer_shape, "attention") / step.units["query"]
-
-    # Half as many key-value heads as query heads.
-    assert queries(documents=False) == 4 + 4 / 2
-    # 2,048 rows are halved to 128 in four steps.
-    assert queries() == 6 + 4 + 4 / 2
-    assert queries(length=4096) - queries() == 1
-    assert queries(documents=False, context=2, context_method="ring") == 6 + 12 / 2
-    assert queries(documents=False, context=2, context_method="ring", microbatch=2, gpu=A100) == 6 + 3 + 12 / 2
-    assert queries(documents=False, context=2, context_method="ring", microbatch=2) == 6 + 6 + 12 / 2
-    assert queries(documents=False, context=2, context_method="all_gather") == 6 + 6 * 2 / 2
-    # A zigzag chunk has a fourth of 2,048 rows: two halvings.
-    assert queries(context=2, context_method="ring", gpu=A100) == 6 + 2 + 12 / 2
-    # Scores of blocks of 128, for heads of 32.
-    assert queries(context=2, context_method="ring") == 6 + 6 * 128 / 32 + 2 + 12 / 2
-
-
-def test_products_wait_less_in_a_pipeline_and_on_an_a100():
-    def products(gpu=None, documents=False, batch=64, **parallel):
-        cfg = config(
-            HALVES,
-            parallel={"data": 1, "remat": "full", **parallel},
-            train={"global_batch_sequences": batch},
-            data={"mask_documents": documents},
-        )
-        step = Step(cfg, gpu)
-        held = (
-            layer_backward(step.layer_shape)["feed_forward"]["working_set"]
-            - layers_of_weights(step.layer_shape) * step.units["layer"]
-        )
-        return (
-            held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step.layer_shape, "feed_forward")
-        ) / step.units["mlp"]
-
-    assert products(batch=1) == products(documents=True) == products(context=2) == products(data=2, zero=2) == 5
-    assert products(gpu=A100, documents=True) == products(gpu=A100, context=2) == 5
-    assert products() == products(gpu=A100) == products(gpu=A100, batch=1) == 3
-    assert products(pipe=4) == 4
-    assert products(pipe=4, gpu=A100) == products(pipe=4, tensor=2) == 5
-    assert products(pipe=4, batch=1) == products(pipe=4, batch=1, gpu=A100) == 3
-    assert products(pipe=4, batch=1, documents=True) == 4
-    # Chunks of one layer.
-    assert products(pipe=8, gpu=A100) == 3
-    assert products(pipe=8) == 5
-
-
-def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
-    def copied(**parallel):
-        cfg = config(
-            parallel={"data": 1, "tensor": 2, "pipe": 2, "remat": "none", **parallel}, train={"microbatch_sequences": 2}
-        )
-        step = Step(cfg)
-        return layer_backward(step.layer_shape)["feed_forward"]["layer_copies"] / step.units["whole"], step
-
-    assert copied()[0] == 0
-    found, step = copied(schedule="interleaved", virtual_stages=2)
-    assert found == 2 * step.slots * 2
-    # Chunks of one layer.
-    assert copied(schedule="interleaved", virtual_stages=4)[0] == 0
-
-
-def test_products_of_one_layer_or_one_microbatch_are_read_in_place():
-    several, layer, microbatch = (
-        backward(parallel={"data": 1, "pipe": pipe}, train={"global_batch_sequences": batch}, data={"mask_documents": False})
-        for pipe, batch in ((4, 64), (8, 64), (4, 1))
-    )
-    mlp = Step(config(parallel={"data": 1})).units["mlp"]
-    for moment, fewer in {"feed_forward": 2, "feed_forward_end": 2, "attention": 0}.items():
-        for one in (layer, microbatch):
-            assert several[moment]["layer_copies"] - one[moment]["layer_copies"] == fewer * mlp
-
-
-def test_behind_documents_one_layers_products_wait_for_attention():
-    def products(documents, pipe):
-        sections = {"parallel": {"data": 1, "pipe": pipe}, "data": {"mask_documents": documents}}
-        step = Step(config(HALVES, **sections))
-        held = layer_backward(step.layer_shape)["attention"]["working_set"] - attention(step.layer_shape, "attention")
-        rest = 2 * step.units["whole"] + 2 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
-        return (held - rest) / step.units["mlp"]
-
-    assert [products(*case) for case in ((True, 8), (False, 8), (True, 4))] == [3, 2, 2]
-
-
-def test_where_transfers_start_late_wide_sequences_wait_for_each_other():
-    def whole(gpu, width):
-        model = {**MODEL, "intermediate_size": width}
-        sections = {"parallel": {"data": 1, "tensor": 2, "remat": "full"}, "train": {"microbatch_sequences": 2}}
-        step = Step(config(model, **sections), gpu)
-        end = layer_backward(step.layer_shape)["feed_forward_end"]["working_set"] - attention(
-            step.layer_shape, "feed_forward_end"
-        )
-        rest = 4 * step.units["mlp"] + 3 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
-        return (end - rest) / step.units["whole"]
-
-    assert whole(A100, 768) == whole(None, 256) == 5 + 1
-    assert whole(A100, 256) == 5 + 1 + 3
 
 
 # -------------------------------------------------------------------------------------------------------------- vocabulary
