@@ -185,7 +185,7 @@ class Step(StepSizes):
         moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
         if self.layers_on_host:
             moments["update"] = self.streamed_update()
-        if self.zero == 0 and not self.accumulates and self.shared_out:
+        if self.zero == 0 and not self.accumulates and self.shared_out and not self.sends_once:
             moments["reduce"] = {"gradients": FLOAT32 * self.all.compute + self.itemsize * self.largest_stack}
         if self.zero >= 2:
             if self.loss_chunks > 1 or self.multiplies_early:
@@ -197,7 +197,7 @@ class Step(StepSizes):
 
     def gather(self, held: dict[str, float]) -> dict[str, float]:
         """Terms while the weights arrive; empty if that is never the fullest moment."""
-        if self.zero in (1, 2) and self.accumulates and self.runs_ahead:
+        if self.zero in (1, 2) and self.accumulates and self.runs_ahead and not self.sends_once:
             if self.pipelined:
                 return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
             stack = {"relayout": 0 if self.has_own_layers else self.itemsize * self.largest_stack}

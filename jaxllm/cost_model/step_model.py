@@ -47,9 +47,8 @@ class StepModel(LayerCompute):
         self.rings_tensor = rings_tensor(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
-        self.sends_by_layer = (self.parallel.zero >= 2 or sends_once(config)) and self.data_group.size > 1
-        """Whether gradients travel over data x context layer by layer, and with ZeRO 1 (in steps of one microbatch) and ZeRO 3
-        also weights."""
+        self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1
+        """Whether gradients travel over data x context layer by layer in each microbatch, and with ZeRO 3 also weights."""
         pairs = self.P > 1 and self.parallel.overlap_passes and not self.sends_by_layer
         self.paired_share = max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1)) if pairs else 0.0
         """Share of the forward ticks that also run backward, layer by layer: all but the first P V. 0 with ZeRO 2 and 3, whose
@@ -281,8 +280,7 @@ class StepModel(LayerCompute):
 
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer. ZeRO 2 scatters its gradients behind the backward of the layer before it; ZeRO 3 also
-        gathers its weights behind the layer that is computed before it, in both passes, and ZeRO 1 with one microbatch in the
-        forward pass (layer_loop.py)."""
+        gathers its weights behind the layer that is computed before it, in both passes (layer_loop.py)."""
         scatter_s = reduce_scatter_s(4 * self.layer_parameters, self.data_group, self.links)
         if self.parallel.zero == 2:
             return 0.0, scatter_s
@@ -327,26 +325,30 @@ class StepModel(LayerCompute):
         transfers.add("pipe", reduce_s, times=2 * self.M)
 
     def add_step_data(self, transfers: Transfers, forward_s: float, backward_s: float) -> None:
-        """Transfers over data x context: float32 gradients and weights in the compute dtype, except those sent layer by layer.
+        """Transfers over data x context: float32 gradients and weights in the compute dtype, except those that each microbatch
+        sends layer by layer.
 
         In a pipeline, every tick needs embedding and head, so they are sharded only for the update. Without a pipeline, ZeRO 2
-        scatters their gradients in every microbatch, and ZeRO 3 gathers them too. None of this overlaps with the first
-        microbatch's forward (forward_s) or the last one's backward (backward_s). ZeRO 1 with one microbatch sends the layers
-        behind each other; what else it sends overlaps with nothing here.
+        scatters their gradients in every microbatch, and ZeRO 3 gathers them too. ZeRO 0 and 1 send a layer behind the others:
+        weights in the first microbatch's forward pass (forward_s), gradients in the last one's backward pass (backward_s). What
+        else is sent overlaps with nothing here.
         """
         group, zero, links = self.data_group, self.parallel.zero, self.links
         if group.size == 1:
             return
-        layers, rest = self.stage_layers * self.layer_parameters, self.vocabulary_parameters()
-        if zero == 0:
-            transfers.add("data", all_reduce_s(4 * (layers + rest), group, links))
-        else:
-            each = self.M if self.P == 1 else 1
-            by_layer = self.sends_by_layer
-            scatter_s = reduce_scatter_s(4 * (rest if by_layer else layers + rest), group, links)
-            gather_s = all_gather_s(self.itemsize * (rest if by_layer and zero != 2 else layers + rest), group, links)
-            transfers.add("data", scatter_s, times=each if zero >= 2 else 1)
-            transfers.add("data", gather_s, times=each if zero == 3 else 1)
+        layer, rest, reduce_s = self.layer_parameters, self.vocabulary_parameters(), reduce_scatter_s if zero else all_reduce_s
+        bare = self.stage_layers
+        if sends_once(self.config, self.M, self.gpu.chip.compute_capability):
+            # Of these the first layer's weights, and its gradients.
+            behind, bare = self.stage_layers - 1, 1
+            transfers.add("data", behind * reduce_s(4 * layer, group, links), backward_s)
+            if zero:
+                transfers.add("data", behind * all_gather_s(self.itemsize * layer, group, links), forward_s)
+        reduced, gathered = (rest + (0 if zero >= level else bare) * layer for level in (2, 3))
+        each = self.M if self.P == 1 else 1
+        transfers.add("data", reduce_s(4 * reduced, group, links), times=each if zero >= 2 else 1)
+        if zero:
+            transfers.add("data", all_gather_s(self.itemsize * gathered, group, links), times=each if zero == 3 else 1)
 
     def vocabulary_parameters(self) -> float:
         """Parameters of embedding and head, on one rank."""

@@ -250,7 +250,7 @@ class StepSizes:
     @cached_property
     def sends_once(self) -> bool:
         """As layer_stack.sends_once, unless some steps measure the noise scale: these need more memory."""
-        return sends_once(self.config) and self.config.log.noise_scale_every is None
+        return sends_once(self.config, self.microbatches, self.capability) and self.config.log.noise_scale_every is None
 
     def weights(self, loss: bool = False) -> float:
         """Weights in the compute dtype; none if the float32 weights can be read in place, unsharded by ZeRO.

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
-from jaxllm.config.layer_stack import has_own_layers, rings_tensor
+from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
@@ -83,14 +83,13 @@ class ParallelContext:
         zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None
         return cls(config, mesh, graph, table, layouts, attention, ops, zero)
 
-    @cached_property
-    def single(self) -> ParallelContext | None:
-        """The context of steps with one microbatch, if they gather and reduce by layer and others do not: at ZeRO 1."""
-        parallel = self.config.parallel
-        if parallel.zero != 1 or self.sizes[PIPE] > 1 or self.sizes[DATA] * self.sizes[CONTEXT] == 1:
+    def sending_once(self, microbatches: int) -> ParallelContext | None:
+        """The context of a step that gathers and reduces each layer once, behind the compute of others; None if steps with so
+        many microbatches do not."""
+        device = self.mesh.devices.flat[0]
+        if not sends_once(self.config, microbatches, compute_capability(device)):
             return None
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return replace(self, zero=Zero(1, self.layouts, in_order=on_cpu))
+        return replace(self, zero=Zero(self.config.parallel.zero, self.layouts, in_order=device.platform == "cpu"))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -114,7 +113,7 @@ class ParallelContext:
     @property
     def access(self) -> WeightAccess:
         """To one layer's weights and gradients."""
-        access = self.zero.access if self.zero else WeightAccess()
+        access = self.zero.access() if self.zero else WeightAccess()
         return from_host(access, self.layer_layouts) if self.layers_on_host else access
 
     @property

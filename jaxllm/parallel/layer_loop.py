@@ -24,8 +24,9 @@ With ZeRO 3, the transfers of a turn hide behind its compute. Nothing in a colum
     compute           L0    L1    L2    L3                     L3    L2    L1    L0
     scatter                                                  zeros   L3    L2    L1     L0
 
-Where a step sends each layer once (ZeRO 1 with one microbatch), the forward pass keeps the weights that it gathers. The last
-layer's turns are then outside the loops: they gather nothing and scatter no zeros.
+Where a step sends each layer once (ZeRO 0 and 1), the first microbatch's forward pass keeps the weights that it gathers, and
+the last one's backward pass scatters what all have summed. The last layer's turn is then outside these loops: it gathers
+nothing and scatters no zeros.
 
 Residuals that a policy offloads are in a part of the ring in the host's pinned memory. They are moved explicitly: written as a
 layer makes them, read one layer before they are used. With the library's offload policies the host would read the ring.
@@ -130,7 +131,8 @@ class LayerLoop:
     ):
         self.length = length
         # The last layer's turns outside the loops follow each other, so that XLA would merge recomputation and forward pass.
-        self._block = remat(policy, block, in_loop=unroll == 1 and length > 1 and not access.once)
+        both_outside = access.once and access.gather is not None and access.scatter is not None
+        self._block = remat(policy, block, in_loop=unroll == 1 and length > 1 and not both_outside)
         self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
 
     def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
@@ -142,7 +144,10 @@ class LayerLoop:
             on_host = waits_on_host(kept_names(self._block, weights, h_BSD, block_context, self._policy), self._policy)
         leaves, structure = jax.tree.flatten(kept)
         shapes = [((slots * self.length, *x.shape), x.dtype) for x in leaves]
-        room = [empty_on_host(*shape) if away else jnp.zeros(*shape) for shape, away in zip(shapes, on_host, strict=True)]
+        # Constant zeros would be one array for the rings of all microbatches that have a loop of their own: XLA keeps it, and
+        # copies it for each.
+        zeros = partial(jnp.full, fill_value=hidden_token(h_BSD)) if self._access.once else jnp.zeros
+        room = [empty_on_host(*at) if away else zeros(at[0], dtype=at[1]) for at, away in zip(shapes, on_host, strict=True)]
         return Ring(structure.unflatten(room), on_host)
 
     def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
@@ -150,20 +155,24 @@ class LayerLoop:
         gathered, those of the rank's layer number `then`, for the pass that follows, or if they are kept those of all layers.
         """
         turn, kept = self._forward_turn(layers, ahead, then), None
-        if self._access.once:
+        if self._keeps:
             kept = jax.tree.map(lambda w: jnp.zeros((self.length, *w.shape), w.dtype), self._weights_shape(layers))
         carry = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring, kept)
         h_BSD, weights, ring, kept = self._scan(turn, carry)
-        return h_BSD, ring, kept if self._access.once else weights
+        return h_BSD, ring, kept if self._keeps else weights
 
-    def backward(self, layers: Tree, back: Pass, ring: Ring, sums: Tree, weights: Tree = None, valid: Any = True):
+    def backward(
+        self, layers: Tree, back: Pass, ring: Ring, sums: Tree, weights: Tree = None, valid: Any = True, adds: bool = False
+    ):
         """(dh, sums, squares): the gradient of the chunk's input; `sums` with the gradients of its weights added if `valid`;
         and what the tap took of them, 0 if not `valid`, None without a tap.
 
         Args:
           weights: of the chunk's last layer, if they are gathered already.
+          adds: `sums` are full ones of earlier microbatches, which are scattered with this one's gradients. The rank's shard
+            takes the place of their first elements.
         """
-        layer = self._backward_turn(layers, back, valid)
+        layer = self._backward_turn(layers, back, valid, adds)
         turn = lambda number, carry: layer(number, carry, self._from_ring(ring, back.slot, number))  # noqa: E731
         carry = self._before_backward(layers, back, ring, sums, weights)
         return self._after_backward(back.chunk, self._scan(turn, carry, reverse=True), valid)
@@ -191,7 +200,8 @@ class LayerLoop:
         """Runs turn(number of a layer in its chunk, carry) -> carry over the layers of a chunk."""
         scanned = lambda carry, number: (turn(number, carry), None)  # noqa: E731
         scan = partial(jax.lax.scan, scanned, reverse=reverse, unroll=self._unroll)
-        if not self._access.once:
+        sends = self._access.scatter if reverse else self._access.gather
+        if not self._access.once or sends is None:
             return scan(carry, jnp.arange(self.length))[0]
         last, others = self.length - 1, jnp.arange(self.length - 1)
         return scan(turn(last, carry), others)[0] if reverse else turn(last, scan(carry, others)[0])
@@ -216,7 +226,7 @@ class LayerLoop:
 
         return turn
 
-    def _backward_turn(self, layers, back: Pass, valid):
+    def _backward_turn(self, layers, back: Pass, valid, adds: bool = False):
         first, last = back.chunk * self.length, self.length - 1
         gather, on_host = self._access.gather, self._access.on_host
         shapes = self._weights_shape(layers)
@@ -244,6 +254,10 @@ class LayerLoop:
                     ahead = after(ahead, token(gradients))
             elif not self._adds_behind:
                 sums = self._add(sums, first + number, gradients, valid)
+            elif adds:
+                with jax.named_scope("gradient_sums"):
+                    before = _row(sums, first + number)
+                    gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), before, gradients)
             return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, squares)
 
         return turn
@@ -260,7 +274,10 @@ class LayerLoop:
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
         """Residuals that a backward turn reads: its own layer's, or if some wait on the host those of the turn after it."""
-        return ring.read(slot * self.length + (jnp.maximum(number - 1, 0) if any(ring.on_host) else number))
+        kept = ring.read(slot * self.length + (jnp.maximum(number - 1, 0) if any(ring.on_host) else number))
+        # Where a turn is outside the loop, XLA would copy the whole ring into the layout in which the loop reads a row: 5 GiB
+        # of 91 for 8B at tensor 2 with two sequences of 32,768, and 15 of 156 for 16 of 4,096 at tensor 8 (JAX 0.10.2).
+        return jax.lax.optimization_barrier(kept) if self._access.once else kept
 
     def _after_backward(self, chunk, carry: BackwardCarry, valid):
         sums, squares = carry.sums, carry.squares
@@ -269,6 +286,11 @@ class LayerLoop:
             due = self._access.scatter(carry.pending) if self._access.scatter else carry.pending
             sums = self._add_on_host(sums, at, due) if self._access.on_host else self._add(sums, at, due, valid)
         return carry.dh_BSD, sums, None if squares is None else jnp.where(valid, squares, 0.0)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the forward pass keeps the weights that it gathers."""
+        return self._access.once and self._access.gather is not None
 
     @property
     def _adds_behind(self) -> bool:
@@ -291,9 +313,10 @@ class LayerLoop:
         def add(here, gradient):
             return here + jnp.where(valid, gradient, 0).astype(here.dtype)
 
-        # The sums of a layer that is scattered once are zeros.
-        new = gradients if self._access.once else jax.tree.map(add, _row(sums, number), gradients)
-        return _write(sums, number, new)
+        if self._access.once:
+            # These are a layer's first or last. XLA would also move an all-reduce out of a loop that adds its results.
+            return _write(sums, number, jax.tree.map(lambda stack, g: g.astype(stack.dtype), sums, gradients))
+        return _write(sums, number, jax.tree.map(add, _row(sums, number), gradients))
 
     def _gathered(self, layers: Tree, number) -> Tree:
         """A layer's gathered weights; None where weights are not gathered and each turn reads its own."""
@@ -306,27 +329,31 @@ class LayerLoop:
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
-    def run(self, layers: Tree, own: Accumulators | None, h_BSD: jax.Array, block_context: BlockContext) -> jax.Array:
-        """All layers, as one function with gradients of its own. Those of the layers are added to their accumulators."""
-        once, behind = self._access.once, copy.copy(self)
-        if once:
+    def run(
+        self, layers: Tree, own: Accumulators | None, h_BSD: jax.Array, block_context: BlockContext, adds: bool = False
+    ) -> tuple[jax.Array, Tree]:
+        """(h, the layers' full weights if they are kept): all layers, as one function with gradients of its own. Those of the
+        layers are added to their accumulators, or scattered with these, as in `backward`."""
+        keeps, behind = self._keeps, copy.copy(self)
+        if keeps:
             # The backward pass reads the full weights that the forward pass kept.
             behind._access = dataclasses.replace(self._access, gather=None)
 
         @jax.custom_vjp
         def stack(layers, own, h_BSD, block_context):
-            return self.forward(layers, Pass(0, h_BSD, block_context, 0))[0]
+            h_BSD, _, weights = self.forward(layers, Pass(0, h_BSD, block_context, 0))
+            return h_BSD, weights if keeps else None
 
         def stack_forward(layers, own, h_BSD, block_context):
             ring = self.new_ring(1, layers, h_BSD, block_context)
             h_BSD, ring, weights = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
-            layers, last = (weights, None) if once else (layers, weights)
-            return h_BSD, (layers, own.sums, block_context, ring, last)
+            layers, last = (weights, None) if keeps else (layers, weights)
+            return (h_BSD, weights if keeps else None), (layers, own.sums, block_context, ring, last)
 
-        def stack_backward(saved, dh_BSD):
+        def stack_backward(saved, cotangents):
             layers, sums, block_context, ring, last = saved
-            back = Pass(0, dh_BSD, block_context, 0)
-            dh_BSD, sums, squares = behind.backward(layers, back, ring, sums, last)
+            back = Pass(0, cotangents[0], block_context, 0)
+            dh_BSD, sums, squares = behind.backward(layers, back, ring, sums, last, adds=adds)
             sums = sums.complete() if behind._access.on_host else sums
             return None, Accumulators(sums, squares), dh_BSD, None
 
@@ -344,4 +371,5 @@ def _row(stacks: Tree, number) -> Tree:
 
 
 def _write(stacks: Tree, number, row: Tree) -> Tree:
-    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, number, 0), stacks, row)
+    """`stacks` with the first elements of a row replaced by `row`, which may have less of one dim."""
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice(x, new[None], (number, *[0] * new.ndim)), stacks, row)

@@ -4,7 +4,8 @@ The forward and backward pass of a step run in one shard_map over (pipe, data, c
 partitioned the data axis too, it would reduce over it in every layer of every microbatch. So each rank sums its own gradients
 over its microbatches in float32 and returns them with a leading rank dim. They are summed once, outside, under the sharding in
 which they are needed. XLA turns that into one all-reduce (ZeRO 0) or reduce-scatter (ZeRO 1) per parameter and step, which no
-compute hides. With one microbatch, ZeRO 1 gathers and reduces by layer inside the region instead (zero.py).
+compute hides. So it does only in pipelines, and in a few other steps (layer_stack.sends_once). All others gather and reduce by
+layer inside the region (zero.py).
 
 With several replicas (mesh axis `replica`, also manual in the region) each replica first sums and scatters its own gradients.
 Each device then has a shard of its replica's sum, and these are summed across replicas: one all-reduce per parameter and step.
@@ -28,7 +29,7 @@ from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_stacking import join_layers
 from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
 from jaxllm.parallel.parameters import initial_params
-from jaxllm.parallel.regions import gradient_region, loss_region, single_gradient_region
+from jaxllm.parallel.regions import gradient_region, loss_region, once_gradient_region
 from jaxllm.parallel.types import Batch, GradientRegion, NoiseParts, Parallelized, Params
 from jaxllm.sharding import Layout, Parameter, manual_spec, map_specs, partial_sum_spec, replica_spec
 
@@ -43,8 +44,8 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        if ctx.single is not None and len(batch["tokens"]) == 1:
-            return GradientReduction(ctx.single).run(single_gradient_region(ctx.single), params, batch)[:2]
+        if (once := ctx.sending_once(len(batch["tokens"]))) is not None:
+            return GradientReduction(once).run(once_gradient_region(once), params, batch)[:2]
         return reduction.run(plain, params, batch)[:2]
 
     def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:

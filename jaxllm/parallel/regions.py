@@ -2,8 +2,8 @@
 
 A region is run by each rank of (replica, pipe, data, context) on its own weights and rows, with `tensor` left to XLA. Gradients
 are added to running sums where they are made: of the layers in their loop (layer_loop.py) or, in an unrolled stack, in the
-matmul that makes them (accumulate.py); with ZeRO 2 and 3, and with ZeRO 1 and one microbatch, after they are reduced and
-scattered (zero.py).
+matmul that makes them (accumulate.py); with ZeRO 2 and 3 after they are reduced and scattered (zero.py). At ZeRO 0 and 1 the
+first microbatch may gather the step's weights, and the last one reduce its gradients.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
+from jaxllm.parallel.layer_stacking import cut_layers
 from jaxllm.parallel.ordering import after, hidden_token, weights_token
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
-from jaxllm.parallel.zero import zeros_of_shard
+from jaxllm.parallel.zero import Phase, zeros_of_shard
 
-Sums = Callable[[Accumulators | None, Params, Rows, jax.Array], tuple[jax.Array, jax.Array]]
-"""(accumulators, weights, rows of one microbatch, scale) -> (objective, loss): sums of token losses times `scale`. The
-objective is differentiated with respect to the accumulators. Without them there is no backward pass."""
+Sums = Callable[..., tuple[jax.Array, tuple[jax.Array, Params | None]]]
+"""(accumulators, weights, rows of one microbatch, scale, earlier) -> (objective, (loss, full weights that are kept)): sums of
+token losses times `scale`. The objective is differentiated with respect to the accumulators. Without them there is no backward
+pass. `earlier`: sums of gradients of the microbatches before, which are reduced with this one's; None: there are none."""
 
 
 def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> GradientRegion:
@@ -46,7 +48,7 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
 
         def microbatch(carry, rows: Rows):
             sums, loss = carry
-            (_, part), (sums, squares) = add_gradients(sums, weights, rows, scale)
+            (_, (part, _)), (sums, squares) = add_gradients(sums, weights, rows, scale)
             return (sums, loss + part), squares
 
         def add_gradients(sums: Params, *inputs: Any):
@@ -70,15 +72,57 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     return region
 
 
-def single_gradient_region(ctx: ParallelContext) -> GradientRegion:
-    """Gradients of one microbatch, whose weights are gathered and whose gradients are reduced by layer."""
-    gradient, zero = jax.value_and_grad(microbatch_sums(ctx), has_aux=True), ctx.zero
-    assert zero is not None, "ParallelContext.single has it"
+def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
+    """Gradients by autodiff. The first microbatch gathers weights and the last one reduces gradients, layer by layer."""
+    zero, plain = ctx.zero, dataclasses.replace(ctx, zero=None)
+    assert zero is not None, "ParallelContext.sending_once has it"
+
+    def gradient(ctx: ParallelContext, phase: Phase, sums: Params, *inputs: Any) -> tuple[jax.Array, Params, Params]:
+        """(loss, kept weights, gradients)"""
+        one = jax.value_and_grad(microbatch_sums(ctx, phase=phase), has_aux=True)
+        (_, (loss, kept)), (sums, _) = one(Accumulators(sums), *inputs)
+        return loss, kept, sums
 
     def region(shards: Params, batch: Batch):
-        sums, rows = _zeros(shards, jnp.float32), jax.tree.map(lambda x: x[0], batch)
-        (_, loss), (gradients, _) = gradient(Accumulators(sums), shards, rows, _loss_scale(ctx, batch))
-        return jax.lax.psum(zero.last(loss, gradients, ctx.step_layouts), ctx.loss_axes), gradients, None
+        scale, rows = _loss_scale(ctx, batch), jax.tree.map(lambda x: x[-1], batch)
+        if len(batch["tokens"]) == 1:
+            phase = Phase(gathers=zero.level == 1, reduces=True)
+            loss, _, gradients = gradient(ctx, phase, _zeros(shards, jnp.float32), shards, rows, scale)
+        else:
+            weights, earlier, loss = all_but_last(shards, jax.tree.map(lambda x: x[:-1], batch), scale)
+            # Else XLA would begin the last microbatch early, and keep the activations of two.
+            rows = after(rows, _sums_token(ctx, earlier["layers"]))
+            part, _, gradients = gradient(ctx, Phase(reduces=True), reducible(earlier, shards), weights, rows, scale, earlier)
+            loss, gradients = loss + part, jax.tree.map(first_elements, gradients, shards)
+        loss = zero.last(loss, gradients, ctx.step_layouts)
+        return jax.lax.psum(loss, ctx.loss_axes), gradients, None
+
+    def reducible(earlier: Params, shards: Params) -> Params:
+        """Accumulators of reduced gradients. Those of a stack, and at level 0 all, take the place of a rank's own sums."""
+        if zero.level == 0:
+            return earlier
+        new = _zeros(shards, jnp.float32)
+        return new if ctx.has_own_layers else {**new, "layers": earlier["layers"]}
+
+    def first_elements(gradient: jax.Array, shard: jax.Array) -> jax.Array:
+        return jax.lax.slice(gradient, [0] * shard.ndim, shard.shape)
+
+    def all_but_last(shards: Params, batch: Batch, scale: jax.Array) -> tuple[Params, Params, jax.Array]:
+        """(full weights, sums of gradients, loss)"""
+
+        def microbatch(carry, rows: Rows):
+            sums, loss = carry
+            part, _, sums = gradient(plain, Phase(), sums, weights, rows, scale)
+            return (sums, loss + part), None
+
+        weights, loss, sums = shards, jnp.zeros((), jnp.float32), _zeros(ctx.table, jnp.float32)
+        sums = cut_layers(sums) if ctx.has_own_layers else sums
+        if zero.level == 1:
+            rows, batch = (jax.tree.map(lambda x, part=part: x[part], batch) for part in (0, slice(1, None)))
+            loss, weights, sums = gradient(ctx, Phase(gathers=True), sums, shards, rows, scale)
+        if len(batch["tokens"]):
+            (sums, loss), _ = jax.lax.scan(microbatch, (sums, loss), batch)
+        return weights, sums, loss
 
     return region
 
@@ -89,7 +133,7 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
 
     def region(weights: Params, batch: Batch):
         def microbatch(total, rows: Rows):
-            return total + sums(None, weights, rows, jnp.ones((), jnp.float32))[1], None
+            return total + sums(None, weights, rows, jnp.ones((), jnp.float32))[1][0], None
 
         total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
@@ -124,29 +168,41 @@ def _zeros(weights: Tree, dtype: Any) -> Tree:
     return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), weights)
 
 
-def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> Sums:
+def _sums_token(ctx: ParallelContext, layers: Tree) -> jax.Array:
+    """The token of the layers' sums of gradients."""
+    if ctx.has_own_layers:
+        return weights_token(layers, ctx.step_layouts["layers"])
+    # Of the smallest stack: XLA copies a large one that is read here and added to later. A loop makes all of them.
+    pairs = zip(jax.tree.leaves(layers), jax.tree.leaves(ctx.step_layouts["layers"]), strict=True)
+    return weights_token(*min(pairs, key=lambda pair: pair[0].size))
+
+
+def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, phase: Phase = Phase()) -> Sums:
     """The forward pass of one microbatch, to be differentiated."""
     model, train, ops, zero = ctx.config.model, ctx.config.train, ctx.ops, ctx.zero
     network = nnx.merge(ctx.graph, ctx.table)
     norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
-    run_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
-    run_layers = partial(run_layers, ctx, nnx.split(network.layers)[0])
+    of_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
+    run_layers: Callable[..., tuple[jax.Array, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
     loss_options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
-    once = zero if zero and zero.once else None
 
-    def sums(accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array) -> Any:
+    def sums(
+        accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array, earlier: Params | None = None
+    ) -> Any:
         rest = {name: w for name, w in weights.items() if name != "layers"}
-        if once:
-            rest, rows = once.gather_rest(rest, rows, scale)
-        elif zero is not None:
-            rest = zero.read(rest, accumulators, tap)
+        own: Any = accumulators and accumulators.sums
+        if zero and not zero.once:
+            # Where ZeRO reads the weights of each microbatch, it adds their gradients too.
+            rest, own = zero.read(rest, accumulators, tap), None
+        elif zero and phase.gathers:
+            rest, rows = zero.gather_rest(rest, rows, scale)
         weights = {**rest, "layers": weights["layers"]}
-        # Where ZeRO reads the weights of each microbatch, it adds their gradients too.
-        own: Any = accumulators.sums if accumulators and (zero is None or once) else None
 
         def own_sum(name: str, x: Any = ()) -> tuple[Any, jax.Array]:
             """(x, the accumulator of an entry's full gradients), with x where these are complete in the backward pass."""
-            return once.reduced(name, x, own[name], _zeros(rest[name], jnp.float32))[:2] if once else (x, own[name])
+            if zero is None or not phase.reduces:
+                return x, own[name]
+            return zero.reduced(name, x, own[name], earlier[name] if earlier else _zeros(rest[name], jnp.float32))[:2]
 
         tokens, final_norm, head_sum = rows["tokens"], weights["final_norm"], None
         with jax.named_scope("embedding"):
@@ -157,17 +213,21 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
                 h_BSD, head_sum = look_up(weights["embedding"], own_sum("embedding")[1], tokens)
             h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         block_context = (rotary_table(model, rows["positions"]), rows.get("segments"))
-        h_BSD = run_layers(weights["layers"], accumulators, h_BSD, block_context)
+        h_BSD, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
         if own is not None:
             h_BSD, norm_sum = own_sum("final_norm", h_BSD)
             final_norm = accumulate.accumulated(final_norm, norm_sum)
         h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
         targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
+        losses: Any
         if own is None:
-            return cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *loss_options)
-        if head_sum is None:
-            h_BSD, head_sum = own_sum("head", h_BSD)
-        return accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, *loss_options)
+            losses = cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *loss_options)
+        else:
+            if head_sum is None:
+                h_BSD, head_sum = own_sum("head", h_BSD)
+            losses = accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, *loss_options)
+        objective, loss = losses
+        return objective, (loss, {**rest, "layers": kept} if kept is not None else None)
 
     return sums
 
@@ -175,30 +235,37 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
 def _stacked_layers(
     ctx: ParallelContext,
     graph: nnx.GraphDef,
+    phase: Phase,
     layers: Tree,
     accumulators: Accumulators | None,
+    earlier: Params | None,
     h_BSD: jax.Array,
     block_context: BlockContext,
     *,
     tap: GradSquareNorms | None,
-) -> jax.Array:
-    model, block = ctx.config.model, partial(apply_block, graph, ctx.ops)
-    policy = policy_of(ctx.config.parallel.remat)
-    loop = LayerLoop(block, model.num_layers, policy, ctx.access, tap, unroll=unrolling(model))
+) -> tuple[jax.Array, Tree | None]:
+    """(h, the layers' full weights if the phase keeps them)"""
+    model, block, zero = ctx.config.model, partial(apply_block, graph, ctx.ops), ctx.zero
+    access = zero.access(phase) if zero and zero.once else ctx.access
+    loop = LayerLoop(block, model.num_layers, policy_of(ctx.config.parallel.remat), access, tap, unroll=unrolling(model))
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
-    return loop.run(layers, own, h_BSD, block_context)
+    return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 
 
 def _own_layers(
     ctx: ParallelContext,
     graph: nnx.GraphDef,
+    phase: Phase,
     layers: list[Tree],
     accumulators: Accumulators | None,
+    earlier: Params | None,
     h_BSD: jax.Array,
     block_context: BlockContext,
-) -> jax.Array:
+) -> tuple[jax.Array, list[Tree] | None]:
+    """(h, the layers' full weights if the phase keeps them)"""
     model, ops, zero = ctx.config.model, ctx.ops, ctx.zero
-    in_matmuls = accumulators is not None and adds_in_matmuls(model)
+    # Where matmuls add to what is reduced next, XLA's scheduler starts the transfers too late to hide them.
+    in_matmuls = accumulators is not None and earlier is None and adds_in_matmuls(model)
     if in_matmuls:
         ops = dataclasses.replace(ops, matmul=accumulate.matmul)
     block = remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, ops), in_loop=False)
@@ -206,7 +273,7 @@ def _own_layers(
     full, inputs = [], []
     for number, layer in enumerate(layers):
         inputs.append(h_BSD)
-        if zero is not None:
+        if zero and phase.gathers:
             # One transfer at a time, and at most two layers ahead of its use. If it waited for the input of the layer before,
             # XLA's scheduler would start every second one too late.
             if number > 1:
@@ -215,9 +282,9 @@ def _own_layers(
             full.append(layer)
         if accumulators is not None:
             total = accumulators.sums["layers"][number]
-            if zero is not None:
-                zeros = _zeros(layer, model.compute_dtype)
-                h_BSD, total, token = zero.reduced("layer", h_BSD, total, zeros, token)
+            if zero and phase.reduces:
+                before = earlier["layers"][number] if earlier else _zeros(layer, model.compute_dtype)
+                h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
             layer = accumulate.with_sums(layer, total, in_matmuls)
         h_BSD = block(layer, h_BSD, block_context)
-    return h_BSD
+    return h_BSD, full or None

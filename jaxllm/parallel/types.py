@@ -25,7 +25,8 @@ class WeightAccess:
     gather: Callable[[Tree], Tree] | None = None
     """A rank's shard of one layer -> the layer's full weights. It starts one layer ahead."""
     once: bool = False
-    """Each layer is gathered and scattered once in a step: the forward pass keeps what it gathers for the backward pass."""
+    """For one microbatch of a step that sends each layer once: what is gathered is kept for the whole step, and what is made of
+    a layer's gradients is not added to `sums` but takes its place there."""
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
     token: Callable[[Tree], jax.Array] | None = None

@@ -1,15 +1,16 @@
 """Weights that are gathered and gradients that are reduced a layer at a time, behind the compute of other layers.
 
-    ZeRO 1, one microbatch   weights are gathered by the forward pass, which keeps them; gradients are reduced
-    ZeRO 2                   weights are full; gradients are reduced in each microbatch
-    ZeRO 3                   weights are gathered forward and backward, and gradients reduced, in each microbatch
+    ZeRO 0     gradients of all microbatches are summed, and reduced by the last one's backward pass
+    ZeRO 1     the same; weights are gathered by the first one's forward pass and kept for the whole step
+    ZeRO 2     weights are full; gradients are reduced in each microbatch
+    ZeRO 3     weights are gathered forward and backward, and gradients reduced, in each microbatch
 
-A step of ZeRO 1 with several microbatches or a pipeline gathers before its first microbatch and reduces after its last, and so
-does ZeRO 0, which gathers nothing (parallelize.py).
+Some steps of levels 0 and 1, a pipeline's among them, gather before their first microbatch and reduce after their last instead
+(parallelize.py, layer_stack.sends_once).
 
 At levels 2 and 3 a custom VJP gathers a weight where it is used, and reduces its gradient over ranks, scatters it, and adds it
 to the weight's accumulator (accumulate.py), which has the shape of a rank's shard. The weight itself gets no cotangent. So no
-full gradient outlives its layer. At level 1 a layer's gradients are the first and last that its accumulators get.
+full gradient outlives its layer.
 
     forward     weight (shard or full, bf16) --- gather ---> layer       accumulator (shard, float32)   not read
     backward    weight <--- None                           layer --- reduce-scatter, + ---> cotangent of the accumulator
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +37,20 @@ from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 
 
+class Phase(NamedTuple):
+    """What a microbatch of a step sends that sends each layer once."""
+
+    gathers: bool = False
+    """It is the first one at ZeRO 1: weights are gathered, and kept for the step."""
+    reduces: bool = False
+    """It is the last one: gradients are reduced, together with the sums of the microbatches before."""
+
+
 class Zero:
-    """How weights are gathered and their gradients scattered.
+    """How weights are gathered and their gradients reduced.
 
     Args:
-      level: 1: each rank has its shard of the weights, of a step with one microbatch; 2: full weights; 3: its shard.
+      level: of ZeRO. Below 2 each layer is sent once in a step, in phases.
       layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the layer loop strips.
       stack_dims: how many those are.
       in_order: no transfer outside the loops over layers is on its way while a loop runs. CPU devices need that: XLA orders the
@@ -51,12 +61,15 @@ class Zero:
     def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False):
         layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
         rest = {name: tree for name, tree in layouts.items() if name != "layers"}
-        self.once, self._in_order, self.layouts = level == 1, in_order, {**rest, "layer": layer}
+        self.level, self.once, self._in_order, self.layouts = level, level < 2, in_order, {**rest, "layer": layer}
         self._rest, self._rest_scatter = rest, _scatter(rest)
-        self._rest_gather = _gather(rest) if level != 2 else lambda weights: weights
-        self.gather_layer = _gather(layer, self.once)
-        self.access = WeightAccess(self.gather_layer if level != 2 else None, self.once, _scatter(layer))
-        """To one layer, for a loop over layers."""
+        self._rest_gather = _gather(rest, self.once) if level != 2 else lambda weights: weights
+        self.gather_layer, self._scatter_layer = _gather(layer, self.once), _scatter(layer, self.once)
+
+    def access(self, phase: Phase = Phase()) -> WeightAccess:
+        """To one layer, for a loop over layers: in a phase, or in every microbatch of levels 2 and 3."""
+        gathers, reduces = phase if self.once else (self.level == 3, True)
+        return WeightAccess(self.gather_layer if gathers else None, self.once, self._scatter_layer if reduces else None)
 
     def gather_rest(self, shards: Tree, rows: Tree, scale: jax.Array) -> tuple[Tree, Tree]:
         """(full weights of the entries outside the layer stack, rows). `in_order` the rows, which the layers' loop needs, wait
@@ -121,9 +134,10 @@ def zeros_of_shard(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Ar
     return jnp.zeros(local, jnp.float32)
 
 
-def _gather(layouts: Tree, in_row_major: bool = False) -> Callable[[Tree], Tree]:
-    """With `in_row_major` a gathered weight has the layout in which a backward pass reads it. XLA would keep each matrix as it
-    arrives, and copy whole stacks into another layout between the passes: 8.8 GiB of 43 for 70B's layers on 64 H100s."""
+def _gather(layouts: Tree, keeps: bool = False) -> Callable[[Tree], Tree]:
+    """With `keeps` a gathered weight is one array of the layout in which both passes read it. XLA would keep each matrix as it
+    arrives, and copy whole stacks into another layout between the passes: 8.8 GiB of 43 for 70B's layers on 64 H100s. Or it
+    would keep a matrix of unrolled layers in both layouts: 4.5 GiB of 77 for 8B (JAX 0.10.2)."""
 
     @jax.named_scope("zero_gather")
     def local(weights):
@@ -131,15 +145,17 @@ def _gather(layouts: Tree, in_row_major: bool = False) -> Callable[[Tree], Tree]
             if layout.zero_dim is None:
                 return w
             w = layout.cut(jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True))
-            return with_layout_constraint(w, row_major(tuple(range(w.ndim)))) if in_row_major else w
+            return jax.lax.optimization_barrier(_in_row_major(w)) if keeps else w
 
         return jax.tree.map(one, weights, layouts)
 
     return partial(_per_tensor_rank, local, layouts)
 
 
-def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
-    """Sums over the ranks in float32. Each rank keeps its shard, or the full sum of what ZeRO does not shard."""
+def _scatter(layouts: Tree, in_place: bool = False) -> Callable[[Tree], Tree]:
+    """Sums over the ranks in float32. Each rank keeps its shard, or the full sum of what ZeRO does not shard. With `in_place` a
+    shard has the layout of the sums whose place it takes. XLA would copy their whole stacks into its own: 3.4 GiB of 41 for 8B
+    at tensor 2."""
 
     @jax.named_scope("zero_scatter")
     def local(gradients):
@@ -147,11 +163,16 @@ def _scatter(layouts: Tree) -> Callable[[Tree], Tree]:
             g = layout.padded(g.astype(jnp.float32))
             if layout.zero_dim is None:
                 return jax.lax.psum(g, ZERO_AXES)
-            return jax.lax.psum_scatter(g, ZERO_AXES, scatter_dimension=layout.zero_dim, tiled=True)
+            shard = jax.lax.psum_scatter(g, ZERO_AXES, scatter_dimension=layout.zero_dim, tiled=True)
+            return _in_row_major(shard) if in_place else shard
 
         return jax.tree.map(one, gradients, layouts)
 
     return partial(_per_tensor_rank, local, layouts)
+
+
+def _in_row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, row_major(tuple(range(x.ndim))))
 
 
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:

@@ -29,7 +29,7 @@ import jax
 import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
-from jaxllm.config.attention import HOPPER
+from jaxllm.config.attention import HOPPER, Capability
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
@@ -210,7 +210,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     """
     if device.platform == "cpu":
         return {}
-    options: dict[str, Any] = _collective_options(config)
+    options: dict[str, Any] = _collective_options(config, compute_capability(device))
     options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config, compute_capability(device)) else {})
     offloads = bool(policy_of(config.parallel.remat).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
@@ -239,12 +239,12 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     return accepted
 
 
-def _collective_options(config: Config) -> dict[str, Any]:
+def _collective_options(config: Config, capability: Capability) -> dict[str, Any]:
     """Options by what the step sends."""
     parallel = config.parallel
     if parallel.pipe > 1:
         return MORE_AT_ONCE
-    once = sends_once(config)
+    once = sends_once(config, config.num_microbatches, capability)
     if not once and (parallel.zero < 3 or int(parallel.data) * parallel.context == 1):
         return {}
     # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of

@@ -11,7 +11,7 @@ from jaxllm.compile.aot import can_compile_for_gpus
 
 overlap = scripts.load("benchmarks/overlap.py")
 
-TELLING = ("8b-zero1-tensor-64-single", "8b-zero3", "8b-pipe-tensor", "70b-zero3-context")
+TELLING = ("8b-zero1-tensor-64", "8b-zero3", "8b-pipe-tensor", "70b-zero3-context")
 """Steps that are compiled here: every axis, and both sizes. `python benchmarks/overlap.py --check` compares all."""
 
 

@@ -199,9 +199,8 @@ def test_the_counts_on_the_steps_they_were_counted_for(compiled):
 
 def test_each_moment_is_the_fullest_of_some_step(compiled):
     found = {estimate_memory(cfg, gpu, on_device=False).moment for cfg, gpu, _ in compiled}
-    assert found == {
-        *["gather", "loss", "turn", "feed_forward", "feed_forward_end", "attention", "head", "embedding", "reduce"]
-    }
+    # But "reduce", of steps that measure the noise scale, and "update", of layers on the host: none of these was compiled.
+    assert found == {"gather", "loss", "turn", "feed_forward", "feed_forward_end", "attention", "head", "embedding"}
 
 
 # -------------------------------------------------------------------------------------------------------------- vocabulary
@@ -225,24 +224,26 @@ def test_room_for_the_embeddings_gradient_is_made_early_by_some():
     many = {"data": 128, "batch": 128}
     assert vocabulary(model=TIED).embedding_gradient() == vocabulary(zero=2, **many).embedding_gradient() == room
     assert vocabulary(A100, model=TIED).embedding_gradient() == vocabulary(A100, **many).embedding_gradient() == 0
-    # Below ZeRO 2 it is added to its sum, if there is one. ZeRO 1 makes a single microbatch's when it sends it.
+    # Below ZeRO 2 it is added to its sum, if there is one, or made when it is sent.
     assert vocabulary(zero=1).embedding_gradient() == vocabulary(A100, zero=1).embedding_gradient() == 0
-    assert vocabulary(zero=0, batch=8).embedding_gradient() == room
-    assert vocabulary(zero=1, batch=8).embedding_gradient() == vocabulary(A100, zero=0, batch=8).embedding_gradient() == 0
+    assert vocabulary(zero=0, batch=8).embedding_gradient() == vocabulary(zero=1, batch=8).embedding_gradient() == 0
+    alone = {"data": 1, "tensor": 2, "zero": 0, "batch": 1}
+    assert vocabulary(**alone).embedding_gradient() == FLOAT32 * vocabulary(**alone).embedding.compute
+    assert vocabulary(A100, **alone).embedding_gradient() == 0
 
 
 def test_a_single_microbatch_of_zero_1_keeps_the_shards_of_its_gradients():
-    """And of the layers in transfer one and a half more than one."""
+    """And of the layers in transfer one and a half more than one, as the last of several does."""
     in_loop = {**MODEL, "scan_layers": True}
     once, several, measuring = (vocabulary(zero=1, batch=batch, model=in_loop) for batch in (8, 16, 8))
     assert once.gradients() == {"microbatch_gradients": FLOAT32 * once.layers.master}
     assert several.gradients()["gradients"] == FLOAT32 * (several.layers.compute + several.vocabulary.compute)
-    assert layers_of_weights(once.layer_shape) == layers_of_weights(several.layer_shape) + 1.5
+    assert layers_of_weights(once.layer_shape) == layers_of_weights(several.layer_shape) == 2.5
     measuring.config = measuring.config.model_copy(
         update={"log": measuring.config.log.model_copy(update={"noise_scale_every": 1})}
     )
     assert measuring.gradients() == {"microbatch_gradients": 2 * measuring.layers.compute}
-    assert layers_of_weights(measuring.layer_shape) == layers_of_weights(several.layer_shape)
+    assert layers_of_weights(measuring.layer_shape) == 1
 
 
 def test_of_few_tokens_the_logits_gradient_waits_for_its_product():

@@ -27,6 +27,7 @@ SIZES = (
     "train.sequence_length=1024",
     "optimizer.warmup_tokens=0",
 )
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 
 
@@ -46,18 +47,18 @@ class Step:
         return [c for c in self.collectives if c.axes == axes and c.elements >= large]
 
 
-def on(tiny_config, devices, zero, data=DEVICES, tensor=1):
+def on(tiny_config, devices, zero, data=DEVICES, tensor=1, loop=False):
     batch = (f"train.global_batch_sequences={M * DEVICES}", f"train.microbatch_sequences={DEVICES // data}")
     axes = (f"parallel.zero={zero}", f"parallel.data={data}", f"parallel.tensor={tensor}")
-    return Step(tiny_config(*SIZES, *batch, *axes), devices)
+    return Step(tiny_config(*SIZES, *batch, *axes, *(["model.scan_layers=true"] if loop else [])), devices)
 
 
 @pytest.fixture(scope="module")
 def gpu_step(tiny_config):
     cache = {}
 
-    def make(zero, data=DEVICES, tensor=1):
-        key = (zero, data, tensor)
+    def make(zero, data=DEVICES, tensor=1, loop=False):
+        key = (zero, data, tensor, loop)
         if key not in cache:
             cache[key] = on(tiny_config, gpu_devices(hosts=1, gpus_per_host=DEVICES), *key)
         return cache[key]
@@ -84,32 +85,50 @@ def cpu_step(tiny_config):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_no_data_collective_in_the_accumulation_loop_on_cpu(cpu_step, zero):
+def test_every_gradient_is_reduced_once_a_step_on_cpu(cpu_step, zero):
+    """In a loop over layers, and in none over microbatches."""
     step = cpu_step(zero)
     moved = step.over("data", large=0)
-    assert moved
-    assert all(c.loops == () for c in moved)
-    reduced = sum(c.elements for c in moved if c.kind in ("all-reduce", "reduce-scatter"))
-    # The CPU compiler reduces whole and slices. Besides the gradients: loss, token count and norms.
+    # The last layer's turn is outside the loop over layers.
+    assert {c.executed for c in moved if c.loops} == {L - 1}
+    assert {len(c.loops) for c in moved} == {0, 1}
+    reductions = [c for c in moved if c.kind in REDUCTIONS]
+    reduced = sum(c.elements * c.executed * (DEVICES if c.kind == "reduce-scatter" else 1) for c in reductions)
+    # Besides the gradients: loss, token count and norms.
     assert step.parameters <= reduced < step.parameters + 100
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("loop", [False, True], ids=["unrolled", "loop"])
 @pytest.mark.parametrize(("zero", "kind", "share"), [(0, "all-reduce", 1), (1, "reduce-scatter", DEVICES)])
-def test_every_gradient_is_reduced_once_a_step_in_float32(gpu_step, zero, kind, share):
-    step = gpu_step(zero)
-    assert all(c.loops == () for c in step.over("data", large=0))
-    reductions = [c for c in step.over("data") if c.kind in ("all-reduce", "reduce-scatter")]
+def test_every_gradient_is_reduced_once_a_step_behind_others_in_float32(gpu_step, zero, kind, share, loop):
+    step = gpu_step(zero, loop=loop)
+    reductions = [c for c in step.over("data") if c.kind in REDUCTIONS]
     assert {c.kind for c in reductions} == {kind}
     assert {dtype for c in reductions for dtype, _ in c.buffers} == {"f32"}
     assert sum(c.elements * share * c.executed for c in reductions) == pytest.approx(step.parameters, abs=100)
+    hides_layers(step, reductions, share, loop)
 
 
 @needs_gpu_compiler
-def test_zero_1_gathers_weights_once_in_the_compute_dtype(gpu_step):
-    gathers = [c for c in gpu_step(1).over("data") if c.kind == "all-gather"]
+@pytest.mark.parametrize("loop", [False, True], ids=["unrolled", "loop"])
+def test_zero_1_gathers_weights_once_a_step_behind_others_in_the_compute_dtype(gpu_step, loop):
+    step = gpu_step(1, loop=loop)
+    gathers = [c for c in step.over("data") if c.kind == "all-gather"]
     assert {dtype for c in gathers for dtype, _ in c.buffers} == {"bf16"}
-    assert sum(c.elements * c.executed for c in gathers) == gpu_step(1).parameters
+    assert sum(c.elements * c.executed for c in gathers) == step.parameters
+    hides_layers(step, gathers, 1, loop)
+
+
+def hides_layers(step, transfers, share, loop):
+    """Asserts that matmuls hide all layers but the first, whose weights and gradients have nothing to hide behind. Outside a
+    loop the first layer waits for the second one's weights too, and some of the second one's gradients leave with the first
+    one's."""
+    least = L - 1 if loop else L - 2
+    behind = [c for c in transfers if c.asynchronous and c.spans_matmul]
+    assert sum(c.elements * share * c.executed for c in behind) >= least * step.layer_parameters
+    assert sum(c.executed for c in behind) >= least
+    assert {c.executed for c in transfers if c.loops} == ({L - 1} if loop else set())
 
 
 @needs_gpu_compiler
@@ -144,13 +163,7 @@ def test_a_single_microbatch_sends_each_layer_once_behind_others(tiny_config, la
     assert sum(c.elements * c.executed for c in gathers) == step.parameters
     assert sum(c.elements * DEVICES * c.executed for c in scatters) == step.parameters
     for found, share in ((gathers, 1), (scatters, DEVICES)):
-        behind = [c for c in found if c.asynchronous and c.spans_matmul]
-        # The first layer's weights and gradients have nothing to hide behind. Outside a loop the first layer waits for the
-        # second one's weights too, and some of the second one's gradients leave with the first one's.
-        least = L - 2 if layers == "unrolled" else L - 1
-        assert sum(c.elements * share * c.executed for c in behind) >= least * step.layer_parameters
-        assert sum(c.executed for c in behind) >= least
-    assert {c.executed for c in scatters if c.loops} == ({L - 1} if layers == "loop" else set())
+        hides_layers(step, found, share, layers == "loop")
 
 
 # ------------------------------------------------------------------------------------------------- zero 2, 3: layer by layer
@@ -204,14 +217,16 @@ def test_sequence_parallelism_gathers_and_scatters(gpu_step, zero):
     """
     step = gpu_step(zero, data=2, tensor=4)
     hidden = 4 * 1024 * 512  # B S D of one data rank
-    in_layers = [c for c in step.over("tensor", large=hidden // 8) if len(c.loops) == 2 or zero == 3]
-    assert {c.kind for c in in_layers} == {"all-gather", "reduce-scatter"}
-    for c in in_layers:
+    moved = step.over("tensor", large=hidden // 8)
+    assert {c.kind for c in moved if c.loops} == {"all-gather", "reduce-scatter"}
+    for c in moved:
         assert all(shape in ((4, 1024, 512), (4, 256, 512)) for _, shape in c.buffers)
     if zero == 1:  # zero 3's loop loses a turn to XLA, which does not change what a layer does
-        gathered = sum(len(c.buffers) * c.executed for c in in_layers if c.kind == "all-gather")
-        scattered = sum(len(c.buffers) * c.executed for c in in_layers if c.kind == "reduce-scatter")
-        assert (gathered, scattered) == (6 * L * M, 4 * L * M)
+        gathered, scattered = (
+            sum(len(c.buffers) * c.executed for c in moved if (c.kind == "all-gather") == gathers) for gathers in (True, False)
+        )
+        # Two more of each at the two ends of the network, one of which is not scattered but reduced.
+        assert (gathered, scattered) == ((6 * L + 2) * M, (4 * L + 2) * M)
 
 
 # ----------------------------------------------------------------------------------------------------------------- bytes

@@ -1,6 +1,7 @@
 """FP8 in the train step: within rounding of float32, and of one device, on every kind of mesh; and as compiled for H100s."""
 
 import re
+from collections import Counter
 
 import jax
 import numpy as np
@@ -143,13 +144,16 @@ def test_xla_takes_cublaslt_where_it_may_not_take_triton():
 def test_nothing_more_is_sent(compiled):
     def sent(text):
         sizes = axis_sizes(config().resolve(8).parallel)
-        lines = by_kind(simulate_overlap(Module(text, sizes), GPUS["h100-80gb"], 8))
-        return {(line.kind, line.axes): line.sent_bytes for line in lines if line.sent_bytes > 2**16}
+        found = Counter()
+        for line in by_kind(simulate_overlap(Module(text, sizes), GPUS["h100-80gb"], 8)):
+            # Without FP8 a few sums over tensor are reduced that are scattered with it.
+            found[line.axes] += line.sent_bytes
+        return found
 
     plain, fp8 = sent(compiled["compute_dtype"]), sent(compiled["fp8"])
-    assert fp8.keys() <= plain.keys()
-    for key, size in fp8.items():
-        assert size <= 1.01 * plain[key], key
+    assert fp8.keys() == plain.keys()
+    for axes, size in fp8.items():
+        assert size <= 1.01 * plain[axes], axes
 
 
 @needs_gpu_compiler

@@ -1,4 +1,6 @@
-"""ZeRO 1 with one microbatch: weights that are gathered and gradients that are reduced a layer at a time equal one device's."""
+"""ZeRO 0 and 1: weights that the first microbatch gathers and gradients that the last one reduces, a layer at a time, equal
+those of one device.
+"""
 
 import functools
 
@@ -26,33 +28,53 @@ CASES = [
     ((2, 2, 2), "untied", UNROLLED, "parallel.remat=none"),
     ((2, 1, 2), "tied", LOOP, "parallel.replica=2"),
     ((4, 1, 1), "untied", UNROLLED, "parallel.replica=2"),
+    ((4, 1, 2), "tied", LOOP, "parallel.zero=0"),
+    ((4, 1, 1), "untied", UNROLLED, "parallel.zero=0"),
+]
+SEVERAL = [
+    (2, (8, 1, 1), "untied", LOOP, "parallel.remat=selective"),
+    (3, (2, 2, 2), "tied", LOOP, "parallel.remat=full"),
+    (2, (3, 2, 1), "tied", LOOP, "parallel.remat=none"),
+    (4, (3, 1, 2), "untied", LOOP, "parallel.remat=offload"),
+    (2, (2, 1, 2), "untied", LOOP, "parallel.replica=2"),
+    (2, (4, 1, 2), "tied", LOOP, "parallel.zero=0"),
+    (3, (2, 2, 2), "untied", LOOP, "parallel.zero=0"),
+    (2, (4, 1, 1), "untied", LOOP, "model.num_layers=1"),
+    (2, (4, 1, 1), "tied", UNROLLED, "parallel.remat=selective"),
+    (3, (3, 2, 1), "untied", UNROLLED, "parallel.remat=none"),
+    (3, (2, 1, 2), "untied", UNROLLED, "parallel.zero=0"),
 ]
 
 
 @pytest.fixture(scope="module")
 def make_run(tiny_config):
-    def make(mesh, model, *more, level=1):
+    def make(mesh, model, *more, level=1, microbatches=1):
         axes = [f"parallel.{axis}={size}" for axis, size in zip((DATA, CONTEXT, TENSOR), mesh, strict=True)]
         # A ring gathers nothing and reduces nothing, so that `sends_inside` sees what ZeRO sends.
         axes += ["parallel.context_method=ring"] if mesh[1] > 1 else []
         replicas = 2 if "parallel.replica=2" in more else 1
-        batch = (f"train.global_batch_sequences={ROWS}", f"train.microbatch_sequences={ROWS // mesh[0] // replicas}")
+        batch = (
+            f"train.global_batch_sequences={microbatches * ROWS}",
+            f"train.microbatch_sequences={ROWS // mesh[0] // replicas}",
+        )
         sizes = (f"train.sequence_length={S}", "model.num_layers=3", "optimizer.learning_rate=1e-2")
         config = tiny_config(*MODELS[model], *axes, *batch, *sizes, f"parallel.zero={level}", *more)
-        return Run(config, functools.partial(unequal_batch, shape=(1, ROWS, S), ends=1))
+        return Run(config, functools.partial(unequal_batch, shape=(microbatches, ROWS, S), ends=1))
 
     return make
 
 
 @pytest.fixture(scope="module")
 def one_device(make_run):
-    return functools.cache(lambda model: make_run((1, 1, 1), model, level=0).gradients())
+    return functools.cache(lambda model, *more, **sizes: make_run((1, 1, 1), model, *more, level=0, **sizes).gradients())
 
 
 def sends_inside(run):
-    """Whether the region gathers and reduces itself. Otherwise XLA does, outside it, and the jaxpr shows nothing."""
+    """Whether the region reduces itself, and gathers at ZeRO 1. Otherwise XLA does, outside it, and the jaxpr shows nothing."""
     with jax.set_mesh(run.mesh):
         text = str(jax.make_jaxpr(run.functions.value_and_grad)(run.state.params, run.place(run.batch(0))))
+    if run.config.parallel.zero == 0:
+        return "psum[" in text.split("scan[", 1)[1]
     return "all_gather[" in text and "reduce_scatter[" in text
 
 
@@ -68,6 +90,20 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, model, 
     check(make_run(mesh, model, layers, more), one_device(model), sends=True)
 
 
+@pytest.mark.parametrize(("microbatches", "mesh", "model", "layers", "more"), SEVERAL, ids=str)
+def test_several_microbatches_equal_one_device(make_run, one_device, microbatches, mesh, model, layers, more):
+    of_model = (more,) if more.startswith("model.") else ()
+    expected = one_device(model, *of_model, microbatches=microbatches)
+    # Unrolled layers do so without documents that XLA's attention computes in blocks (layer_stack.sends_once).
+    documents = f"data.mask_documents={str(layers == LOOP).lower()}"
+    check(make_run(mesh, model, layers, more, documents, microbatches=microbatches), expected, sends=True)
+
+
+def test_unrolled_layers_with_documents_in_blocks_send_at_both_ends(make_run, one_device):
+    run = make_run((4, 1, 1), "tied", UNROLLED, microbatches=2)
+    check(run, one_device("tied", microbatches=2), sends=False)
+
+
 def test_a_model_of_one_layer(make_run):
     """The loops over the other layers are empty."""
     one_layer = "model.num_layers=1"
@@ -79,10 +115,10 @@ def test_a_model_of_one_layer(make_run):
 
 
 def test_the_same_functions_take_several_microbatches(make_run, one_device):
-    """As in a run whose batch grows from one microbatch to two: these gather and reduce outside."""
-    run, alone = make_run((4, 1, 1), "tied", UNROLLED), make_run((1, 1, 1), "tied", level=0)
-    run.batch = alone.batch = functools.partial(unequal_batch, shape=(2, ROWS, S), ends=1)
-    check(run, alone.gradients(), sends=False)
+    """As in a run whose batch grows from one microbatch to two."""
+    run = make_run((4, 1, 1), "tied", LOOP)
+    run.batch = functools.partial(unequal_batch, shape=(2, ROWS, S), ends=1)
+    check(run, one_device("tied", microbatches=2), sends=True)
 
 
 def test_a_step_that_measures_the_noise_scale_has_the_same_gradients(make_run, one_device):
