@@ -56,6 +56,9 @@ STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "8b-zero1-512-single": (512, "llama-3.1-8b", ()),
     "8b-zero1-512-full-single": (512, "llama-3.1-8b", ("parallel.remat=full",)),
     "8b-zero1-tensor-64-single": (64, "llama-3.1-8b", ("parallel.tensor=2",)),
+    "8b-zero1-512-two": (512, "llama-3.1-8b", ()),
+    "8b-zero1-512-full-two": (512, "llama-3.1-8b", ("parallel.remat=full",)),
+    "8b-zero1-tensor-64": (64, "llama-3.1-8b", ("parallel.tensor=2",)),
     "8b-zero3": (8, "llama-3.1-8b", ("parallel.zero=3",)),
     "8b-zero3-tensor": (8, "llama-3.1-8b", ("parallel.zero=3", "parallel.tensor=2")),
     "8b-pipe-tensor": (8, "llama-3.1-8b", PIPE_TENSOR),
@@ -70,7 +73,8 @@ STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "70b-4d-interleaved-both": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED, BOTH)),
 }
 """Name -> (GPUs, model, overrides). The data axis takes the remaining GPUs."""
-MICROBATCHES, SINGLE = 8, "-single"
+MICROBATCHES, FEWER = 8, {"single": 1, "two": 2}
+"""Of a step, and by the last word of its name."""
 
 
 def configured(name: str, *more: str) -> Config:
@@ -82,7 +86,7 @@ def configured(name: str, *more: str) -> Config:
     }
     given = load_config(sections, overrides)
     data = gpus // (given.parallel.pipe * given.parallel.context * given.parallel.tensor)
-    batch = (1 if name.endswith(SINGLE) else MICROBATCHES) * data * given.train.microbatch_sequences
+    batch = FEWER.get(name.rpartition("-")[2], MICROBATCHES) * data * given.train.microbatch_sequences
     return load_config(sections, [*overrides, *more, f"train.global_batch_sequences={batch}"]).resolve(gpus)
 
 
@@ -194,7 +198,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(sentences or [f"{len(names)} steps are within their bounds for JAX {minor_version()}."]))
         return int(bool(sentences))
     text = (
-        f"JAX {jax.__version__}; {GPU.name}, S 8192, {MICROBATCHES} microbatches (`{SINGLE[1:]}`: one) of one sequence "
+        f"JAX {jax.__version__}; {GPU.name}, S 8192, {MICROBATCHES} microbatches (`single`: one; `two`) of one sequence "
         f"(`70b-zero3-context`: two), bfloat16.\n\n{table(found)}"
     )
     print(text)
