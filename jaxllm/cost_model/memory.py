@@ -185,7 +185,7 @@ class Step(StepSizes):
         moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
         if self.layers_on_host:
             moments["update"] = self.streamed_update()
-        if self.zero == 0 and not self.accumulates and self.shared_out and not self.sends_once:
+        if self.zero == 0 and not self.accumulates and self.shared_out and (self.has_own_layers or not self.sends_once):
             moments["reduce"] = {"gradients": FLOAT32 * self.all.compute + self.itemsize * self.largest_stack}
         if self.zero >= 2:
             if self.loss_chunks > 1 or self.multiplies_early:

@@ -28,7 +28,7 @@ from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.layer_stacking import cut_layers
-from jaxllm.parallel.ordering import after, hidden_token, weights_token
+from jaxllm.parallel.ordering import after, hidden_token, scalar_token, weights_token
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
 from jaxllm.parallel.zero import Phase, zeros_of_shard
@@ -84,7 +84,9 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
         return loss, kept, sums
 
     def region(shards: Params, batch: Batch):
-        scale, rows = _loss_scale(ctx, batch), jax.tree.map(lambda x: x[-1], batch)
+        scale = _loss_scale(ctx, batch)
+        batch = zero.in_turn(batch, lambda: scalar_token(scale))
+        rows = jax.tree.map(lambda x: x[-1], batch)
         if len(batch["tokens"]) == 1:
             phase = Phase(gathers=zero.level == 1, reduces=True)
             loss, _, gradients = gradient(ctx, phase, _zeros(shards, jnp.float32), shards, rows, scale)
@@ -92,6 +94,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
             weights, earlier, loss = all_but_last(shards, jax.tree.map(lambda x: x[:-1], batch), scale)
             # Else XLA would begin the last microbatch early, and keep the activations of two.
             rows = after(rows, _sums_token(ctx, earlier["layers"]))
+            rows = zero.in_turn(rows, lambda: weights_token(earlier, ctx.step_layouts))
             part, _, gradients = gradient(ctx, Phase(reduces=True), reducible(earlier, shards), weights, rows, scale, earlier)
             loss, gradients = loss + part, jax.tree.map(first_elements, gradients, shards)
         loss = zero.last(loss, gradients, ctx.step_layouts)

@@ -78,6 +78,10 @@ class Zero:
         tokens = [weights_token(full, self._rest), scalar_token(scale)] if self._in_order else []
         return full, after(rows, *tokens) if tokens else rows
 
+    def in_turn(self, x: Tree, token: Callable[[], jax.Array]) -> Tree:
+        """`x`, `in_order` once what is behind the token is there."""
+        return after(x, token()) if self._in_order else x
+
     def last(self, loss: jax.Array, gradients: Tree, layouts: Tree) -> jax.Array:
         """`loss`, `in_order` once all gradients are reduced."""
         return after(loss, weights_token(gradients, layouts)) if self._in_order else loss
