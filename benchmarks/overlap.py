@@ -74,7 +74,7 @@ STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
 }
 """Name -> (GPUs, model, overrides). The data axis takes the remaining GPUs."""
 MICROBATCHES, FEWER = 8, {"single": 1, "two": 2}
-"""Of a step, and by the last word of its name."""
+"""Microbatches of a step, and of those whose name ends in one of these words."""
 
 
 def configured(name: str, *more: str) -> Config:

@@ -42,7 +42,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     recomputes_products = {"mlp_gate", "mlp_up"} & set(policy.recompute)
     if capability is None or model.num_layers > MOST_UNROLLED or recomputes_products:
         return False
-    if config.num_microbatches == 1 and config.data.mask_documents and packed_documents(config, capability) is None:
+    if config.num_microbatches == 1 and _documents_in_blocks(config, capability):
         return False
     return parallel.tensor == parallel.context == 1
 
@@ -63,8 +63,13 @@ def sends_once(config: Config, microbatches: int, capability: Capability = HOPPE
         return False
     if microbatches == 1:
         return True
-    in_blocks = config.data.mask_documents and packed_documents(config, capability) is None
-    return not config.model.multiplies_fp8 and not (in_blocks and has_own_layers(config, capability))
+    unrolls_blocks = _documents_in_blocks(config, capability) and has_own_layers(config, capability)
+    return not config.model.multiplies_fp8 and not unrolls_blocks
+
+
+def _documents_in_blocks(config: Config, capability: Capability) -> bool:
+    """Whether documents are masked and not packed."""
+    return config.data.mask_documents and packed_documents(config, capability) is None
 
 
 def rings_tensor(config: Config, capability: Capability = HOPPER) -> bool:

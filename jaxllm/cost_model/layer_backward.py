@@ -100,7 +100,7 @@ class LayerShape:
     zero: int
     """ZeRO level; 0 on a single rank."""
     sends_once: bool
-    """Whether each layer is gathered and scattered once in a step: ZeRO 1 with one microbatch."""
+    """Whether each layer is gathered and reduced once in a step (layer_stack.sends_once)."""
     microbatches: int
     chunk_layers: int
     virtual_stages: int

@@ -23,7 +23,8 @@ A step is fullest at one of a few moments, whose sums are compared:
                 all activations, the gradients, and one layer's backward at its three fullest moments
     head        the head's gradient is reduce-scattered beside all activations (ZeRO 2 and 3)
     embedding   the embedding's gradient exists with all rows, in float32, before it is reduce-scattered (ZeRO 2 and 3)
-    reduce      the gradients are summed over ranks in float32, beside the last of them (ZeRO 0, one microbatch)
+    reduce      the gradients are summed over ranks in float32, beside the last of them (ZeRO 0, one microbatch, with
+                unrolled layers or where the noise scale is measured)
 """
 
 from __future__ import annotations

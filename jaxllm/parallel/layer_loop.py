@@ -130,10 +130,10 @@ class LayerLoop:
         unroll: int | bool = 1,
     ):
         self.length = length
-        # The last layer's turns outside the loops follow each other, so that XLA would merge recomputation and forward pass.
-        both_outside = access.once and access.gather is not None and access.scatter is not None
-        self._block = remat(policy, block, in_loop=unroll == 1 and length > 1 and not both_outside)
         self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
+        # The last layer's turns outside the loops follow each other, so that XLA would merge recomputation and forward pass.
+        both_outside = self._keeps and access.scatter is not None
+        self._block = remat(policy, block, in_loop=unroll == 1 and length > 1 and not both_outside)
 
     def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
         """Room for the residuals of `slots` chunks. Only shapes of the arguments matter. The part on the device is zero."""

@@ -97,7 +97,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
             rows = zero.in_turn(rows, lambda: weights_token(earlier, ctx.step_layouts))
             part, _, gradients = gradient(ctx, Phase(reduces=True), reducible(earlier, shards), weights, rows, scale, earlier)
             loss, gradients = loss + part, jax.tree.map(first_elements, gradients, shards)
-        loss = zero.last(loss, gradients, ctx.step_layouts)
+        loss = zero.in_turn(loss, lambda: weights_token(gradients, ctx.step_layouts))
         return jax.lax.psum(loss, ctx.loss_axes), gradients, None
 
     def reducible(earlier: Params, shards: Params) -> Params:
@@ -198,7 +198,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
             # Where ZeRO reads the weights of each microbatch, it adds their gradients too.
             rest, own = zero.read(rest, accumulators, tap), None
         elif zero and phase.gathers:
-            rest, rows = zero.gather_rest(rest, rows, scale)
+            rest, rows = zero.gather_rest(rest, rows)
         weights = {**rest, "layers": weights["layers"]}
 
         def own_sum(name: str, x: Any = ()) -> tuple[Any, jax.Array]:

@@ -63,8 +63,8 @@ class NoiseParts(NamedTuple):
 
 GradientRegion = Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts | None]]
 """(weights, batch) -> (mean loss over the batch of all ranks along loss_axes; float32 gradients summed over the rank's
-microbatches; NoiseParts if a tap was given). Gradients that ZeRO shards are the rank's shard of the sum over ranks. All others
-are the rank's own partial sums, with a leading dim of 1."""
+microbatches; NoiseParts if a tap was given). Gradients that the region reduces are the rank's part of the sum over ranks. All
+others are the rank's own partial sums, with a leading dim of 1."""
 LossRegion = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 """(weights, batch) -> (sum of token losses over the batch of all ranks along batch_axes, number of targets)"""
 

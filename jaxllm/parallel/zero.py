@@ -32,13 +32,13 @@ from jax.experimental.layout import with_layout_constraint
 
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.ordering import after, scalar_token, weights_token
+from jaxllm.parallel.ordering import after, weights_token
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 
 
 class Phase(NamedTuple):
-    """What a microbatch of a step sends that sends each layer once."""
+    """What one microbatch sends, in a step that sends each layer once."""
 
     gathers: bool = False
     """It is the first one at ZeRO 1: weights are gathered, and kept for the step."""
@@ -71,20 +71,15 @@ class Zero:
         gathers, reduces = phase if self.once else (self.level == 3, True)
         return WeightAccess(self.gather_layer if gathers else None, self.once, self._scatter_layer if reduces else None)
 
-    def gather_rest(self, shards: Tree, rows: Tree, scale: jax.Array) -> tuple[Tree, Tree]:
+    def gather_rest(self, shards: Tree, rows: Tree) -> tuple[Tree, Tree]:
         """(full weights of the entries outside the layer stack, rows). `in_order` the rows, which the layers' loop needs, wait
-        for the weights and for `scale`, which is summed over ranks."""
+        for the weights."""
         full = self._rest_gather(shards)
-        tokens = [weights_token(full, self._rest), scalar_token(scale)] if self._in_order else []
-        return full, after(rows, *tokens) if tokens else rows
+        return full, self.in_turn(rows, lambda: weights_token(full, self._rest))
 
     def in_turn(self, x: Tree, token: Callable[[], jax.Array]) -> Tree:
         """`x`, `in_order` once what is behind the token is there."""
         return after(x, token()) if self._in_order else x
-
-    def last(self, loss: jax.Array, gradients: Tree, layouts: Tree) -> jax.Array:
-        """`loss`, `in_order` once all gradients are reduced."""
-        return after(loss, weights_token(gradients, layouts)) if self._in_order else loss
 
     def reduced(self, name: str, x: Tree, shards: Tree, sums: Tree, token: Any = 0.0) -> tuple[Tree, Tree, jax.Array]:
         """(x, sums, token): `sums` are accumulators of the full gradients of an entry or of one "layer". Their new values are
