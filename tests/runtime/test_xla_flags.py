@@ -191,8 +191,10 @@ def test_options_are_on_where_they_are_asked_for(tiny_config, monkeypatch):
     [
         ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=2", True, False),
         ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=2 parallel.tensor=2", True, True),
-        ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=1", False, False),
-        ("parallel.data=4 parallel.zero=0 train.microbatch_sequences=2", False, False),
+        ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=1", True, False),
+        ("parallel.data=4 parallel.zero=0 train.microbatch_sequences=2", True, False),
+        ("parallel.data=4 parallel.zero=1 train.microbatch_sequences=1 model.matmul_dtype=fp8", False, False),
+        ("parallel.data=4 parallel.zero=2 train.microbatch_sequences=2", False, False),
         ("parallel.data=4 parallel.zero=3 parallel.tensor=2", True, False),
         ("parallel.data=1 parallel.tensor=2", False, False),
         ("parallel.data=2 parallel.pipe=2 parallel.zero=3 train.microbatch_sequences=1", False, True),
@@ -203,8 +205,10 @@ def test_options_follow_what_a_step_sends(tiny_config, monkeypatch, overrides, c
     config = tiny_config("train.global_batch_sequences=8", "model.compute_dtype=bfloat16", *overrides.split())
     found = xla_flags.compile_options(config.resolve(config.devices), H100)
     assert (xla_flags.MORE_AT_ONCE.items() <= found.items()) == at_once
-    # Two norms of 32, and matrices over the tensor ranks: gathered in bfloat16, reduced in float32 and then over four ranks.
-    matrices, ranks = (32 * 8 * 12 + 3 * 32 * 64) // config.parallel.tensor, int(config.parallel.data)
+    # Two norms of 32, and matrices over the tensor ranks: gathered in bfloat16, reduced in float32 and then over four ranks,
+    # except with ZeRO 0, whose gradients stay whole.
+    matrices = (32 * 8 * 12 + 3 * 32 * 64) // config.parallel.tensor
+    ranks = int(config.parallel.data) if config.parallel.zero else 1
     of_layer = {
         "all_gather": 2 * (matrices + 64),
         "reduce_scatter": 4 * (matrices + 64) // ranks,
