@@ -360,7 +360,7 @@ def parts(tell: Tell, overrides: Sequence[str], sequences: int, head_chunks: Seq
     tell(head_products=products(chunk, D, model.vocab_size, dtype, sums="float32"))
 
     with nnx.use_eager_sharding(False):
-        norm = RMSNorm(D, model.norm_eps, rngs=nnx.Rngs(0))
+        norm = RMSNorm(model, "layers.mlp_norm", rngs=nnx.Rngs(0))
     graph, scale = nnx.split(norm)
     apply = lambda scale, x: nnx.merge(graph, scale)(x)  # noqa: E731
     x, dy = normal(0, sequences, S, D, dtype=dtype), normal(1, sequences, S, D, dtype=dtype)

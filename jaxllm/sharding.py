@@ -36,6 +36,8 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: Any
     dims: Dims
+    is_matrix: bool = True
+    """False: a norm's scale or a bias."""
 
     @property
     def size(self) -> int:
@@ -145,7 +147,7 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     if parallel.zero == 0 or ranks == 1:
         return Layout(compute, compute, None)
     split = {dim: math.prod(sizes[axis] for axis in rules[dim]) for dim in parameter.dims}
-    found = zero_shard(dict(zip(parameter.dims, parameter.shape, strict=True)), split, ranks)
+    found = zero_shard(dict(zip(parameter.dims, parameter.shape, strict=True)), split, ranks, parameter.is_matrix)
     if found is None:
         return Layout(compute, compute, None)
     name, zeros = found

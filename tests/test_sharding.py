@@ -46,12 +46,12 @@ def test_zero_cuts_a_dim_that_nothing_else_splits(tiny_config):
     parallel = tiny_config("parallel.data=4", "parallel.tensor=2").parallel
     rules = weight_rules(tiny_config().model, parallel)
 
-    def cut(dims, shape):
-        return layout(Parameter("p", shape, "float32", dims), rules, parallel)
+    def cut(dims, shape, is_matrix=True):
+        return layout(Parameter("p", shape, "float32", dims, is_matrix), rules, parallel)
 
     assert cut(("layers", "embed", "mlp"), (2, 32, 64)).master == P("pipe", ("data", "context"), "tensor")
     assert cut(("heads", "head_dim", "embed"), (4, 8, 30)).zero_dim == 1
-    assert cut(("layers", "embed"), (2, 30)).zero_dim is None
+    assert cut(("layers", "embed"), (2, 30), is_matrix=False).zero_dim is None
     padded = cut(("layers", "embed", "mlp"), (2, 30, 64))
     assert (padded.master, padded.padding) == (P("pipe", ("data", "context"), "tensor"), 2)
     assert padded.padded_shape((2, 30, 64)) == (2, 32, 64)

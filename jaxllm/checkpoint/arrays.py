@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.checkpoint.orbax_errors import silence_orphans
 from jaxllm.config import ConfigError
 from jaxllm.mesh import HOST
-from jaxllm.sharding import Parameter, stack_dims, unstacked
+from jaxllm.sharding import Parameter, stack_dims
 
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
@@ -43,7 +43,7 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         name = next((names[i:] for i in range(len(names)) if names[i:] in parameters), names)
         parameter = parameters.get(name, Parameter(".".join(name), x.shape, x.dtype, ("",) * x.ndim))
-        may_be_padded = len(unstacked(parameter.dims)) > 1 and name in parameters
+        may_be_padded = parameter.is_matrix and name in parameters
         # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
         replica_dims = x.ndim - len(parameter.dims)
         shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from jaxllm.config.errors import refuse
+from jaxllm.config.model_spec import MATMUL_OUTPUTS
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -23,8 +24,9 @@ Switch = Annotated[bool, Field(strict=True)]
 AUTO = "auto"
 BLOCK_INPUT = "block_input"
 ATTENTION_RESULTS = ("attention_output", "attention_lse")
-BLOCK_TENSORS = (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
-"""Tensors that a block may keep for its backward pass, in order of computation. The model gives its tensors these names."""
+BLOCK_TENSORS = (BLOCK_INPUT, *MATMUL_OUTPUTS[:3], *ATTENTION_RESULTS, *MATMUL_OUTPUTS[3:-1])
+"""Tensors that a block may keep for its backward pass, in order of computation. The model gives its tensors these names. The
+output of its last matmul is not kept: only the addition that ends the block reads it."""
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
 """The dims that ZeRO may shard. None counts layers, because ZeRO 3 gathers layer by layer."""
 FEW_ZEROS = 1 / 16
@@ -63,11 +65,13 @@ def _check_remat(remat: Any) -> Any:
 Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, RematAction], BeforeValidator(_check_remat)]
 
 
-def zero_shard(sizes: Mapping[str, int], split: Mapping[str, int], ranks: int) -> tuple[str, int] | None:
+def zero_shard(
+    sizes: Mapping[str, int], split: Mapping[str, int], ranks: int, is_matrix: bool = True
+) -> tuple[str, int] | None:
     """(dim, zeros): the dim of a parameter that ZeRO shards over `ranks`, and how many zeros at its end make it divide.
     It is the first of ZERO_DIMS that needs none, else the first that needs few, else the one that needs the smallest share.
-    None: the parameter is replicated, because other axes shard all such dims, or because it is a norm's scale that does not
-    divide, of a few kilobytes.
+    None: the parameter is replicated, because other axes shard all such dims, or because it needs zeros and is no matrix but a
+    norm's scale or a bias, of a few kilobytes.
 
     Args:
       sizes: of the parameter's dims.
@@ -81,7 +85,7 @@ def zero_shard(sizes: Mapping[str, int], split: Mapping[str, int], ranks: int) -
 
     dims = [dim for dim in ZERO_DIMS if dim in sizes]
     found = min(((dim, -sizes[dim] % ranks) for dim in dims if split.get(dim, 1) == 1), key=cost, default=None)
-    return None if found is None or (found[1] and len(dims) == 1) else found
+    return None if found is None or (found[1] and not is_matrix) else found
 
 
 def one_or_more(given: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config, ModelConfig
 from jaxllm.config.attention import takes_cudnn
+from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import Policy
 from jaxllm.config.types import ITEMSIZE
 
@@ -61,20 +63,11 @@ def bytes_per_token_and_layer(
     if policy.everything:
         raise ValueError("remat=none keeps what autodiff needs, which does not follow from tensor names: use another policy.")
     itemsize = ITEMSIZE[model.compute_dtype]
-    query = model.num_heads * model.head_dim * itemsize
-    key = model.num_kv_heads * model.head_dim * itemsize * (tensor if model.num_kv_heads % tensor else 1)
-    width, mlp = model.hidden_size * itemsize, model.intermediate_size * itemsize
-    sizes = {
-        BLOCK_INPUT: width,
-        "query": query,
-        "key": key,
-        "value": key,
-        "attention_output": query,
-        "attention_lse": 4 * model.num_heads,
-        "attention_out": width,
-        "mlp_gate": mlp,
-        "mlp_up": mlp,
-    }
+    sizes = {BLOCK_INPUT: model.hidden_size * itemsize, "attention_lse": 4 * model.num_heads}
+    for spec in layer_matmuls(model):
+        replicas = tensor if "kv_heads" in spec.dims and model.num_kv_heads % tensor else 1
+        sizes[spec.output] = math.prod(spec.shape[spec.inputs :]) * itemsize * replicas
+    sizes["attention_output"] = sizes["query"]
 
     def of(names: tuple[str, ...]) -> Bytes:
         there = [name for name in names if blockwise or name not in ATTENTION_RESULTS]

@@ -7,23 +7,23 @@ D width, F feed-forward width, N query heads, K key-value heads, H head size, L 
 """
 
 from jaxllm.config import ModelConfig
+from jaxllm.config.model_spec import layer_matmuls, layer_parameters, parameters
 
 
 def layer_matmul_parameters(model: ModelConfig) -> int:
     """Parameters of one layer's matrices: D H (2 N + 2 K) for queries, keys, values and output, 3 D F for the gated
     feed-forward."""
-    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    return attention + 3 * model.hidden_size * model.intermediate_size
+    return sum(spec.size for spec in layer_matmuls(model))
+
+
+def layer_parameter_count(model: ModelConfig) -> int:
+    """The same with norms: D H (2 N + 2 K) + 3 D F + 2 D for a Llama's two."""
+    return sum(spec.size for spec in layer_parameters(model))
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """All parameters, without the padding a mesh may add; a tied embedding and head count once.
-
-    L (D H (2 N + 2 K) + 3 D F + 2 D) + D + V D (2 V D untied): two norms a layer and one at the end.
-    """
-    layer = layer_matmul_parameters(model) + 2 * model.hidden_size
-    vocabulary_matrices = 1 if model.tie_embeddings else 2
-    return model.num_layers * layer + model.hidden_size + vocabulary_matrices * model.vocab_size * model.hidden_size
+    """All parameters, without the padding a mesh may add; a tied embedding and head count once."""
+    return sum(spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model))
 
 
 def matmul_parameters(model: ModelConfig) -> int:

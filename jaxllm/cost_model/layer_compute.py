@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import takes_cudnn
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.activations import is_blockwise
@@ -62,20 +65,22 @@ class LayerCompute:
 
         self.rows = config.microbatch_sequences * self.S // self.c
         """Tokens of a microbatch that a rank multiplies; tensor ranks gather the sequence first."""
-        D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+        N, K, H = model.num_heads, model.num_kv_heads, model.head_dim
         # Key-value heads that do not divide are replicated over tensor ranks.
         self.query_width, self.key_width = N * H // self.t, K * H // (self.t if K % self.t == 0 else 1)
         self.mlp_width = model.intermediate_size // self.t
-        self.matmuls = {name: (width, D) for name, width in self.input_widths().items()}
+        self.matmuls = self.block_matmuls()
         """Name -> columns of the output, length of the sum."""
-        self.matmuls |= {"attention_out": (D, self.query_width), "mlp_down": (D, self.mlp_width)}
         self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
         self.stage_layers = self.V * config.chunk_layers
 
-    def input_widths(self) -> dict[str, int]:
-        """Columns of the matmuls that read a block's two inputs, by name."""
-        widths = {"query": self.query_width, "key": self.key_width, "value": self.key_width}
-        return widths | {"mlp_gate": self.mlp_width, "mlp_up": self.mlp_width}
+    def block_matmuls(self) -> dict[str, tuple[int, int]]:
+        split = {"heads": self.t, "mlp": self.t, "kv_heads": self.t if self.model.num_kv_heads % self.t == 0 else 1}
+        found = {}
+        for spec in layer_matmuls(self.model):
+            sizes = [size // split.get(dim, 1) for dim, size in zip(spec.dims, spec.shape, strict=True)]
+            found[spec.output] = math.prod(sizes[spec.inputs :]), math.prod(sizes[: spec.inputs])
+        return found
 
     def matmul_s(self, rows: int, columns: int, length: int, is_fp8: bool = False) -> float:
         """Time of a rows x columns matmul in which each element sums `length` products. FP8 is faster by the ratio of the peaks

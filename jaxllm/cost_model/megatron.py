@@ -17,7 +17,7 @@ sequences of a microbatch, M microbatches; p, d, c and t ranks of pipe, data, co
 from __future__ import annotations
 
 from jaxllm.config import Config, ModelConfig
-from jaxllm.cost_model.flops import layer_matmul_parameters, train_flops_per_token
+from jaxllm.cost_model.flops import layer_parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory
 
@@ -51,7 +51,7 @@ def megatron_memory(config: Config) -> MemoryEstimate:
     model, parallel = config.model, config.parallel
     p, c, t = parallel.pipe, parallel.context, parallel.tensor
     D, L = model.hidden_size, model.num_layers
-    parameters = (L * layer_matmul_parameters(model) + 2 * D * L) / (p * t) + model.vocab_size * D / t
+    parameters = L * layer_parameter_count(model) / (p * t) + model.vocab_size * D / t
     if p == 1:
         parameters += D + (0 if model.tie_embeddings else model.vocab_size * D / t)
     x = config.train.sequence_length * config.microbatch_sequences / (c * t)

@@ -30,8 +30,13 @@ class MegatronStep(StepModel):
         # 1F1B waits for each message.
         self.bare_messages = 1.0
 
-    def input_widths(self) -> dict[str, int]:
-        return {"query_key_value": self.query_width + 2 * self.key_width, "mlp_gate_up": 2 * self.mlp_width}
+    def block_matmuls(self) -> dict[str, tuple[int, int]]:
+        """Matrices with the same input are one."""
+        found = super().block_matmuls()
+        for names in (("query", "key", "value"), ("mlp_gate", "mlp_up")):
+            columns, lengths = zip(*(found.pop(name) for name in names), strict=True)
+            found["_".join(names)] = sum(columns), lengths[0]
+        return found
 
     def flops_per_token(self) -> float:
         return megatron_flops_per_token(self.model, self.S)

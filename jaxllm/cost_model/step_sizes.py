@@ -59,7 +59,7 @@ class StepSizes:
         self.largest_stack = here * max(e.compute for e in of_layer.values())
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
         self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
-        self.all = self.layers + self.vocabulary + table["final_norm"]
+        self.all = self.layers + self.vocabulary + table["final_norm.scale"]
         self.rows = self.head.compute // self.model.hidden_size
         self.pipelined = p.pipe > 1
         table_of = (p.schedule, p.pipe, self.microbatches, p.virtual_stages)

@@ -19,12 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
+from jaxllm.config.model_spec import ParameterSpec, parameters
 from jaxllm.model.attention import Attend, xla_attention
-
-MATMUL_OUTPUTS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up")
-"""Names of the tensors that `selective` remat keeps. All others follow from them without a matmul against weights. Plain XLA
-attention is recomputed; by cuDNN or over context ranks blockwise_attention.RESIDUALS are kept too. The output of the block's
-last matmul, mlp_down, is not kept: only the addition that ends the block reads it."""
 
 
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -78,28 +74,35 @@ class Ops:
         return self.constrain(self.matmul(spec, y, weight), SHARDED_SEQUENCE)
 
 
-def parameter(
-    rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], std: float | None, zero_rows: int = 0
-) -> nnx.Param:
-    """Declares a float32 parameter: normal with `std`, or ones where std is None. `dims` name its dims, in order.
+def parameter(rngs: nnx.Rngs, spec: ParameterSpec, zero_rows: int = 0) -> nnx.Param:
+    """A float32 parameter with its initial values.
 
     zero_rows are added at the end of the first dim. They do not change the other values.
     """
-    if std is None:
-        value = jnp.ones(shape, jnp.float32)
+    if spec.std:
+        value = spec.std * jax.random.normal(rngs.params(), spec.shape, jnp.float32)
     else:
-        value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+        value = jnp.full(spec.shape, spec.mean, jnp.float32)
     if zero_rows:
         value = jnp.pad(value, [(0, zero_rows)] + [(0, 0)] * (value.ndim - 1))
-    return nnx.Param(value, out_sharding=dims)
+    return nnx.Param(value, out_sharding=spec.dims)
+
+
+def add_parameters(module: nnx.Module, model: ModelConfig, path: str, rngs: nnx.Rngs) -> None:
+    """Gives `module` the parameters that are declared directly under `path` (config/model_spec.py), by their names."""
+    for spec in parameters(model):
+        if spec.path.rpartition(".")[0] == path:
+            setattr(module, spec.name, parameter(rngs, spec))
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale, in float32 (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, width: int, eps: float, *, rngs: nnx.Rngs):
-        self.eps = eps
-        self.scale = parameter(rngs, (width,), ("embed",), None)
+    scale: nnx.Param
+
+    def __init__(self, model: ModelConfig, path: str, *, rngs: nnx.Rngs):
+        self.eps = model.norm_eps
+        add_parameters(self, model, path, rngs)
 
     @jax.named_scope("norm")
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
@@ -156,13 +159,13 @@ def rotate(x_BSNH: Float[Array, "B S N H"], rotary: Rotary) -> Float[Array, "B S
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions."""
 
+    query: nnx.Param
+    key: nnx.Param
+    value: nnx.Param
+    out: nnx.Param
+
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
-        D, N, K, H = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
-        std, out_std = model.initializer_std, residual_std(model)
-        self.query = parameter(rngs, (D, N, H), ("embed", "heads", "head_dim"), std)
-        self.key = parameter(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), std)
-        self.value = parameter(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), std)
-        self.out = parameter(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_std)
+        add_parameters(self, model, "layers.attention", rngs)
 
     @jax.named_scope("attention")
     def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
@@ -182,11 +185,12 @@ class Attention(nnx.Module):
 class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
-        D, F = model.hidden_size, model.intermediate_size
-        self.gate = parameter(rngs, (D, F), ("embed", "mlp"), model.initializer_std)
-        self.up = parameter(rngs, (D, F), ("embed", "mlp"), model.initializer_std)
-        self.down = parameter(rngs, (F, D), ("mlp", "embed"), residual_std(model))
+        add_parameters(self, model, "layers.mlp", rngs)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
@@ -210,9 +214,9 @@ class Block(nnx.Module):
     """
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, rngs=rngs)
+        self.attention_norm = RMSNorm(model, "layers.attention_norm", rngs=rngs)
         self.attention = Attention(model, rngs=rngs)
-        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, rngs=rngs)
+        self.mlp_norm = RMSNorm(model, "layers.mlp_norm", rngs=rngs)
         self.mlp = SwiGLU(model, rngs=rngs)
 
     def __call__(self, h_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
@@ -223,9 +227,3 @@ class Block(nnx.Module):
         update_BSD = self.mlp(ops.constrain(self.mlp_norm(h_BSD), SHARDED_SEQUENCE), ops)
         with jax.named_scope("residual"):
             return h_BSD + update_BSD
-
-
-def residual_std(model: ModelConfig) -> float:
-    """Standard deviation for matrices that write to the residual stream. 2 L of them add up, so each is divided by sqrt(2 L)
-    (GPT-2)."""
-    return model.initializer_std / math.sqrt(2 * model.num_layers)

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
+from jaxllm.config.model_spec import parameters
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.display import table
 from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table
@@ -46,17 +47,14 @@ class Llama(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, vocab_rows: int | None = None):
         self.config = config
-        rows = vocab_rows or config.vocab_size
+        specs = {spec.path: spec for spec in parameters(config)}
+        zero_rows = (vocab_rows or config.vocab_size) - config.vocab_size
         with nnx.use_eager_sharding(False):
-            self.embedding = self._vocab_matrix(rows, rngs)
+            self.embedding = parameter(rngs, specs["embedding"], zero_rows)
             self.layers = self._stack(rngs)
-            self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, rngs=rngs)
-            if not config.tie_embeddings:
-                self.head = self._vocab_matrix(rows, rngs)
-
-    def _vocab_matrix(self, rows: int, rngs: nnx.Rngs) -> nnx.Param:
-        V, D = self.config.vocab_size, self.config.hidden_size
-        return parameter(rngs, (V, D), ("vocab", "embed"), self.config.initializer_std, zero_rows=rows - V)
+            self.final_norm = RMSNorm(config, "final_norm", rngs=rngs)
+            if "head" in specs:
+                self.head = parameter(rngs, specs["head"], zero_rows)
 
     def _stack(self, rngs: nnx.Rngs) -> Block:
         @nnx.split_rngs(splits=self.config.num_layers)

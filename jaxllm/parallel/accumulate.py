@@ -27,6 +27,7 @@ from jaxllm.model.layers import Ops
 from jaxllm.model.loss import sums_and_gradients
 from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.types import Tree
+from jaxllm.sharding import Parameter
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "sum"], meta_fields=[])
@@ -129,10 +130,14 @@ def cross_entropy(
     return run(h_BSD, sum_VD)
 
 
-def with_sums(weights: Tree, sums: Tree, in_matmuls: bool) -> Tree:
-    """One layer's weights with their accumulators: matrices as `matmul` takes them with `in_matmuls`, all others as arrays."""
+def with_sums(weights: Tree, sums: Tree, table: Tree, in_matmuls: bool) -> Tree:
+    """One layer's weights with their accumulators: matrices as `matmul` takes them with `in_matmuls`, all others as arrays.
 
-    def one(w: jax.Array, total: jax.Array) -> Any:
-        return Accumulating(w, total) if in_matmuls and w.ndim > 1 else accumulated(w, total)
+    Args:
+      table: their entries in the parameter table.
+    """
 
-    return jax.tree.map(one, weights, sums)
+    def one(w: jax.Array, total: jax.Array, parameter: Parameter) -> Any:
+        return Accumulating(w, total) if in_matmuls and parameter.is_matrix else accumulated(w, total)
+
+    return jax.tree.map(one, weights, sums, table)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import Config
+from jaxllm.config.model_spec import parameters
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.types import Params
@@ -61,13 +62,11 @@ def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
     # Not nnx.eval_shape: inside a mesh it reads our dim names as mesh axes.
     graph, state = jax.eval_shape(lambda: nnx.split(build_model(config, jax.random.key(0))))
 
-    def describe(path, variable: nnx.Param) -> Parameter:
-        return Parameter(
-            path=".".join(str(getattr(key, "key", key)) for key in path),
-            shape=tuple(variable.shape),
-            dtype=variable.dtype,
-            dims=tuple(variable.get_metadata("out_sharding")),
-        )
+    matrices = {spec.path for spec in parameters(config.model) if spec.is_matrix}
+
+    def describe(keys, variable: nnx.Param) -> Parameter:
+        path, dims = ".".join(str(getattr(key, "key", key)) for key in keys), tuple(variable.get_metadata("out_sharding"))
+        return Parameter(path, tuple(variable.shape), variable.dtype, dims, path in matrices)
 
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     table = nnx.to_pure_dict(jax.tree_util.tree_map_with_path(describe, state, is_leaf=is_variable))

@@ -288,6 +288,6 @@ def _own_layers(
             if zero and phase.reduces:
                 before = earlier["layers"][number] if earlier else _zeros(layer, model.compute_dtype)
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
-            layer = accumulate.with_sums(layer, total, in_matmuls)
+            layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
         h_BSD = block(layer, h_BSD, block_context)
     return h_BSD, full or None

@@ -12,24 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.config import ModelConfig
+from jaxllm.config.model_spec import parameters
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BUFFERS = (".rotary_emb.inv_freq",)
 """Name suffixes of tensors that are not weights: old folders store the rotary frequencies, which follow from the config."""
-
-# jaxllm's path; Hugging Face's name; jaxllm's dims. Dims before the bar are Hugging Face's columns. No bar: the same order.
-TABLE = (
-    ("embedding", EMBEDDING, "VD"),
-    ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "D"),
-    ("layers.attention.query", "model.layers.{}.self_attn.q_proj.weight", "D|NH"),
-    ("layers.attention.key", "model.layers.{}.self_attn.k_proj.weight", "D|KH"),
-    ("layers.attention.value", "model.layers.{}.self_attn.v_proj.weight", "D|KH"),
-    ("layers.attention.out", "model.layers.{}.self_attn.o_proj.weight", "NH|D"),
-    ("layers.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "D"),
-    ("layers.mlp.gate", "model.layers.{}.mlp.gate_proj.weight", "D|F"),
-    ("layers.mlp.up", "model.layers.{}.mlp.up_proj.weight", "D|F"),
-    ("layers.mlp.down", "model.layers.{}.mlp.down_proj.weight", "F|D"),
-    ("final_norm.scale", "model.norm.weight", "D"),
-    ("head", HEAD, "VD"),
+REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_embeddings",
 )
 
 
@@ -77,20 +74,20 @@ class Entry:
 
 
 def entries(model: Mapping[str, Any]) -> list[Entry]:
-    """All parameters of the network that a `model` section describes."""
-    sizes = {
-        "V": model["vocab_size"],
-        "D": model["hidden_size"],
-        "F": model["intermediate_size"],
-        "N": model["num_heads"],
-        "K": model["num_kv_heads"],
-        "H": model["head_dim"],
-    }
-    found = []
-    for ours, theirs, letters in TABLE:
-        if ours == "head" and model["tie_embeddings"]:
-            continue
-        dims = tuple(sizes[letter] for letter in letters if letter != "|")
-        layers = model["num_layers"] if "{}" in theirs else None
-        found.append(Entry(tuple(ours.split(".")), theirs, layers, dims, max(0, letters.find("|"))))
-    return found
+    """All parameters of the network that a `model` section describes.
+
+    Raises:
+      KeyError: the section lacks a size.
+    """
+    # Not validated: the file may be damaged, and its reader says so.
+    shape = ModelConfig.model_construct(**{key: model[key] for key in REQUIRED})
+    return [
+        Entry(
+            path=tuple(spec.path.split(".")),
+            template=spec.hugging_face,
+            layers=shape.num_layers if spec.in_layer else None,
+            dims=spec.shape,
+            columns=spec.inputs,
+        )
+        for spec in parameters(shape)
+    ]

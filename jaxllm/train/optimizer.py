@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from jaxllm.config import Config
-from jaxllm.sharding import unstacked
 
 LearningRate = Callable[[jax.Array], jax.Array]
 
@@ -19,10 +18,10 @@ LearningRate = Callable[[jax.Array], jax.Array]
 def make_optimizer(config: Config, table: Any) -> optax.GradientTransformation:
     """AdamW without the learning rate, which the step multiplies in. `table`: nested dict of Parameter.
 
-    Weight decay applies only to matrices: parameters with at least two dims besides the layers dim.
+    Weight decay applies only to matrices.
     """
     adamw = config.optimizer
-    decayed = jax.tree.map(lambda p: len(unstacked(p.dims)) >= 2, table)
+    decayed = jax.tree.map(lambda p: p.is_matrix, table)
     return optax.chain(
         optax.scale_by_adam(adamw.beta1, adamw.beta2, adamw.epsilon),
         optax.add_decayed_weights(adamw.weight_decay, mask=decayed),

@@ -187,6 +187,6 @@ def test_the_first_dim_with_few_zeros_is_padded_else_the_one_with_fewest():
     assert zero_shard(sizes, {}, 1000) == ("mlp", 664)
     assert zero_shard({"heads": 8, "embed": 4096}, {"embed": 2}, 12) == ("heads", 4)
     # A norm's scale, and what other axes split, stay as they are.
-    assert zero_shard({"layers": 8, "embed": 4096}, {}, 12) is None
+    assert zero_shard({"layers": 8, "embed": 4096}, {}, 12, is_matrix=False) is None
     assert zero_shard({"vocab": 8, "embed": 12}, {"vocab": 2, "embed": 2}, 12) is None
     assert zero_shard({"layers": 8}, {}, 12) is None

@@ -1,0 +1,140 @@
+"""The network's parameters, each declared once. No JAX.
+
+    for spec in parameters(config.model):
+        spec.path, spec.dims, spec.shape, spec.hugging_face
+
+The modules in model/ make their arrays from this table. Sharding, counts of parameters and FLOPs, memory, the matmuls of the
+step-time model, weight decay, the names in parallel.remat, and Hugging Face's names and layouts are read from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from jaxllm.config.sections import ModelConfig
+
+LAYERS = "layers."
+"""Paths of the layer stack begin with it. Such a parameter is declared for one layer."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    path: str
+    dims: tuple[str, ...]
+    """Name of each dim. Sharding follows from the names (sharding.py)."""
+    shape: tuple[int, ...]
+    mean: float
+    std: float
+    """The initial values are normal with these; std 0: all are `mean`."""
+    hugging_face: str
+    """Name of Hugging Face's tensor; in the layer stack with {} for the number of the layer."""
+    inputs: int
+    """How many leading dims a matmul in a block sums over: Hugging Face stores the matrix transposed, with these as columns. 0:
+    not a block's matrix; both have the same order of dims."""
+    output: str
+    """Name of the tensor that this matmul makes; '' if there is none."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def in_layer(self) -> bool:
+        return self.path.startswith(LAYERS)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it multiplies hidden states or is looked up: weight decay is for these, and ZeRO may pad them."""
+        return self.inputs > 0 or "vocab" in self.dims
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class _Row:
+    path: str
+    letters: str
+    """Dims, a letter each. A bar ends those that a matmul sums over."""
+    hugging_face: str
+    output: str = ""
+    initial: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    when: Callable[[ModelConfig], bool] = lambda model: True
+
+
+_DIMS = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads", "H": "head_dim"}
+_ATTENTION, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+
+
+# Random numbers are drawn in this order.
+_TABLE = (
+    _Row("embedding", "VD", "model.embed_tokens.weight"),
+    _Row("layers.attention_norm.scale", "D", "model.layers.{}.input_layernorm.weight", initial="ones"),
+    _Row("layers.attention.query", "D|NH", _ATTENTION + "q_proj.weight", "query"),
+    _Row("layers.attention.key", "D|KH", _ATTENTION + "k_proj.weight", "key"),
+    _Row("layers.attention.value", "D|KH", _ATTENTION + "v_proj.weight", "value"),
+    _Row("layers.attention.out", "NH|D", _ATTENTION + "o_proj.weight", "attention_out", "residual"),
+    _Row("layers.mlp_norm.scale", "D", "model.layers.{}.post_attention_layernorm.weight", initial="ones"),
+    _Row("layers.mlp.gate", "D|F", _MLP + "gate_proj.weight", "mlp_gate"),
+    _Row("layers.mlp.up", "D|F", _MLP + "up_proj.weight", "mlp_up"),
+    _Row("layers.mlp.down", "F|D", _MLP + "down_proj.weight", "mlp_down", "residual"),
+    _Row("final_norm.scale", "D", "model.norm.weight", initial="ones"),
+    _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),
+)
+MATMUL_OUTPUTS = tuple(row.output for row in _TABLE if row.output)
+"""Names of the results of a block's matmuls, in order of computation."""
+
+
+def parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """All parameters of a network."""
+    hashable: Any = model
+    return _parameters(hashable)
+
+
+@lru_cache(maxsize=64)
+def _parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    sizes = {
+        "V": model.vocab_size,
+        "D": model.hidden_size,
+        "F": model.intermediate_size,
+        "N": model.num_heads,
+        "K": model.num_kv_heads,
+        "H": model.head_dim,
+    }
+    # 2 L matrices write to the residual stream. Their results add up, so each is divided by sqrt(2 L) (GPT-2).
+    std = model.initializer_std
+    initial = {
+        "normal": (0.0, std),
+        "residual": (0.0, std / math.sqrt(2 * model.num_layers)),
+        "ones": (1.0, 0.0),
+        "zeros": (0.0, 0.0),
+    }
+    return tuple(
+        ParameterSpec(
+            row.path,
+            tuple(_DIMS[letter] for letter in row.letters if letter != "|"),
+            tuple(sizes[letter] for letter in row.letters if letter != "|"),
+            *initial[row.initial],
+            row.hugging_face,
+            max(0, row.letters.find("|")),
+            row.output,
+        )
+        for row in _TABLE
+        if row.when(model)
+    )
+
+
+def layer_parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """Those of one layer."""
+    return tuple(spec for spec in parameters(model) if spec.in_layer)
+
+
+def layer_matmuls(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """The matrices of one layer."""
+    return tuple(spec for spec in layer_parameters(model) if spec.output)
