@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxllm.checkpoint.weights import WeightsSource, find_weights, read_weights
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
-from jaxllm.config.hf_config import SHAPE_KEYS
+from jaxllm.config.hf_config import SHAPE_KEYS, VARIANTS
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
@@ -144,8 +144,8 @@ def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: 
 def _require_its_shape(source: WeightsSource, model: Mapping[str, Any]) -> None:
     """Overrides may change how a model computes, but not its shapes: rows of zeros would be counted as tokens, for example."""
     for key in ("name", *SHAPE_KEYS):
-        has = None if key == "name" else source.model.get(key)
-        if model.get(key) != has:
+        has = None if key == "name" else source.model.get(key, VARIANTS.get(key))
+        if model.get(key, VARIANTS.get(key)) != has:
             weights = "is a model already" if key == "name" else f"has model.{key}={has}"
             raise ConfigError(
                 f"model.{key}={model[key]} cannot be changed here, as {source.description} {weights}: leave it out."

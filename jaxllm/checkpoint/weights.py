@@ -22,7 +22,7 @@ from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, read_json
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_json
 from jaxllm.pretrained.folder import TOKENIZER, Folder, companion_files, copy_companions, is_model_folder, open_folder
 from jaxllm.pretrained.read_weights import load_params
 from jaxllm.pretrained.safetensors import DTYPES
@@ -144,7 +144,7 @@ def initial_weights(config: Config) -> WeightsSource | None:
     source = find_weights("train.init_from", config.train.init_from)
     companion_files(source.outline().companions)
     for key in MUST_AGREE:
-        theirs, ours = source.model.get(key), getattr(config.model, key)
+        theirs, ours = source.model.get(key, VARIANTS.get(key)), getattr(config.model, key)
         if theirs != ours:
             raise ConfigError(
                 f"train.init_from={config.train.init_from} holds a model with model.{key}={theirs}, not {ours}: "

@@ -4,20 +4,28 @@ from jaxllm.config.checks import all_have_layers, sequence_unit
 from jaxllm.config.config import Config, json_schema, load_config
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.load import config_folder, published_models, with_overrides
+from jaxllm.config.model_config import ModelConfig, RopeScaling
 from jaxllm.config.sections import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    RopeScaling,
     RunConfig,
-    Section,
     SourceConfig,
     TrainConfig,
 )
-from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, BLOCK_TENSORS, Remat, XlaOptions, divisors, zero_shard
+from jaxllm.config.types import (
+    ATTENTION_RESULTS,
+    AUTO,
+    BLOCK_INPUT,
+    BLOCK_TENSORS,
+    Remat,
+    Section,
+    XlaOptions,
+    divisors,
+    zero_shard,
+)
 
 __all__ = [
     "ATTENTION_RESULTS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.config import Config
-from jaxllm.config.sections import ModelConfig
+from jaxllm.config.model_config import ModelConfig
 
 Capability = tuple[int, int] | None
 """CUDA compute capability; None: not a GPU."""

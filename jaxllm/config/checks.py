@@ -6,7 +6,8 @@ import itertools
 import math
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.sections import LogConfig, ModelConfig, ParallelConfig, TrainConfig
+from jaxllm.config.model_config import ModelConfig
+from jaxllm.config.sections import LogConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, divisors
 
 FP8_UNITS = {"fp8": 16, "mxfp8": 32}

@@ -21,18 +21,17 @@ from jaxllm.config.batch_schedule import Phase, phase_at, phases_of, sequences_b
 from jaxllm.config.checks import check_all_on_host, check_batch_schedule, check_diloco, check_split
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_yaml, take_named, with_overrides
+from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
-    Section,
     TrainConfig,
 )
-from jaxllm.config.types import AUTO, divisors
+from jaxllm.config.types import AUTO, Section, divisors
 from jaxllm.display import table
 
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
 
 CONFIG, MODEL = "config.json", "model.json"
+VARIANTS: dict[str, Any] = {"qkv_bias": False, "qk_norm": None}
+"""Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
 SHAPE_KEYS = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
     *("rope_theta", "rope_scaling", "tie_embeddings", "norm_eps"),
+    *VARIANTS,
 )
 """Keys of the `model` section that define the network, as opposed to how it runs."""
 SIZES = {
@@ -35,12 +39,30 @@ ROPE_SCALING = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position": "original_max_position_embeddings",
 }
-CLASSES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A network of transformers, by its model_type."""
+
+    architecture: str
+    defaults: dict[str, Any]
+    """transformers' defaults for keys that are missing in config.json, where the classes differ."""
+    variants: dict[str, Any] = field(default_factory=dict)
+    """What its class says about VARIANTS, whatever config.json says."""
+    switches_window: bool = False
+    """A window counts only with use_sliding_window, and in layers from max_window_layers on."""
+
+
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+KINDS = {
+    "llama": Kind("LlamaForCausalLM", {"num_key_value_heads": None, "max_position_embeddings": 2048}),
+    "mistral": Kind(
+        "MistralForCausalLM", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+    ),
+    "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, switches_window=True),
+    "qwen3": Kind("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, switches_window=True),
 }
-"""Defaults of transformers for keys that are missing in config.json, where the two classes differ."""
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -64,29 +86,34 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
       ConfigError: a key is missing or has another type, or the network is not supported. The message names the key.
     """
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{where} does not hold a JSON object: give the config.json of a Llama model.")
+        raise ConfigError(f"{where} does not hold a JSON object: give the config.json of a model.")
     kind = _kind(found, where)
+    defaults = KINDS[kind].defaults
     for key, allowed in MUST_BE.items():
         if (value := found.get(key)) not in allowed:
-            raise ConfigError(f"{where} says {key}={_plain(value)}, which jaxllm's Llama does not support: use another model.")
+            raise ConfigError(f"{where} says {key}={_plain(value)}, which jaxllm does not support: use another model.")
     if "AutoModelForCausalLM" in (found.get("auto_map") or {}):
-        raise ConfigError(f"{where} says auto_map, so its network has its own code: use a model of transformers' Llama class.")
+        raise ConfigError(
+            f"{where} says auto_map, so its network has its own code: use a model of a class that transformers has."
+        )
     if found.get("max_position_embeddings") is not None:
         _integer(found, "max_position_embeddings", where)
     _refuse_window(found, kind, where)
     section: dict[str, Any] = {ours: _integer(found, theirs, where) for ours, theirs in SIZES.items()}
-    kv_heads = found.get("num_key_value_heads", DEFAULTS[kind]["num_key_value_heads"])
+    kv_heads = found.get("num_key_value_heads", defaults["num_key_value_heads"])
     kv_heads = section["num_heads"] if kv_heads is None else kv_heads
     section["num_kv_heads"] = _integer({"num_key_value_heads": kv_heads}, "num_key_value_heads", where)
-    if found.get("head_dim") is None and section["hidden_size"] % section["num_heads"]:
+    head_dim = found.get("head_dim", defaults.get("head_dim"))
+    if head_dim is None and section["hidden_size"] % section["num_heads"]:
         raise ConfigError(f"{where} has no head_dim, and its hidden_size is not a multiple of its heads: add head_dim.")
-    given = found.get("head_dim") is not None
-    section["head_dim"] = _integer(found, "head_dim", where) if given else section["hidden_size"] // section["num_heads"]
+    head_dim = section["hidden_size"] // section["num_heads"] if head_dim is None else head_dim
+    section["head_dim"] = _integer({"head_dim": head_dim}, "head_dim", where)
     section["norm_eps"] = _number(found, "rms_norm_eps", where, 1e-6)
     if (tied := found.get("tie_word_embeddings")) not in (True, False, None):
         raise ConfigError(f"{where} says tie_word_embeddings={_plain(tied)}: it should be true or false.")
     section["tie_embeddings"] = bool(tied)
     section["rope_theta"], section["rope_scaling"] = _rope(found, kind, where)
+    section |= VARIANTS | KINDS[kind].variants
     return {key: section[key] for key in SHAPE_KEYS}
 
 
@@ -108,13 +135,14 @@ def hugging_face_config(
       tokens: bos_token_id, eos_token_id and similar, for a model without a config.json.
     """
     original = dict(original or {})
-    kind = _kind(original, "The original config.json") if original else "llama"
+    kind = _kind(original, "The original config.json") if original else _kind_of(model)
     config: dict[str, Any] = {
-        "architectures": original.get("architectures") or ["LlamaForCausalLM"],
+        "architectures": original.get("architectures") or [KINDS[kind].architecture],
         "model_type": kind,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **({"use_sliding_window": False} if KINDS[kind].switches_window else {}),
+        **({"attention_bias": False} if kind != "qwen2" else {}),
+        **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
         **({} if original else {"attention_dropout": 0.0, "use_cache": True, "bos_token_id": None, "eos_token_id": None}),
         **original,
         **({} if original else dict(tokens or {})),
@@ -130,8 +158,8 @@ def hugging_face_config(
         config["initializer_range"] = model["initializer_std"]
     if max_position is not None:
         config["max_position_embeddings"] = max_position
-    window = {**DEFAULTS[kind], **config}.get("sliding_window")
-    if window is not None and max_position is not None and window < max_position:
+    window = {**KINDS[kind].defaults, **config}.get("sliding_window")
+    if window is not None and not KINDS[kind].switches_window and max_position is not None and window < max_position:
         # The window was as wide as the context, which is now longer.
         config["sliding_window"] = None
     scaling: dict[str, Any] = {"rope_type": "default"}
@@ -178,30 +206,64 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _kind(found: Mapping[str, Any], where: str) -> str:
-    """Returns llama or mistral."""
+    """Returns a key of KINDS."""
     classes, kind = found.get("architectures"), found.get("model_type")
     if classes:
-        name = classes[0] if isinstance(classes, list) and len(classes) == 1 else str(classes)
-        if name not in CLASSES:
-            raise ConfigError(f"{where} says architectures={_plain(classes)}: jaxllm supports {' and '.join(CLASSES)}.")
-        if kind not in (None, CLASSES[name]):
+        name, known = classes[0] if isinstance(classes, list) and len(classes) == 1 else str(classes), _architectures()
+        if name not in known:
+            raise ConfigError(f"{where} says architectures={_plain(classes)}: jaxllm supports {_listed(known)}.")
+        if kind not in (None, known[name]):
             raise ConfigError(f"{where} says architectures={name} and model_type={kind}, which do not match.")
-        return CLASSES[name]
-    if kind not in CLASSES.values():
-        raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm supports {' and '.join(CLASSES.values())}.")
+        return known[name]
+    if kind not in KINDS:
+        raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm supports {_listed(KINDS)}.")
     return str(kind)
 
 
+def _architectures() -> dict[str, str]:
+    return {kind.architecture: name for name, kind in KINDS.items()}
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}"
+
+
+def _kind_of(model: Mapping[str, Any]) -> str:
+    """The kind of a network that came without a config.json."""
+    variants = {key: model.get(key, value) for key, value in VARIANTS.items()}
+    kind = next((name for name, kind in KINDS.items() if {**VARIANTS, **kind.variants} == variants), None)
+    if kind is None:
+        said = " and ".join(f"model.{key}={value}" for key, value in variants.items() if value != VARIANTS[key])
+        raise ConfigError(f"transformers has no network with {said}: only jaxllm can load this model.")
+    return kind
+
+
 def _refuse_window(found: Mapping[str, Any], kind: str, where: str) -> None:
-    window = found.get("sliding_window", DEFAULTS[kind].get("sliding_window"))
-    longest = found.get("max_position_embeddings", DEFAULTS[kind]["max_position_embeddings"])
+    defaults = KINDS[kind].defaults
+    if KINDS[kind].switches_window:
+        layers, first = found.get("num_hidden_layers"), found.get("max_window_layers", defaults["max_window_layers"])
+        reaches = isinstance(layers, int) and isinstance(first, int) and first < layers
+        if not (found.get("use_sliding_window") and reaches):
+            return _refuse_layer_types(found, where)
+    window = found.get("sliding_window", defaults.get("sliding_window"))
+    longest = found.get("max_position_embeddings", defaults["max_position_embeddings"])
     if window is None or (isinstance(window, int) and isinstance(longest, int) and window >= longest):
-        return
+        return _refuse_layer_types(found, where, windows=True)
     silent = "" if "sliding_window" in found else ", which is transformers' default for a missing key"
     raise ConfigError(
         f"{where} says sliding_window={_plain(window)}{silent}, shorter than max_position_embeddings={_plain(longest)}: jaxllm "
         f"attends to all positions, so set sliding_window to null if shorter contexts are enough, or use another model."
     )
+
+
+def _refuse_layer_types(found: Mapping[str, Any], where: str, windows: bool = False) -> None:
+    """Args: windows: layers with a window are as wide as the context."""
+    allowed = {"full_attention", *(("sliding_attention",) if windows else ())}
+    if other := [kind for kind in found.get("layer_types") or () if kind not in allowed]:
+        raise ConfigError(
+            f"{where} says layer_types with {_plain(other[0])}, which jaxllm does not support: use another model."
+        )
 
 
 def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[str, Any] | None]:
@@ -231,13 +293,13 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise ConfigError(
-            f"{where} says partial_rotary_factor={_plain(rope['partial_rotary_factor'])}: jaxllm's Llama supports only 1."
+            f"{where} says partial_rotary_factor={_plain(rope['partial_rotary_factor'])}: jaxllm supports only 1."
         )
     if rope_type == "default":
         return None
     if rope_type != "llama3":
-        raise ConfigError(f"{where} says rope_type={_plain(rope_type)}: jaxllm's Llama supports default and llama3.")
-    longest = found.get("max_position_embeddings", DEFAULTS[kind]["max_position_embeddings"])
+        raise ConfigError(f"{where} says rope_type={_plain(rope_type)}: jaxllm supports default and llama3.")
+    longest = found.get("max_position_embeddings", KINDS[kind].defaults["max_position_embeddings"])
     original = "original_max_position_embeddings"
     _refuse_disagreement(
         {key: said[original] for key, said in (("it", rope), ("the config", found)) if original in said}, where

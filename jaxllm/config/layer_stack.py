@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxllm.config.attention import HOPPER, Capability, packed_documents
 from jaxllm.config.config import Config
+from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.config.sections import ModelConfig
 from jaxllm.config.types import ITEMSIZE
 
 MOST_UNROLLED = 40

@@ -92,7 +92,7 @@ def _apply(override: str, values: dict[str, Any]) -> None:
 def take_named(values: dict[str, Any]) -> None:
     """Fills in the shape that model.name refers to, and for a folder also weights and tokenizer. Keys in `values` win."""
     model, name = values["model"], values["model"]["name"]
-    if set(hf_config.SHAPE_KEYS) <= model.keys():
+    if set(hf_config.SHAPE_KEYS) - hf_config.VARIANTS.keys() <= model.keys():
         # The config of an earlier run has the shape already, and the folder may no longer exist.
         return
     if isinstance(name, str) and name not in published_models():

@@ -13,13 +13,28 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from jaxllm.config.sections import ModelConfig
+from typing import Any, Literal, Protocol
 
 LAYERS = "layers."
 """Paths of the layer stack begin with it. Such a parameter is declared for one layer."""
+
+
+class Shape(Protocol):
+    """What the table reads of a ModelConfig. That cannot be imported here, because types.py reads names from the table."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    qkv_bias: bool
+    tie_embeddings: bool
+    initializer_std: float
+
+    @property
+    def qk_norm(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -65,11 +80,19 @@ class _Row:
     hugging_face: str
     output: str = ""
     initial: Literal["normal", "residual", "ones", "zeros"] = "normal"
-    when: Callable[[ModelConfig], bool] = lambda model: True
+    when: Callable[[Shape], bool] = lambda model: True
 
 
 _DIMS = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads", "H": "head_dim"}
 _ATTENTION, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+
+
+def _has_bias(model: Shape) -> bool:
+    return model.qkv_bias
+
+
+def _norms_heads(model: Shape) -> bool:
+    return model.qk_norm is not None
 
 
 # Random numbers are drawn in this order.
@@ -79,6 +102,16 @@ _TABLE = (
     _Row("layers.attention.query", "D|NH", _ATTENTION + "q_proj.weight", "query"),
     _Row("layers.attention.key", "D|KH", _ATTENTION + "k_proj.weight", "key"),
     _Row("layers.attention.value", "D|KH", _ATTENTION + "v_proj.weight", "value"),
+    *(
+        _Row(f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", initial="zeros", when=_has_bias)
+        for name, dims in (("query", "NH"), ("key", "KH"), ("value", "KH"))
+    ),
+    *(
+        _Row(
+            f"layers.attention.{name}_norm.scale", "H", f"{_ATTENTION}{name[0]}_norm.weight", initial="ones", when=_norms_heads
+        )
+        for name in ("query", "key")
+    ),
     _Row("layers.attention.out", "NH|D", _ATTENTION + "o_proj.weight", "attention_out", "residual"),
     _Row("layers.mlp_norm.scale", "D", "model.layers.{}.post_attention_layernorm.weight", initial="ones"),
     _Row("layers.mlp.gate", "D|F", _MLP + "gate_proj.weight", "mlp_gate"),
@@ -91,14 +124,14 @@ MATMUL_OUTPUTS = tuple(row.output for row in _TABLE if row.output)
 """Names of the results of a block's matmuls, in order of computation."""
 
 
-def parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """All parameters of a network."""
     hashable: Any = model
     return _parameters(hashable)
 
 
 @lru_cache(maxsize=64)
-def _parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+def _parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     sizes = {
         "V": model.vocab_size,
         "D": model.hidden_size,
@@ -130,11 +163,11 @@ def _parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     )
 
 
-def layer_parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+def layer_parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """Those of one layer."""
     return tuple(spec for spec in parameters(model) if spec.in_layer)
 
 
-def layer_matmuls(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+def layer_matmuls(model: Shape) -> tuple[ParameterSpec, ...]:
     """The matrices of one layer."""
     return tuple(spec for spec in layer_parameters(model) if spec.output)

@@ -1,4 +1,4 @@
-"""Types of config keys, among them `Remat` and the names of a block's tensors."""
+"""Types of sections and keys of a config, among them `Remat` and the names of a block's tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_spec import MATMUL_OUTPUTS
@@ -130,3 +130,9 @@ PATHS_MEAN = {
     "megatron": "files without their .bin or .idx",
 }
 """What data.paths holds, by data.source."""
+
+
+class Section(BaseModel):
+    """A part of a config, with its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)

@@ -96,7 +96,7 @@ def add_parameters(module: nnx.Module, model: ModelConfig, path: str, rngs: nnx.
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32 (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * scale over the last dim, in float32 (Zhang and Sennrich, 2019)."""
 
     scale: nnx.Param
 
@@ -108,7 +108,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         x32_BSD = x_BSD.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + self.eps)
-        return (x32_BSD * inverse_rms * self.scale[...].astype(jnp.float32)[None, None]).astype(x_BSD.dtype)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x32_BSD.ndim - 1))
+        return (x32_BSD * inverse_rms * scale).astype(x_BSD.dtype)
 
 
 def rotary_frequencies(model: ModelConfig) -> np.ndarray:
@@ -163,23 +164,42 @@ class Attention(nnx.Module):
     key: nnx.Param
     value: nnx.Param
     out: nnx.Param
+    query_bias: nnx.Param | None = None
+    key_bias: nnx.Param | None = None
+    value_bias: nnx.Param | None = None
+    query_norm: RMSNorm | None = None
+    key_norm: RMSNorm | None = None
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         add_parameters(self, model, "layers.attention", rngs)
+        if model.qk_norm is not None:
+            self.query_norm = RMSNorm(model, "layers.attention.query_norm", rngs=rngs)
+            self.key_norm = RMSNorm(model, "layers.attention.key_norm", rngs=rngs)
 
     @jax.named_scope("attention")
     def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
         dtype = x_BSD.dtype
         weights = tuple(w[...].astype(dtype) for w in (self.query, self.key, self.value))
         specs = "BSD,DNH->BSNH", "BSD,DKH->BSKH", "BSD,DKH->BSKH"
-        q_BSNH, k_BSKH, v_BSKH = ops.gather_matmul(specs, x_BSD, weights, in_order=True)
-        q_BSNH, k_BSKH = rotate(q_BSNH, rotary), rotate(k_BSKH, rotary)
+        outputs = ops.gather_matmul(specs, x_BSD, weights, in_order=True)
+        biases = (self.query_bias, self.key_bias, self.value_bias)
         q_BSNH, k_BSKH, v_BSKH = (
-            checkpoint_name(x, name) for x, name in ((q_BSNH, "query"), (k_BSKH, "key"), (v_BSKH, "value"))
+            x if bias is None else x + bias[...].astype(dtype)[None, None] for x, bias in zip(outputs, biases, strict=True)
         )
+        q_BSNH = _positioned("query", q_BSNH, self.query_norm, rotary)
+        k_BSKH = _positioned("key", k_BSKH, self.key_norm, rotary)
+        v_BSKH = checkpoint_name(v_BSKH, "value")
         with jax.named_scope("attend"):
             o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
         return ops.matmul_scatter("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype), in_order=True)
+
+
+def _positioned(name: str, x_BSNH: Float[Array, "B S N H"], norm: RMSNorm | None, rotary: Rotary) -> Float[Array, "B S N H"]:
+    """Queries or keys, normalised and rotated. A norm's backward pass reads its input, so that has the name under which remat
+    keeps it; a rotation's reads nothing."""
+    if norm is None:
+        return checkpoint_name(rotate(x_BSNH, rotary), name)
+    return rotate(norm(checkpoint_name(x_BSNH, name)), rotary)
 
 
 class SwiGLU(nnx.Module):

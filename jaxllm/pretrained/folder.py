@@ -322,7 +322,7 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     if extra := sorted(tensors.keys() - expected.keys()):
         count = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise ConfigError(
-            f"{path} holds {extra[0]}{count}, which jaxllm's Llama does not have ({CONFIG} says {section['num_layers']} "
+            f"{path} holds {extra[0]}{count}, which that network does not have ({CONFIG} says {section['num_layers']} "
             f"layers): it is another network, or {CONFIG} belongs to another model."
         )
     if section["tie_embeddings"] and {EMBEDDING, HEAD} <= tensors.keys():

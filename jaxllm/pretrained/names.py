@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import ModelConfig
+from jaxllm.config.hf_config import VARIANTS
 from jaxllm.config.model_spec import parameters
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -70,7 +71,9 @@ class Entry:
     @property
     def their_shape(self) -> tuple[int, ...]:
         """Shape of each Hugging Face tensor."""
-        return self.matrix[::-1] if self.columns else self.dims
+        if self.columns:
+            return self.matrix[::-1]
+        return self.dims if self.template in (EMBEDDING, HEAD) else (math.prod(self.dims),)
 
 
 def entries(model: Mapping[str, Any]) -> list[Entry]:
@@ -80,7 +83,8 @@ def entries(model: Mapping[str, Any]) -> list[Entry]:
       KeyError: the section lacks a size.
     """
     # Not validated: the file may be damaged, and its reader says so.
-    shape = ModelConfig.model_construct(**{key: model[key] for key in REQUIRED})
+    more = {key: model[key] for key in VARIANTS if key in model}
+    shape = ModelConfig.model_construct(**{key: model[key] for key in REQUIRED}, **more)
     return [
         Entry(
             path=tuple(spec.path.split(".")),

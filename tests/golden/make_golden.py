@@ -1,6 +1,6 @@
-"""Makes the golden files: results of transformers' Llama, in float32 with plain attention, for three small models.
+"""Makes the golden files: results of transformers' networks, in float32 with plain attention, for small models.
 
-    cd tests && python -m golden.make_golden        (needs torch and transformers)
+    cd tests && python -m golden.make_golden [CASE ...]       (needs torch and transformers)
 
 A file holds weights and batches, the logits of some positions, loss and gradient norms of the first batch, and the losses of
 ten AdamW steps with a new batch each. tests/model/test_reference.py compares jaxllm with the files, and the files with this.
@@ -8,6 +8,7 @@ ten AdamW steps with a new batch each. tests/model/test_reference.py compares ja
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # An epsilon large enough to have an effect.
     "gqa_tied": {**SHAPE, "num_layers": 3, "num_kv_heads": 1, "tie_embeddings": True, "norm_eps": 1e-2},
+    "qwen2": {**SHAPE, "num_kv_heads": 2, "qkv_bias": True, "tie_embeddings": True},
+    # Heads are narrower together than the model.
+    "qwen3": {**SHAPE, "num_kv_heads": 2, "head_dim": 6, "qk_norm": "head", "norm_eps": 1e-2},
 }
 
 
@@ -81,10 +85,13 @@ def draw_batches(case: str) -> dict[str, np.ndarray]:
 # ------------------------------------------------------------------------------------------------------- with transformers
 
 
-def llama(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
+def network_of(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
     """transformers' network with these weights, in float32."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
+
+    kind = "Qwen2" if model.qkv_bias else "Qwen3" if model.qk_norm else "Llama"
+    config_class, network_class = (getattr(transformers, kind + end) for end in ("Config", "ForCausalLM"))
 
     rope: dict[str, Any] = {"rope_type": "default"}
     longest = S
@@ -97,8 +104,8 @@ def llama(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position,
         }
-    network = LlamaForCausalLM(
-        LlamaConfig(
+    network = network_class(
+        config_class(
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
             intermediate_size=model.intermediate_size,
@@ -129,7 +136,7 @@ def compute(case: str, weights: dict[str, np.ndarray], batches: dict[str, np.nda
     import torch
 
     config = case_config(case)
-    network = llama(config.model, weights)
+    network = network_of(config.model, weights)
     tokens, targets, mask = (torch.tensor(batches[name]).long() for name in ("tokens", "targets", "mask"))
     targets = targets.where(mask.bool(), -100)
 
@@ -176,6 +183,6 @@ def write(case: str) -> None:
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         write(case)
         print(f"{golden_path(case).name}: {golden_path(case).stat().st_size / 2**10:.0f} KiB")

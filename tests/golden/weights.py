@@ -20,6 +20,11 @@ TABLE = (
     ("layers.attention.query", "model.layers.{}.self_attn.q_proj.weight", "LDNH"),
     ("layers.attention.key", "model.layers.{}.self_attn.k_proj.weight", "LDKH"),
     ("layers.attention.value", "model.layers.{}.self_attn.v_proj.weight", "LDKH"),
+    ("layers.attention.query_bias", "model.layers.{}.self_attn.q_proj.bias", "LNH"),
+    ("layers.attention.key_bias", "model.layers.{}.self_attn.k_proj.bias", "LKH"),
+    ("layers.attention.value_bias", "model.layers.{}.self_attn.v_proj.bias", "LKH"),
+    ("layers.attention.query_norm.scale", "model.layers.{}.self_attn.q_norm.weight", "LH"),
+    ("layers.attention.key_norm.scale", "model.layers.{}.self_attn.k_norm.weight", "LH"),
     ("layers.attention.out", "model.layers.{}.self_attn.o_proj.weight", "LNHD"),
     ("layers.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD"),
     ("layers.mlp.gate", "model.layers.{}.mlp.gate_proj.weight", "LDF"),
@@ -33,7 +38,8 @@ TABLE = (
 def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
     """(jaxllm's path, Hugging Face's names, one per layer or a single one, jaxllm's dims without L) of every parameter."""
     for ours, theirs, dims in TABLE:
-        if ours == "head" and model.tie_embeddings:
+        lacks = {"head": model.tie_embeddings, "bias": not model.qkv_bias, "y_norm": not model.qk_norm}
+        if any(missing and end in ours for end, missing in lacks.items()):
             continue
         names = [theirs.format(layer) for layer in range(model.num_layers)] if dims[0] == "L" else [theirs]
         yield ours, names, dims.removeprefix("L")

@@ -220,7 +220,7 @@ def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockw
 
 
 def test_names_in_the_config_are_the_models():
-    assert BLOCK_TENSORS == (BLOCK_INPUT, "query", "key", "value", *RESIDUALS, "attention_out", "mlp_gate", "mlp_up")
+    assert (BLOCK_INPUT, "query", "key", "value", *RESIDUALS, "attention_out", "mlp_gate", "mlp_up") == BLOCK_TENSORS
     assert ATTENTION_RESULTS == RESIDUALS
 
 

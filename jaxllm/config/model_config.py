@@ -1,0 +1,107 @@
+"""The `model` section of a config: the network's shape, and how it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from jaxllm.config.errors import refuse
+from jaxllm.config.types import PositiveFloat, PositiveInt, Section, Switch, divisors
+
+
+class RopeScaling(Section):
+    """Llama 3's scaling of the low rotary frequencies (Llama 3.1 model card and published inference code)."""
+
+    factor: PositiveFloat
+    """How many times longer the context becomes."""
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_position: PositiveInt = 8192
+    """Context length before scaling."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise refuse(
+                f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be larger than "
+                f"low_freq_factor={self.low_freq_factor}: frequencies above it are not scaled."
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The network's shape. Give `name` (a file in configs/models) or every size."""
+
+    name: str | None = None
+    """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it. Or a model folder, Hugging Face's or
+    jaxllm's own: it gives the shape and, unless set otherwise, the weights (train.init_from) and the tokenizer for texts
+    (data.tokenizer)."""
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt = None  # type: ignore[assignment]  # filled in from num_heads
+    """Key-value heads; default: one per query head."""
+    head_dim: PositiveInt = None  # type: ignore[assignment]  # filled in from hidden_size / num_heads
+    """Width of one head; default: hidden_size / num_heads."""
+    vocab_size: PositiveInt
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: Switch = False
+    """Biases on queries, keys and values (Qwen 2)."""
+    qk_norm: Literal["head"] | None = None
+    """head: RMSNorm of each query and key head before the rotation, with one scale for all heads (Qwen 3)."""
+    tie_embeddings: Switch = False
+    """Embedding and head share one matrix."""
+    norm_eps: PositiveFloat = 1e-5
+    initializer_std: PositiveFloat = 0.02
+    """Standard deviation of all matrices at initialisation; those that write to the residual stream have std / sqrt(2 L)."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are always float32."""
+    matmul_dtype: Literal["compute_dtype", "fp8", "mxfp8"] = "compute_dtype"
+    """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
+    per array. mxfp8 (from Blackwell on): E4M3, one scale for 32 numbers. Head, attention and all sums do not change."""
+    attention: Literal["xla", "cudnn", "cudnn_halves", "auto"] = "auto"
+    """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged. From Hopper on cudnn packs masked documents;
+    before, and with cudnn_halves, it halves blocks again and again, which takes longer."""
+    scan_layers: Switch | None = None
+    """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
+    to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
+    products are recomputed or offloaded, or documents are masked by halves in a single microbatch; else a loop."""
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        return self.matmul_dtype != "compute_dtype"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any):
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        heads, width = values.get("num_heads"), values.get("hidden_size")
+        if values.get("num_kv_heads") is None and isinstance(heads, int):
+            values["num_kv_heads"] = heads
+        if values.get("head_dim") is None and isinstance(heads, int) and isinstance(width, int) and heads > 0:
+            if width % heads:
+                raise refuse(
+                    f"model.hidden_size={width} is not a multiple of model.num_heads={heads}: "
+                    f"change one of them or set model.head_dim."
+                )
+            values["head_dim"] = width // heads
+        return values
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.num_heads % self.num_kv_heads:
+            raise refuse(
+                f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
+                f"use one of {list(divisors(self.num_heads))} key-value heads."
+            )
+        if self.head_dim % 2:
+            raise refuse(
+                f"model.head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs: make it {self.head_dim + 1}."
+            )
+        return self

@@ -1,0 +1,109 @@
+"""Networks beside Llama on every kind of mesh: loss and gradients equal one device's.
+
+One model has all that the others have, so that few meshes hold all of it to one device. tests/model/test_reference.py compares
+each network with transformers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import Run, assert_close, unequal_batch
+
+from jaxllm.model import layers
+
+ROWS, S = 24, 16
+NETWORK = ("model.qkv_bias=true", "model.qk_norm=head", "model.head_dim=16", "model.num_layers=3", "model.vocab_size=258")
+HEADS = {"gqa": ("model.num_kv_heads=2",), "mqa-tied": ("model.num_kv_heads=1", "model.tie_embeddings=true")}
+CASES = [
+    # data, context, tensor, pipe; ZeRO; microbatches
+    ((8, 1, 1, 1), 1, 1, "gqa", "parallel.remat=selective"),
+    ((4, 1, 2, 1), 1, 2, "mqa-tied", "parallel.remat=none"),
+    ((4, 1, 1, 1), 0, 2, "gqa", "model.scan_layers=false"),
+    ((3, 1, 1, 1), 1, 1, "mqa-tied", "model.scan_layers=false"),
+    ((2, 1, 4, 1), 3, 2, "gqa", "parallel.remat=full"),
+    ((1, 2, 2, 1), 2, 2, "gqa", "parallel.remat=offload"),
+    ((2, 2, 1, 1), 3, 1, "mqa-tied", "parallel.context_method=all_gather"),
+    ((2, 1, 4, 1), 1, 1, "mqa-tied", "parallel.tensor_ring=true"),
+    ((1, 1, 2, 2), 1, 4, "gqa", "parallel.remat=full"),
+    ((2, 1, 1, 2), 3, 2, "mqa-tied", "parallel.schedule=gpipe"),
+    ((1, 2, 1, 2), 2, 2, "gqa", "parallel.overlap_passes=true"),
+    ((2, 1, 1, 2), 1, 2, "gqa", "model.num_layers=4 parallel.schedule=interleaved parallel.virtual_stages=2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def random_vectors(monkeypatch):
+    """Norms start at 1 and biases at 0, where much would go unnoticed."""
+    plain = layers.parameter
+
+    def parameter(rngs, spec, zero_rows=0):
+        made = plain(rngs, spec, zero_rows)
+        if spec.is_matrix:
+            return made
+        noise = 0.3 * jax.random.normal(jax.random.key(sum(map(ord, spec.path))), spec.shape, jnp.float32)
+        return type(made)(made[...] + noise, **made.get_metadata())
+
+    monkeypatch.setattr(layers, "parameter", parameter)
+
+
+@pytest.fixture(scope="module")
+def make_run(tiny_config):
+    """Of any number of microbatches, which share one batch of ROWS sequences."""
+
+    def make(mesh, heads, *more, zero=0, microbatches=1):
+        axes = [f"parallel.{axis}={size}" for axis, size in zip(("data", "context", "tensor", "pipe"), mesh, strict=True)]
+        batch = (
+            f"train.global_batch_sequences={ROWS}",
+            f"train.microbatch_sequences={ROWS // mesh[0] // microbatches}",
+            f"train.sequence_length={S}",
+        )
+        config = tiny_config(*NETWORK, *HEADS[heads], *axes, *batch, f"parallel.zero={zero}", *more)
+        rows = unequal_batch(0, (1, ROWS, S), ends=1)
+        return Run(config, lambda seed: {name: x.reshape(microbatches, -1, S) for name, x in rows.items()})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_device(make_run):
+    @functools.cache
+    def gradients(heads, *of_model):
+        run = make_run((1, 1, 1, 1), heads, *of_model)
+        loss, found = run.gradients()
+        return loss, run.plain(found)
+
+    return gradients
+
+
+@pytest.mark.parametrize(("mesh", "zero", "microbatches", "heads", "more"), CASES, ids=str)
+def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, microbatches, heads, more):
+    run = make_run(mesh, heads, *more.split(), zero=zero, microbatches=microbatches)
+    loss, gradients = run.gradients()
+    expected = one_device(heads, *(key for key in more.split() if "num_layers" in key))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    # Of a key bias's gradient little is left: without the rotation, softmax would not see the bias.
+    assert_close(run.plain(gradients), expected[1], 1e-5)
+
+
+def test_the_noise_scale_has_the_same_gradients(make_run, one_device):
+    run = make_run((2, 2, 2, 1), "gqa", "log.noise_scale_every=1", zero=3, microbatches=2)
+    with jax.set_mesh(run.mesh):
+        loss, gradients, parts = jax.jit(run.functions.value_grad_and_parts)(run.state.params, run.place(run.batch(0)))
+    np.testing.assert_allclose(loss, one_device("gqa")[0], rtol=1e-6)
+    assert_close(run.plain(gradients), one_device("gqa")[1], 1e-5)
+    one = make_run((1, 1, 1, 1), "gqa", "log.noise_scale_every=1", "train.microbatch_sequences=6")
+    one.batch = lambda seed: {name: x.reshape(4, -1, S) for name, x in run.batch(seed).items()}
+    with jax.set_mesh(one.mesh):
+        expected = jax.jit(one.functions.value_grad_and_parts)(one.state.params, one.place(one.batch(0)))[2]
+    for found, value in zip(parts, expected, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-5)
+
+
+def test_fp8_is_within_rounding_of_float32(make_run, one_device):
+    run = make_run((2, 1, 2, 1), "gqa", "model.matmul_dtype=fp8", zero=3, microbatches=2)
+    loss, gradients = run.gradients()
+    np.testing.assert_allclose(loss, one_device("gqa")[0], rtol=2e-3)
+    assert_close(run.plain(gradients), one_device("gqa")[1], 0.25)
