@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxllm.config import Config
-from jaxllm.cost_model.flops import layer_matmul_parameters
+from jaxllm.cost_model.flops import layer_matmul_parameters, layer_parameter_count
 from jaxllm.cost_model.megatron import activation_bytes, stage_memory
 from jaxllm.cost_model.memory import MemoryEstimate
 
@@ -14,7 +14,7 @@ def megatron_memory_by_stage(config: Config) -> MemoryEstimate:
 
     Stage i holds min(p - i, M) microbatches of its layers (gpipe: M; interleaved over v virtual stages: min((v - 1) p +
     2 (p - i - 1) + 1, M v) chunks of L / (p v) layers). The first stage also holds the embedding and token ids in int32, the
-    last the head and its logits. Norms are replicated over tensor ranks. remat=full keeps 2 S b D / (c t) of each layer, and
+    last the head and its logits. Norms and biases are replicated over tensor ranks. remat=full keeps 2 S b D / (c t) of each layer, and
     all of one layer.
 
     Args:
@@ -25,10 +25,11 @@ def megatron_memory_by_stage(config: Config) -> MemoryEstimate:
     D, M, layers = model.hidden_size, config.num_microbatches, model.num_layers / p
     tokens = config.train.sequence_length * config.microbatch_sequences / c
     layer, vocabulary = tokens / t * activation_bytes(model), model.vocab_size * D / t
+    vectors = layer_parameter_count(model) - layer_matmul_parameters(model)
     matrices, stages = model.num_layers * layer_matmul_parameters(model), []
     for i in range(p):
         first, last = i == 0, i == p - 1
-        parameters = matrices / (p * t) + 2 * D * layers + first * vocabulary + last * D
+        parameters = matrices / (p * t) + vectors * layers + first * vocabulary + last * D
         parameters += last * (0 if p == 1 and model.tie_embeddings else vocabulary)
         if chunks > 1:
             held = min((chunks - 1) * p + 2 * (p - i - 1) + 1, M * chunks) / chunks * layers

@@ -3,6 +3,7 @@
 python benchmarks/memory_accuracy.py [--limit 50]           compiles missing configurations, and prints the agreement
 python benchmarks/memory_accuracy.py --rescore              computes the estimates again; compiles nothing
 python benchmarks/memory_accuracy.py --summary [--json]     only prints the agreement
+python benchmarks/memory_accuracy.py --networks --seed 457 --count 48 --table benchmarks/memory_networks.csv
 python benchmarks/memory_accuracy.py --picture scatter.png
 
 It needs the extra aot, and no GPU. There are as many configurations as the published study of Megatron-LM's memory has runs
@@ -47,6 +48,8 @@ SEED, COUNT = 455, 460
 TABLE = Path(__file__).with_name("memory_accuracy.csv")
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
+NETWORKS = ("qwen2.5-0.5b", "qwen3-8b", "qwen2.5-14b", "qwen3-0.6b", "mistral-nemo-12b", "qwen3-32b")
+"""Networks beside Llama, for a table of their own."""
 GPU_NAMES = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
 GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
 SEQUENCE_LENGTHS = tuple(2**k for k in range(11, 18))
@@ -134,14 +137,16 @@ ESTIMATES: dict[str, Estimate] = {
 its formula does not change."""
 
 
-def draw(seed: int = SEED, count: int = COUNT, estimate: Estimate = ESTIMATES["jaxllm"]) -> list[Case]:
+def draw(
+    seed: int = SEED, count: int = COUNT, estimate: Estimate = ESTIMATES["jaxllm"], models: Sequence[str] = MODELS
+) -> list[Case]:
     """Draws the first `count` configurations of a seed. Each depends on its index and on which ones the estimate calls near,
     not on the others.
     """
-    return [draw_case(seed, index, estimate) for index in range(count)]
+    return [draw_case(seed, index, estimate, models) for index in range(count)]
 
 
-def draw_case(seed: int, index: int, estimate: Estimate = ESTIMATES["jaxllm"]) -> Case:
+def draw_case(seed: int, index: int, estimate: Estimate = ESTIMATES["jaxllm"], models: Sequence[str] = MODELS) -> Case:
     """Takes the models in turn and draws the rest axis by axis, uniformly among the possible values. A configuration that
     should be near capacity is then moved there by its microbatch, sequence length, remat and kind of GPU.
 
@@ -150,7 +155,7 @@ def draw_case(seed: int, index: int, estimate: Estimate = ESTIMATES["jaxllm"]) -
     """
     rng, near = random.Random(f"{seed}/{index}"), index % 5 in NEAR_INDICES
     for _ in range(PROPOSALS):
-        case = propose(rng, index, near)
+        case = propose(rng, index, near, models)
         for _ in range(MOVES if near else 1):
             if case is None or (share := share_of_capacity(case, estimate)) is None:
                 break
@@ -169,11 +174,11 @@ def share_of_capacity(case: Case, estimate: Estimate) -> float | None:
     return None if result.host_bytes > HOST_BYTES_PER_GPU else result.peak_bytes / case.capacity_bytes
 
 
-def propose(rng: random.Random, index: int, near: bool) -> Case | None:
+def propose(rng: random.Random, index: int, near: bool, models: Sequence[str] = MODELS) -> Case | None:
     """Draws any configuration of the planner's space. None if no mesh divides the batch."""
     gpus, S = rng.choice(GPU_COUNTS), rng.choice(SEQUENCE_LENGTHS)
     base = {
-        "model": MODELS[index % len(MODELS)],
+        "model": models[index % len(models)],
         "sequence_length": S,
         "global_batch_sequences": rng.choice(BATCHES) * (3 if gpus % 3 == 0 else 1),
         "mask_documents": rng.random() < 0.6,
@@ -529,10 +534,12 @@ def line_of(row: Row) -> str:
     )
 
 
-def still_to_do(rows: Sequence[Row], seed: int, count: int, estimate: Estimate) -> tuple[list[Case], int]:
+def still_to_do(
+    rows: Sequence[Row], seed: int, count: int, estimate: Estimate, models: Sequence[str] = MODELS
+) -> tuple[list[Case], int]:
     """Cases without a row of this seed, and the number of rows that differ from today's draw."""
     stored = {row["index"]: row["hash"] for row in rows if row["seed"] == seed}
-    cases = draw(seed, count, estimate)
+    cases = draw(seed, count, estimate, models)
     changed = sum(case.index in stored and stored[case.index] != case.hash for case in cases)
     return [case for case in cases if case.index not in stored], changed
 
@@ -712,6 +719,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=TABLE, help="the CSV")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--count", type=int, default=COUNT, help="total number of configurations")
+    parser.add_argument("--networks", action="store_true", help="draw networks beside Llama (with --table)")
     parser.add_argument("--limit", type=int, help="maximum number of configurations to compile now")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--estimate", choices=list(ESTIMATES), default="jaxllm", help="estimate for drawing and scoring")
@@ -753,15 +761,15 @@ def compile_subset(rows: Sequence[Row], options: argparse.Namespace, say: Callab
 
 def compile_more(rows: Sequence[Row], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
     """Compiles cases without a row, up to --limit."""
-    estimate = ESTIMATES[options.estimate]
+    estimate, models = ESTIMATES[options.estimate], NETWORKS if options.networks else MODELS
     if options.redo == "errors":
         rows = [row for row in rows if not row["error"]]
     elif options.redo == "changed":
-        drawn = {case.index: case.hash for case in draw(options.seed, options.count, estimate)}
+        drawn = {case.index: case.hash for case in draw(options.seed, options.count, estimate, models)}
         rows = [row for row in rows if row["seed"] == options.seed and drawn.get(row["index"]) == row["hash"]]
     # Also removes a truncated last line.
     write_table(options.table, rows)
-    cases, changed = still_to_do(rows, options.seed, options.count, estimate)
+    cases, changed = still_to_do(rows, options.seed, options.count, estimate, models)
     if changed:
         say(f"{changed} rows differ from today's draw; they are kept (--redo changed compiles them again).")
     try:

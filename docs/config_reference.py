@@ -22,7 +22,7 @@ for nothing. `python docs/config_reference.py` writes this page from the code: t
 
 ## Where it lives
 
-`jaxllm/config/sections.py`: each key with its type, its default and a docstring.
+`jaxllm/config/sections.py` and `jaxllm/config/model_config.py`: each key with its type, its default and a docstring.
 
 ## How it is tested
 

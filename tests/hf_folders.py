@@ -69,6 +69,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=config.get("head_dim"),
         vocab_size=config["vocab_size"],
         tie_embeddings=config["tie_word_embeddings"],
+        qkv_bias=config["model_type"] == "qwen2",
+        qk_norm="head" if config["model_type"] == "qwen3" else None,
     )
 
 

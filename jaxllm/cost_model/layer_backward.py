@@ -116,6 +116,8 @@ class LayerShape:
     """Whether each layer has its own arrays; else they go through a loop with a ring of residuals."""
     runs_ahead: bool
     """Whether XLA starts transfers early on this kind of GPU."""
+    norms_heads: bool = False
+    """Whether queries and keys are normalised (model.qk_norm)."""
     host_sums: float | None = None
     """Bytes of one layer's gradient sums that are read from the host; None if weights and sums are on the device."""
 
@@ -138,6 +140,9 @@ def layer_backward(layer: LayerShape) -> Moments:
         if moment == "attention" and is_recomputed_early(layer) and layer.context > 1 and layer.tensor > 1:
             size += units["whole"]
         size += layers_of_weights(layer, moment) * units["layer"] + layer.fp8_rounded + (layer.host_sums or 0)
+        if layer.norms_heads and "query" in layer.policy.recompute:
+            # The norms' inputs, beside the rotated queries and keys.
+            size += units["query"] + units["key"]
         if transposes(layer):
             size += (1 + late_sequences(layer, moment)) * units["whole"]
         if layer.overlap_passes and layer.pipelined:

@@ -223,7 +223,11 @@ class Step(StepSizes):
     def logits(self) -> float:
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""
         tokens = -(-self.tokens // self.loss_chunks)
-        return (FLOAT32 + self.itemsize) * tokens * self.rows
+        size = (FLOAT32 + self.itemsize) * tokens * self.rows
+        if self.parallel.virtual_stages > 1 and self.loss_chunks == 1:
+            # That gradient and the head's in a second layout each, as buffer listings of interleaved steps have them.
+            size += self.itemsize * tokens * self.rows + FLOAT32 * self.head.compute
+        return size
 
     def relayout(self) -> float:
         """Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix."""

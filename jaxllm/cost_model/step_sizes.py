@@ -111,11 +111,13 @@ class StepSizes:
             return self._scaled(self._held.kept)
         # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
         # and the sequence that enters the matmuls, gathered unless a ring gathers it again; queries, keys, values, attention's
-        # output; SwiGLU's products.
+        # output; SwiGLU's products. Of a norm of heads the same three as of a half's.
         u = self.units
+        of_heads = (u["query"] + u["key"]) * (self.model.qk_norm is not None)
         if self.has_own_layers:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
             of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
+            of_attention["qk_norm"] = of_heads
             of_halves = {"block_input": 2 * u["split"], "attention_input": u["whole"], "mlp_input": u["whole"]}
             if self.in_blocks and not self.scores:
                 # Of each halving a half of the queries, and of the keys and values.
@@ -129,6 +131,7 @@ class StepSizes:
             "query": u["query"],
             "key": u["key"],
             "value": u["key"],
+            "qk_norm": 3 * FLOAT32 / self.itemsize * of_heads,
             "attention_output": u["query"],
             "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
             "mlp_input": input_bytes,
@@ -197,6 +200,7 @@ class StepSizes:
             packing_bytes=self.packing_bytes,
             has_own_layers=self.has_own_layers,
             runs_ahead=self.runs_ahead,
+            norms_heads=self.model.qk_norm is not None,
             host_sums=self.host_sums,
         )
 

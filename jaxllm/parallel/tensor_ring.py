@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.mesh import TENSOR
 from jaxllm.model.fp8 import letters
 from jaxllm.parallel.ordering import zero_of
-from jaxllm.sharding import split_spec, tensor_shard_map
+from jaxllm.sharding import in_row_major, split_spec, tensor_shard_map
 
 SHARDED = P(None, TENSOR)
 """PartitionSpec of hidden states between the halves of a block."""
@@ -138,6 +138,9 @@ class TensorRing:
         self, x_BSD: jax.Array, use: Callable[[jax.Array], list[jax.Array]]
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         """(chunks of the sequence, use(chunk) of each), in ring order."""
+        # XLA would put several sequences' positions before the sequences, and copy whole stacks of kept hidden states into that
+        # layout: 246 GiB instead of 200 for a step of 70B with 32 sequences (JAX 0.10.2).
+        x_BSD = in_row_major(x_BSD)
         chunks, found = [x_BSD], [use(x_BSD)]
         for step in range(1, self._ranks):
             chunk = self._sent_on(chunks[-1])

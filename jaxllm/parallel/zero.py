@@ -27,14 +27,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout as row_major
-from jax.experimental.layout import with_layout_constraint
 
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.ordering import after, weights_token
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
-from jaxllm.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
+from jaxllm.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
 
 
 class Phase(NamedTuple):
@@ -144,7 +142,7 @@ def _gather(layouts: Tree, keeps: bool = False) -> Callable[[Tree], Tree]:
             if layout.zero_dim is None:
                 return w
             w = layout.cut(jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True))
-            return jax.lax.optimization_barrier(_in_row_major(w)) if keeps else w
+            return jax.lax.optimization_barrier(in_row_major(w)) if keeps else w
 
         return jax.tree.map(one, weights, layouts)
 
@@ -163,15 +161,11 @@ def _scatter(layouts: Tree, in_place: bool = False) -> Callable[[Tree], Tree]:
             if layout.zero_dim is None:
                 return jax.lax.psum(g, ZERO_AXES)
             shard = jax.lax.psum_scatter(g, ZERO_AXES, scatter_dimension=layout.zero_dim, tiled=True)
-            return _in_row_major(shard) if in_place else shard
+            return in_row_major(shard) if in_place else shard
 
         return jax.tree.map(one, gradients, layouts)
 
     return partial(_per_tensor_rank, local, layouts)
-
-
-def _in_row_major(x: jax.Array) -> jax.Array:
-    return with_layout_constraint(x, row_major(tuple(range(x.ndim))))
 
 
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:

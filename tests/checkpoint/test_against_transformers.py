@@ -24,6 +24,8 @@ CASES = {
     "gqa llama3": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
     "gqa tied": {"tie_word_embeddings": True},
     "wide heads": {"head_dim": 10, "rms_norm_eps": 1e-6},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
 }
 

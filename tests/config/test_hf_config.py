@@ -13,6 +13,9 @@ from jaxllm.config.hf_config import SHAPE_KEYS, hugging_face_config, model_secti
 
 STRETCHED = {**HUB, "rope_scaling": LLAMA3_ROPE}
 MISTRAL = {**HUB, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+QWEN = {**HUB, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 2}
+QWEN2 = {**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10, "attention_bias": False}
 
 
 def without(config, *keys):
@@ -34,6 +37,8 @@ def test_both_dialects_say_the_same_network(dialect):
         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 16},
         "tie_embeddings": False,
         "norm_eps": 1e-5,
+        "qkv_bias": False,
+        "qk_norm": None,
     }
     assert tuple(section) == SHAPE_KEYS
 
@@ -69,8 +74,8 @@ def test_mistral_has_defaults_of_its_own():
     ("change", "sentence"),
     [
         (
-            {"architectures": ["Qwen2ForCausalLM"]},
-            r'architectures=\["Qwen2ForCausalLM"\]: jaxllm supports LlamaForCausalLM and',
+            {"architectures": ["Qwen2MoeForCausalLM"]},
+            r'architectures=\["Qwen2MoeForCausalLM"\]: jaxllm supports LlamaForCausalLM, .*and Qwen3ForCausalLM\.$',
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gemma"}, "model_type=gemma"),
@@ -83,7 +88,7 @@ def test_mistral_has_defaults_of_its_own():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Llama"}}, "auto_map"),
         ({"sliding_window": 64}, "sliding_window=64, shorter than max_position_embeddings=128"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear: jaxllm's Llama supports default and llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear: jaxllm supports default and llama3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling says rope_type=yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=null: it should be a number"),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters and rope_theta disagree"),
@@ -104,7 +109,54 @@ def test_what_ours_is_not_is_refused_by_name(change, sentence):
         model_section({**HUB, **change}, "config.json")
 
 
-@pytest.mark.parametrize("config", [HUB, STRETCHED, in_new_dialect(STRETCHED), MISTRAL])
+def test_a_class_says_what_its_network_has():
+    assert model_section(QWEN2, "") == model_section(HUB, "") | {"qkv_bias": True}
+    assert model_section(QWEN3, "") == model_section({**HUB, "head_dim": 10}, "") | {"qk_norm": "head"}
+    assert model_section(without(QWEN3, "head_dim"), "")["head_dim"] == 128
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"use_sliding_window": True}, "sliding_window=16, shorter than max_position_embeddings=128"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types with sliding_attention"),
+        ({"attention_bias": True}, "attention_bias=true"),
+    ],
+)
+def test_what_a_qwen_may_not_be(change, sentence):
+    with pytest.raises(ConfigError, match=f"^config.json.*{sentence}"):
+        model_section({**QWEN3, **change}, "config.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_sliding_window": True, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention"] * 3},
+    ],
+)
+def test_a_window_that_no_layer_has_changes_nothing(change):
+    assert model_section({**QWEN2, **change}, "") == model_section(QWEN2, "")
+
+
+@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3])
+def test_a_network_without_its_config_gets_the_class_that_computes_it(config):
+    section = model_section(config, "")
+    written = hugging_face_config(section, dtype="float32", max_position=128)
+    assert (written["architectures"], written["model_type"]) == (config["architectures"], config["model_type"])
+    assert model_section(written, "") == section
+
+
+def test_a_network_that_transformers_lacks_is_named():
+    section = model_section(QWEN2, "") | {"qk_norm": "head"}
+    with pytest.raises(
+        ConfigError, match=r"^transformers has no network with model.qkv_bias=True and model.qk_norm=head: only"
+    ):
+        hugging_face_config(section, dtype="float32", max_position=128)
+
+
+@pytest.mark.parametrize("config", [HUB, STRETCHED, in_new_dialect(STRETCHED), MISTRAL, QWEN2, in_new_dialect(QWEN3)])
 def test_what_is_written_is_read_back_in_either_dialect(config):
     section = model_section(config, "")
     written = hugging_face_config(section, dtype="bfloat16", max_position=None, original={**config, "pad_token_id": 7})

@@ -93,7 +93,15 @@ def test_vocabulary_padding_changes_no_value(config, network, tokens):
     assert padded(tokens).shape == (1, S, 256)
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.tie_embeddings=true",), ("model.head_dim=16", "model.num_kv_heads=1")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.tie_embeddings=true",),
+        ("model.head_dim=16", "model.num_kv_heads=1"),
+        ("model.qkv_bias=true", "model.qk_norm=head"),
+    ],
+)
 def test_every_parameter_is_named_and_counted(tiny_config, overrides):
     config = tiny_config(*overrides)
     _, table = parameter_table(config)
