@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jaxllm.compile.inspect_table import ParameterRow
 from jaxllm.config import Config
+from jaxllm.config.model_spec import parameters as model_parameters
 from jaxllm.mesh import CONTEXT, TENSOR, axis_sizes
 from jaxllm.sharding import STACK_DIMS
 
@@ -44,10 +45,10 @@ def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...]) -> Ite
 
     The sharded dim of a weight is checked even if the forward pass contracts it: in the backward pass it is an output dim.
     """
-    sizes = axis_sizes(config.parallel)
+    sizes, matrices = axis_sizes(config.parallel), {spec.path for spec in model_parameters(config.model) if spec.is_matrix}
     for row in parameters:
         # An embedding that is not also the head is looked up, not multiplied.
-        if "norm" in row.path or (row.path == "embedding" and not config.model.tie_embeddings):
+        if row.path not in matrices or (row.path == "embedding" and not config.model.tie_embeddings):
             continue
         wide = [i for i, dim in enumerate(row.dims) if dim not in (*STACK_DIMS, "embed")]
         whole = math.prod(row.shape[i] for i in wide)

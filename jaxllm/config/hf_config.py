@@ -33,12 +33,15 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """jaxllm's and Hugging Face's names of the sizes that each config.json has."""
-ROPE_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position": "original_max_position_embeddings",
+_ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
+ROPE_SCALINGS: dict[str, dict[str, str]] = {
+    "llama3": {**{key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}, **_ORIGINAL},
+    "linear": {"factor": "factor"},
+    "yarn": {**{key: key for key in ("factor", "beta_slow", "beta_fast", "attention_factor")}, **_ORIGINAL},
 }
+"""Names in the `rope_scaling` section and in config.json, by rope_type."""
+YARN_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+"""What transformers takes for missing keys."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,9 @@ def hugging_face_config(
         config["sliding_window"] = None
     scaling: dict[str, Any] = {"rope_type": "default"}
     if (ours := model.get("rope_scaling")) is not None:
-        scaling = {"rope_type": "llama3"} | {theirs: ours[key] for key, theirs in ROPE_SCALING.items()}
+        rope_type = ours.get("rope_type", "llama3")
+        scaling = {"rope_type": rope_type}
+        scaling |= {theirs: ours[key] for key, theirs in ROPE_SCALINGS[rope_type].items() if ours.get(key) is not None}
     config["rope_theta"] = model["rope_theta"]
     config["rope_scaling"] = scaling if ours is not None else None
     config["rope_parameters"] = {**scaling, "rope_theta": model["rope_theta"]}
@@ -297,16 +302,27 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
         )
     if rope_type == "default":
         return None
-    if rope_type != "llama3":
-        raise ConfigError(f"{where} says rope_type={_plain(rope_type)}: jaxllm supports default and llama3.")
+    if rope_type not in ROPE_SCALINGS:
+        raise ConfigError(
+            f"{where} says rope_type={_plain(rope_type)}: jaxllm supports {_listed(['default', *ROPE_SCALINGS])}."
+        )
+    for key, allowed in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+        if rope.get(key) is not None and rope[key] is not allowed:
+            raise ConfigError(f"{where} says {key}={_plain(rope[key])}, which jaxllm does not support: use another model.")
     longest = found.get("max_position_embeddings", KINDS[kind].defaults["max_position_embeddings"])
     original = "original_max_position_embeddings"
     _refuse_disagreement(
         {key: said[original] for key, said in (("it", rope), ("the config", found)) if original in said}, where
     )
-    filled = {original: found.get(original, longest), **rope}
-    section = {ours: _number(filled, theirs, where) for ours, theirs in ROPE_SCALING.items()}
-    return section | {"original_max_position": int(section["original_max_position"])}
+    given = {key: value for key, value in rope.items() if value is not None}
+    filled = {**YARN_DEFAULTS, original: found.get(original, longest), **given}
+    names = {
+        ours: theirs for ours, theirs in ROPE_SCALINGS[rope_type].items() if theirs in filled or theirs != "attention_factor"
+    }
+    section: dict[str, Any] = {ours: _number(filled, theirs, where) for ours, theirs in names.items()}
+    if "original_max_position" in section:
+        section["original_max_position"] = int(section["original_max_position"])
+    return section if rope_type == "llama3" else {"rope_type": rope_type, **section}
 
 
 def _integer(found: Mapping[str, Any], key: str, where: str) -> int:

@@ -12,22 +12,41 @@ from jaxllm.config.types import PositiveFloat, PositiveInt, Section, Switch, div
 
 
 class RopeScaling(Section):
-    """Llama 3's scaling of the low rotary frequencies (Llama 3.1 model card and published inference code)."""
+    """Slower rotary frequencies, for contexts longer than those that the network was trained for."""
 
+    rope_type: Literal["llama3", "linear", "yarn"] = "llama3"
+    """linear: all are divided by `factor` (Chen et al., 2023). llama3: slow ones are, fast ones are not, with a blend between
+    (Llama 3.1 model card). yarn: the same with other bounds, and larger attention scores (Peng et al., 2023)."""
     factor: PositiveFloat
     """How many times longer the context becomes."""
     low_freq_factor: PositiveFloat = 1.0
+    """llama3: pairs that turn less often than this within the original context are divided."""
     high_freq_factor: PositiveFloat = 4.0
+    """llama3: pairs that turn more often than this are not."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: as low_freq_factor."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: as high_freq_factor."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: queries and keys are multiplied by it; default: 1 + ln(factor) / 10."""
     original_max_position: PositiveInt = 8192
-    """Context length before scaling."""
+    """llama3 and yarn: context length before scaling. yarn needs it."""
 
     @model_validator(mode="after")
     def _check(self):
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise refuse(
-                f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be larger than "
-                f"low_freq_factor={self.low_freq_factor}: frequencies above it are not scaled."
-            )
+        of_type = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast"), "linear": ()}
+        for name in ("low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor"):
+            belongs = name in of_type[self.rope_type] or (name == "attention_factor" and self.rope_type == "yarn")
+            if not belongs and getattr(self, name) != type(self).model_fields[name].default:
+                given = f"model.rope_scaling.{name}={getattr(self, name)}"
+                raise refuse(f"{given} has no effect with rope_type={self.rope_type}: leave it out.")
+        if self.rope_type == "yarn" and "original_max_position" not in self.model_fields_set:
+            raise refuse("model.rope_scaling.original_max_position is missing: yarn needs the context length before scaling.")
+        if bounds := of_type[self.rope_type]:
+            slow, fast = (getattr(self, name) for name in bounds)
+            if fast <= slow:
+                given = f"model.rope_scaling.{bounds[1]}={fast}"
+                raise refuse(f"{given} must be larger than {bounds[0]}={slow}: frequencies above it are not scaled.")
         return self
 
 

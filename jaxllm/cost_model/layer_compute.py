@@ -139,13 +139,15 @@ class LayerCompute:
 
         Forward: norms and residual sums read or write a token's width nine times, of which a rank has 1/t; rotary embeddings
         read and write queries and keys; SwiGLU accesses the feed-forward width three times. Backward: twelve, two and
-        backward_mlp_moves times. Each further step of a ring merges an output in float32 (10 bytes per element) and adds a
-        gradient of queries (8).
+        backward_mlp_moves times. A norm of heads fuses with the rotation: it reads its input once more forward; backward it
+        does so too, and reads and writes a gradient. Each further step of a ring merges an output in float32 (10 bytes per
+        element) and adds a gradient of queries (8).
         """
         split = self.model.hidden_size / self.t
-        rotary = 2 * (self.query_width + self.key_width)
-        forward = 9 * split + rotary + 3 * self.mlp_width
-        backward = 12 * split + rotary + self.backward_mlp_moves * self.mlp_width
+        heads = self.query_width + self.key_width
+        normed = heads if self.model.qk_norm else 0
+        forward = 9 * split + 2 * heads + normed + 3 * self.mlp_width
+        backward = 12 * split + 2 * heads + 3 * normed + self.backward_mlp_moves * self.mlp_width
         merged = (self.c - 1) * self.query_width
         return (
             self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),

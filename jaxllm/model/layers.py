@@ -113,25 +113,49 @@ class RMSNorm(nnx.Module):
 
 
 def rotary_frequencies(model: ModelConfig) -> np.ndarray:
-    """Angle per position of each pair, float32 [H/2] (Su et al., 2021), with Llama 3's frequency scaling if configured.
-
-    The scaling divides slow frequencies by `factor`, keeps fast ones and blends between them, by the number of turns that a
-    pair makes within the original context.
+    """Angle per position of each pair, float32 [H/2] (Su et al., 2021), with the scaling that is configured (RopeScaling).
 
     Every operation rounds as in transformers, because published weights were trained with its angles: at position p the last
     bit of a frequency counts p times.
     """
     exponents = np.arange(0, model.head_dim, 2, dtype=np.float32) / np.float32(model.head_dim)
     # torch's float32 power is exact to the last bit, NumPy's is not.
-    frequencies = 1 / (model.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
-    if (scaling := model.rope_scaling) is not None:
+    wavelengths_of_2_pi = (model.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
+    frequencies = 1 / wavelengths_of_2_pi
+    if (scaling := model.rope_scaling) is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / np.float32(scaling.factor)
+    if scaling.rope_type == "llama3":
         # torch divides a number by an array by multiplying with the reciprocal.
         wavelengths = (1 / frequencies) * np.float32(2 * math.pi)
         turns = scaling.original_max_position * (1 / wavelengths)
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         keep = np.clip(keep, 0.0, 1.0)
-        frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
-    return frequencies
+        return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+    slow, fast = (_pair_that_turns(model, turns) for turns in (scaling.beta_slow, scaling.beta_fast))
+    first, last = max(math.floor(fast), 0), min(math.ceil(slow), model.head_dim - 1)
+    pairs = np.arange(model.head_dim // 2, dtype=np.float32)
+    keep = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first or 0.001), 0.0, 1.0)
+    divided = 1 / (np.float32(scaling.factor) * wavelengths_of_2_pi)
+    return divided * (1 - keep) + frequencies * keep
+
+
+def _pair_that_turns(model: ModelConfig, turns: float) -> float:
+    """The number of the pair that makes so many turns within the original context."""
+    assert model.rope_scaling is not None, "scaling is configured"
+    wavelength = model.rope_scaling.original_max_position / (turns * 2 * math.pi)
+    return model.head_dim * math.log(wavelength) / (2 * math.log(model.rope_theta))
+
+
+def attention_factor(model: ModelConfig) -> float:
+    """By what YaRN multiplies queries and keys; 1 without it."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
 Rotary = tuple[Float[Array, "B S H/2"], Float[Array, "B S H/2"]]
@@ -140,10 +164,13 @@ Rotary = tuple[Float[Array, "B S H/2"], Float[Array, "B S H/2"]]
 
 @jax.named_scope("rotary")
 def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
-    """Cosine and sine of every angle, float32: bfloat16 would round position 257 to 256."""
+    """Cosine and sine of every angle times attention_factor, float32: bfloat16 would round position 257 to 256."""
     angles = positions_BS.astype(jnp.float32)[..., None] * rotary_frequencies(model)[None, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if (factor := attention_factor(model)) != 1:
+        cos, sin = cos * factor, sin * factor
     # The barrier keeps XLA from fusing cos and sin into every layer's rotation and computing them once per head.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return jax.lax.optimization_barrier((cos, sin))
 
 
 @jax.named_scope("rotary")

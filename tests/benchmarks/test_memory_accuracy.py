@@ -140,7 +140,7 @@ def test_verdicts_and_their_shares(accuracy):
 def require_bounds(summary):
     assert summary["errors"] == []
     assert summary["median_error_percent"] <= 3
-    assert summary["p95_error_percent"] <= 9
+    assert summary["p95_error_percent"] <= 8.5
     # By 12.1 and 11.5%: two pipelines of 16 stages with one microbatch, on steps that take a sixth and a twelfth of the GPU. By
     # 12.4%: a step of 1.8 GiB, ZeRO 1 over 32 x 8 ranks.
     assert summary["underestimated_by_more_than_10_percent"] <= 3
@@ -164,6 +164,18 @@ def test_the_estimate_on_the_whole_table(accuracy, table):
     assert summary["near_capacity"] >= (150 if seed == accuracy.SEED else 55)
     assert summary["verdict_agreement"] >= 0.97
     assert summary["verdict_agreement_near_capacity"] >= 0.9
+
+
+def test_the_estimate_of_networks_beside_llama(accuracy):
+    rows = accuracy.read_table(BENCHMARKS / "memory_networks.csv")
+    test_the_stored_estimates_are_todays(accuracy, rows)
+    test_a_row_says_all_of_its_case(accuracy, rows)
+    summary = accuracy.summary(rows)
+    assert {row["model"] for row in rows} == set(accuracy.NETWORKS)
+    assert (summary["configurations"], summary["failed"]) == (48, 0)
+    assert summary["median_error_percent"] <= 3
+    assert summary["underestimated_by_more_than_10_percent"] == summary["called_safe_and_above_capacity"] == 0
+    assert summary["verdict_agreement"] >= 0.95
 
 
 @pytest.mark.nightly

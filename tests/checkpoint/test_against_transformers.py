@@ -15,10 +15,11 @@ from jaxllm.checkpoint import hf_convert
 from jaxllm.checkpoint.hf_convert import from_hf, to_hf, verify
 from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.config.hf_config import hugging_face_config, model_section
-from jaxllm.model.layers import rotary_frequencies
+from jaxllm.model.layers import attention_factor, rotary_frequencies
 
 TOLERANCE = 1e-4
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.npz"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 CASES = {
     "mha untied": {"num_key_value_heads": 4},
     "gqa llama3": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
@@ -26,6 +27,8 @@ CASES = {
     "wide heads": {"head_dim": 10, "rms_norm_eps": 1e-6},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "yarn": {"rope_scaling": YARN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
 }
 
@@ -73,15 +76,30 @@ def test_logits_are_those_of_transformers(case, dialect, transformers, ids_BS, t
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("head_dim", [6, 64, 128])
-@pytest.mark.parametrize("scaling", [None, LLAMA3_ROPE, {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        LLAMA3_ROPE,
+        {**LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+        {"rope_type": "linear", "factor": 3.0},
+        YARN,
+        {**YARN, "original_max_position_embeddings": 32768, "attention_factor": 0.7},
+        {**YARN, "factor": 3.0, "beta_fast": 20.0, "beta_slow": 2.0},
+    ],
+)
 def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(theta, head_dim, scaling, transformers):
     """At position p an error counts p times."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = {**HUB, "head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling}
     written = hugging_face_config(model_section(config, ""), dtype="float32", max_position=131072)
-    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**written)).inv_freq.numpy()
-    np.testing.assert_array_equal(rotary_frequencies(ModelConfig.model_validate(model_section(config, ""))), theirs)
+    theirs, model = (
+        LlamaRotaryEmbedding(transformers.LlamaConfig(**written)),
+        ModelConfig.model_validate(model_section(config, "")),
+    )
+    np.testing.assert_array_equal(rotary_frequencies(model), theirs.inv_freq.numpy())
+    assert attention_factor(model) == theirs.attention_scaling
 
 
 def test_verify_measures_what_is_there(transformers, tmp_path, monkeypatch):

@@ -194,6 +194,10 @@ def test_matmuls_too_small_for_a_gpu():
     )
     more = inspect_config(published("llama-3.1-8b", "parallel.tensor=8", "train.microbatch_sequences=2"), gpus=16)
     assert set(messages(more, "small")) == {"layers.attention.key", "layers.attention.value"}
+    # Biases and norms are not multiplied.
+    assert set(messages(inspect_config(published("qwen2.5-7b", "parallel.tensor=4"), gpus=8), "small")) == set(
+        messages(more, "small")
+    )
 
 
 def test_a_tied_embedding_is_a_matmul_in_chunks():

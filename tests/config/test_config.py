@@ -31,6 +31,11 @@ REFUSALS = {
     ("train.steps=1e3",): "train.steps=1000.0 is not valid: it should be a valid integer, written 1000.",
     ("model.tie_embeddings=1",): "model.tie_embeddings=1 is not valid: it should be true or false.",
     ("model.rope_scaling=8",): "model.rope_scaling=8 is not valid: it should have keys below it.",
+    (
+        "model.rope_scaling={rope_type: linear, factor: 2, beta_fast: 8}",
+    ): "model.rope_scaling.beta_fast=8.0 has no effect with rope_type=linear: leave it out.",
+    ("model.rope_scaling={rope_type: yarn, factor: 4}",): "model.rope_scaling.original_max_position is missing: yarn needs",
+    ("model.rope_scaling={factor: 4, low_freq_factor: 5}",): "high_freq_factor=4.0 must be larger than low_freq_factor=5.0: ",
     ("model.num_heads=3000000017",): "use one of [1, 7, 428571431, 3000000017] key-value heads.",
     ("optimizer.learning_rate=high",): "optimizer.learning_rate=high is not valid: it should be a valid number.",
     ("data.mixture=3",): "data.mixture=3 is not valid: it should be a list.",

@@ -11,6 +11,7 @@ from tiny import TINY
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.hf_config import SHAPE_KEYS, hugging_face_config, model_section
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 STRETCHED = {**HUB, "rope_scaling": LLAMA3_ROPE}
 MISTRAL = {**HUB, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 QWEN = {**HUB, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 2}
@@ -41,6 +42,17 @@ def test_both_dialects_say_the_same_network(dialect):
         "qk_norm": None,
     }
     assert tuple(section) == SHAPE_KEYS
+
+
+def test_rope_scaling_of_each_type():
+    def scaling(rope):
+        return model_section({**HUB, "rope_scaling": rope}, "")["rope_scaling"]
+
+    assert scaling({"type": "linear", "factor": 2}) == {"rope_type": "linear", "factor": 2.0}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1.0, "beta_fast": 32.0}
+    assert scaling(YARN) == {**yarn, "original_max_position": 32}
+    assert scaling({"rope_type": "yarn", "factor": 4.0, "attention_factor": None}) == {**yarn, "original_max_position": 128}
+    assert scaling({**YARN, "beta_fast": 16, "attention_factor": 2})["attention_factor"] == 2.0
 
 
 def test_the_spelling_of_older_folders_is_read():
@@ -88,8 +100,10 @@ def test_mistral_has_defaults_of_its_own():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Llama"}}, "auto_map"),
         ({"sliding_window": 64}, "sliding_window=64, shorter than max_position_embeddings=128"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear: jaxllm supports default and llama3"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling says rope_type=yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic: jaxllm supports default, llama3, linear and yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling says factor=null"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling says truncate=false"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, "rope_scaling says mscale=1.0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=null: it should be a number"),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters and rope_theta disagree"),
         ({"rope_parameters": {**LLAMA3_ROPE}, "rope_scaling": {"rope_type": "default"}}, "rope_parameters disagree"),
@@ -156,7 +170,10 @@ def test_a_network_that_transformers_lacks_is_named():
         hugging_face_config(section, dtype="float32", max_position=128)
 
 
-@pytest.mark.parametrize("config", [HUB, STRETCHED, in_new_dialect(STRETCHED), MISTRAL, QWEN2, in_new_dialect(QWEN3)])
+@pytest.mark.parametrize(
+    "config",
+    [HUB, STRETCHED, in_new_dialect(STRETCHED), MISTRAL, QWEN2, in_new_dialect(QWEN3), {**QWEN2, "rope_scaling": YARN}],
+)
 def test_what_is_written_is_read_back_in_either_dialect(config):
     section = model_section(config, "")
     written = hugging_face_config(section, dtype="bfloat16", max_position=None, original={**config, "pad_token_id": 7})

@@ -392,6 +392,16 @@ def test_fp8_makes_matmuls_faster_and_adds_rounding():
     assert {name: fp8.terms_s.get(name) for name in same} == {name: plain.terms_s.get(name) for name in same}
 
 
+def test_norms_of_heads_take_memory_bound_time_alone():
+    model = {"name": "qwen3-8b"}
+    normed, plain = (step(configured(8, model=model | more, zero=3)) for more in ({}, {"qk_norm": None}))
+    differ = {"memory_bound", "recomputation"}
+    assert all(normed.terms_s[name] > plain.terms_s[name] for name in differ)
+    assert {name: normed.terms_s[name] for name in plain.terms_s.keys() - differ} == pytest.approx(
+        {name: plain.terms_s[name] for name in plain.terms_s.keys() - differ}, rel=1e-4
+    )
+
+
 def test_fp8_is_refused_where_the_chip_has_none():
     config = configured(8, model={"name": "llama-3.1-8b", "matmul_dtype": "fp8"})
     with pytest.raises(

@@ -50,6 +50,10 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(model, prompts):
+    return recomputed(model, prompts)
+
+
+def recomputed(model, prompts):
     """Result of reading the complete sequence again for every token: [prompt][token]."""
     graph, params = nnx.split(model)
     width = max(LENGTHS) + NEW
@@ -77,6 +81,13 @@ def test_greedy_is_full_recomputation_token_for_token(generator, prompts, expect
     assert greedy(generator, prompts) == expected
     # A continuation that repeats itself could hide a wrong cache.
     assert all(len(set(ids)) > NEW // 3 for ids in expected)
+
+
+def test_a_cache_holds_keys_with_their_biases_and_norms(shape, prompts):
+    model = Llama(shape.model_copy(update={"qkv_bias": True, "qk_norm": "head"}), rngs=nnx.Rngs(0))
+    for number, vector in enumerate((model.layers.attention.key_bias, model.layers.attention.key_norm.scale)):
+        vector[...] += jax.random.normal(jax.random.key(number), vector.shape)
+    assert greedy(Generator(model), prompts[:2]) == recomputed(model, prompts[:2])
 
 
 def test_a_prompt_among_others_is_continued_as_if_it_were_alone(generator, prompts, expected):
