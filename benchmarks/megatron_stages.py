@@ -14,7 +14,8 @@ def megatron_memory_by_stage(config: Config) -> MemoryEstimate:
 
     Stage i holds min(p - i, M) microbatches of its layers (gpipe: M; interleaved over v virtual stages: min((v - 1) p +
     2 (p - i - 1) + 1, M v) chunks of L / (p v) layers). The first stage also holds the embedding and token ids in int32, the
-    last the head and its logits. Norms and biases are replicated over tensor ranks. remat=full keeps 2 S b D / (c t) of each layer, and
+    last the head and its logits. Norms are replicated over tensor ranks, and
+    here biases too. remat=full keeps 2 S b D / (c t) of each layer, and
     all of one layer.
 
     Args:

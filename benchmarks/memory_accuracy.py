@@ -3,7 +3,7 @@
 python benchmarks/memory_accuracy.py [--limit 50]           compiles missing configurations, and prints the agreement
 python benchmarks/memory_accuracy.py --rescore              computes the estimates again; compiles nothing
 python benchmarks/memory_accuracy.py --summary [--json]     only prints the agreement
-python benchmarks/memory_accuracy.py --networks --seed 457 --count 48 --table benchmarks/memory_networks.csv
+python benchmarks/memory_accuracy.py --networks [...]        the same for networks beside Llama: memory_networks.csv
 python benchmarks/memory_accuracy.py --picture scatter.png
 
 It needs the extra aot, and no GPU. There are as many configurations as the published study of Megatron-LM's memory has runs
@@ -49,7 +49,9 @@ TABLE = Path(__file__).with_name("memory_accuracy.csv")
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 NETWORKS = ("qwen2.5-0.5b", "qwen3-8b", "qwen2.5-14b", "qwen3-0.6b", "mistral-nemo-12b", "qwen3-32b")
-"""Networks beside Llama, for a table of their own."""
+"""Networks beside Llama."""
+NETWORKS_SEED, NETWORKS_COUNT = 457, 48
+NETWORKS_TABLE = TABLE.with_name("memory_networks.csv")
 GPU_NAMES = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
 GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
 SEQUENCE_LENGTHS = tuple(2**k for k in range(11, 18))
@@ -716,10 +718,10 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", type=Path, default=TABLE, help="the CSV")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--count", type=int, default=COUNT, help="total number of configurations")
-    parser.add_argument("--networks", action="store_true", help="draw networks beside Llama (with --table)")
+    parser.add_argument("--networks", action="store_true", help="networks beside Llama, with their own table, seed and count")
+    parser.add_argument("--table", type=Path, help="the CSV")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--count", type=int, help="total number of configurations")
     parser.add_argument("--limit", type=int, help="maximum number of configurations to compile now")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--estimate", choices=list(ESTIMATES), default="jaxllm", help="estimate for drawing and scoring")
@@ -731,6 +733,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object, alone on standard output")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    own = (NETWORKS_TABLE, NETWORKS_SEED, NETWORKS_COUNT) if options.networks else (TABLE, SEED, COUNT)
+    for name, value in zip(("table", "seed", "count"), own, strict=True):
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.serve:
         return serve()
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if options.json else (lambda text: print(text, flush=True))

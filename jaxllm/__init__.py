@@ -1,4 +1,4 @@
-"""jaxllm: train Llama-family models with JAX on NVIDIA GPUs. Everything a notebook needs is re-exported here, lazily."""
+"""jaxllm: train Llama, Qwen and Mistral models with JAX on NVIDIA GPUs. What a notebook needs is re-exported here, lazily."""
 
 import importlib
 import sys

@@ -38,7 +38,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: Any
     dims: Dims
-    is_matrix: bool = True
+    is_matrix: bool
     """False: a norm's scale or a bias."""
 
     @property

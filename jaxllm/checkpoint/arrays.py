@@ -42,8 +42,8 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
         if names not in saved:
             raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         name = next((names[i:] for i in range(len(names)) if names[i:] in parameters), names)
-        parameter = parameters.get(name, Parameter(".".join(name), x.shape, x.dtype, ("",) * x.ndim))
-        may_be_padded = parameter.is_matrix and name in parameters
+        parameter = parameters.get(name, Parameter(".".join(name), x.shape, x.dtype, ("",) * x.ndim, is_matrix=False))
+        may_be_padded = parameter.is_matrix
         # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
         replica_dims = x.ndim - len(parameter.dims)
         shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]

@@ -88,7 +88,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
       verify: compare logits with transformers before the destination gets its final name.
 
     Raises:
-      ConfigError: the source is damaged or not a network that jaxllm's Llama supports, or the destination exists or cannot be
+      ConfigError: the source is damaged or not a network that jaxllm supports, or the destination exists or cannot be
         written.
     """
     require_new(destination, force)

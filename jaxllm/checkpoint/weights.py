@@ -155,7 +155,9 @@ def initial_weights(config: Config) -> WeightsSource | None:
         if key == "rope_scaling" and theirs:
             theirs = RopeScaling.model_validate(theirs)
         if key in source.model and theirs != ours:
-            log.warning("The weights of train.init_from come from a model with model.%s=%s; this run sets %s.", key, theirs, ours)
+            log.warning(
+                "The weights of train.init_from come from a model with model.%s=%s; this run sets %s.", key, theirs, ours
+            )
     return source
 
 

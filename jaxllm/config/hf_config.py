@@ -54,7 +54,9 @@ class Kind:
     variants: dict[str, Any] = field(default_factory=dict)
     """What its class says about VARIANTS, whatever config.json says."""
     switches_window: bool = False
-    """A window counts only with use_sliding_window, and in layers from max_window_layers on."""
+    """A window counts only with use_sliding_window, in the layers that layer_types names, or from max_window_layers on."""
+    ignores: tuple[str, ...] = ()
+    """Keys of MUST_BE that its class does not read."""
 
 
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
@@ -63,7 +65,7 @@ KINDS = {
     "mistral": Kind(
         "MistralForCausalLM", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
     ),
-    "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, switches_window=True),
+    "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, switches_window=True, ignores=("attention_bias",)),
     "qwen3": Kind("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, switches_window=True),
 }
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -93,7 +95,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = _kind(found, where)
     defaults = KINDS[kind].defaults
     for key, allowed in MUST_BE.items():
-        if (value := found.get(key)) not in allowed:
+        if (value := found.get(key)) not in allowed and key not in KINDS[kind].ignores:
             raise ConfigError(f"{where} says {key}={_plain(value)}, which jaxllm does not support: use another model.")
     if "AutoModelForCausalLM" in (found.get("auto_map") or {}):
         raise ConfigError(
@@ -128,7 +130,8 @@ def hugging_face_config(
     original: Mapping[str, Any] | None = None,
     tokens: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Builds the content of a config.json that transformers 4.43 and later, including 5, load as this network.
+    """Builds the content of a config.json that transformers 5 loads as this network; and 4, from the version on that has its
+    class (Llama: 4.43).
 
     Args:
       model: the `model` section. Only its shape keys are read.
@@ -162,9 +165,14 @@ def hugging_face_config(
     if max_position is not None:
         config["max_position_embeddings"] = max_position
     window = {**KINDS[kind].defaults, **config}.get("sliding_window")
-    if window is not None and not KINDS[kind].switches_window and max_position is not None and window < max_position:
-        # The window was as wide as the context, which is now longer.
+    is_on = config.get("use_sliding_window", not KINDS[kind].switches_window)
+    if window is not None and is_on and max_position is not None and window < max_position:
+        # The window was as wide as the context, which is now longer, or no layer had it.
         config["sliding_window"] = None
+        if KINDS[kind].switches_window:
+            config["use_sliding_window"] = False
+        if config.get("layer_types"):
+            config["layer_types"] = ["full_attention"] * model["num_layers"]
     scaling: dict[str, Any] = {"rope_type": "default"}
     if (ours := model.get("rope_scaling")) is not None:
         rope_type = ours.get("rope_type", "llama3")
@@ -245,30 +253,28 @@ def _kind_of(model: Mapping[str, Any]) -> str:
 
 
 def _refuse_window(found: Mapping[str, Any], kind: str, where: str) -> None:
-    defaults = KINDS[kind].defaults
-    if KINDS[kind].switches_window:
+    """Refuses layers of other kinds than attention, and a window that is shorter than the context."""
+    defaults, switches = KINDS[kind].defaults, KINDS[kind].switches_window
+    types, is_on = found.get("layer_types") or (), found.get("use_sliding_window") if switches else True
+    allowed = {"full_attention", *(("sliding_attention",) if switches and is_on else ())}
+    if other := [of_layer for of_layer in types if of_layer not in allowed]:
+        raise ConfigError(
+            f"{where} says layer_types with {_plain(other[0])}, which jaxllm does not support: use another model."
+        )
+    if switches:
         layers, first = found.get("num_hidden_layers"), found.get("max_window_layers", defaults["max_window_layers"])
-        reaches = isinstance(layers, int) and isinstance(first, int) and first < layers
-        if not (found.get("use_sliding_window") and reaches):
-            return _refuse_layer_types(found, where)
+        reaches = not isinstance(layers, int) or not isinstance(first, int) or first < layers
+        if not is_on or not ("sliding_attention" in types if types else reaches):
+            return
     window = found.get("sliding_window", defaults.get("sliding_window"))
     longest = found.get("max_position_embeddings", defaults["max_position_embeddings"])
     if window is None or (isinstance(window, int) and isinstance(longest, int) and window >= longest):
-        return _refuse_layer_types(found, where, windows=True)
+        return
     silent = "" if "sliding_window" in found else ", which is transformers' default for a missing key"
     raise ConfigError(
         f"{where} says sliding_window={_plain(window)}{silent}, shorter than max_position_embeddings={_plain(longest)}: jaxllm "
         f"attends to all positions, so set sliding_window to null if shorter contexts are enough, or use another model."
     )
-
-
-def _refuse_layer_types(found: Mapping[str, Any], where: str, windows: bool = False) -> None:
-    """Args: windows: layers with a window are as wide as the context."""
-    allowed = {"full_attention", *(("sliding_attention",) if windows else ())}
-    if other := [kind for kind in found.get("layer_types") or () if kind not in allowed]:
-        raise ConfigError(
-            f"{where} says layer_types with {_plain(other[0])}, which jaxllm does not support: use another model."
-        )
 
 
 def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[str, Any] | None]:

@@ -22,7 +22,6 @@ LAYERS = "layers."
 class Shape(Protocol):
     """What the table reads of a ModelConfig. That cannot be imported here, because types.py reads names from the table."""
 
-    num_layers: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -31,7 +30,6 @@ class Shape(Protocol):
     vocab_size: int
     qkv_bias: bool
     tie_embeddings: bool
-    initializer_std: float
 
     @property
     def qk_norm(self) -> str | None: ...
@@ -43,9 +41,9 @@ class ParameterSpec:
     dims: tuple[str, ...]
     """Name of each dim. Sharding follows from the names (sharding.py)."""
     shape: tuple[int, ...]
-    mean: float
-    std: float
-    """The initial values are normal with these; std 0: all are `mean`."""
+    initial: Literal["normal", "residual", "ones", "zeros"]
+    """Initial values: normal with model.initializer_std, divided by sqrt(2 L) for matrices that write to the residual stream,
+    of which 2 L add up (GPT-2); or all the same."""
     hugging_face: str
     """Name of Hugging Face's tensor; in the layer stack with {} for the number of the layer."""
     inputs: int
@@ -140,20 +138,12 @@ def _parameters(model: Shape) -> tuple[ParameterSpec, ...]:
         "K": model.num_kv_heads,
         "H": model.head_dim,
     }
-    # 2 L matrices write to the residual stream. Their results add up, so each is divided by sqrt(2 L) (GPT-2).
-    std = model.initializer_std
-    initial = {
-        "normal": (0.0, std),
-        "residual": (0.0, std / math.sqrt(2 * model.num_layers)),
-        "ones": (1.0, 0.0),
-        "zeros": (0.0, 0.0),
-    }
     return tuple(
         ParameterSpec(
             row.path,
             tuple(_DIMS[letter] for letter in row.letters if letter != "|"),
             tuple(sizes[letter] for letter in row.letters if letter != "|"),
-            *initial[row.initial],
+            row.initial,
             row.hugging_face,
             max(0, row.letters.find("|")),
             row.output,

@@ -24,7 +24,8 @@ Switch = Annotated[bool, Field(strict=True)]
 AUTO = "auto"
 BLOCK_INPUT = "block_input"
 ATTENTION_RESULTS = ("attention_output", "attention_lse")
-BLOCK_TENSORS = (BLOCK_INPUT, *MATMUL_OUTPUTS[:3], *ATTENTION_RESULTS, *MATMUL_OUTPUTS[3:-1])
+_AT = MATMUL_OUTPUTS.index("attention_out")
+BLOCK_TENSORS = (BLOCK_INPUT, *MATMUL_OUTPUTS[:_AT], *ATTENTION_RESULTS, *MATMUL_OUTPUTS[_AT:-1])
 """Tensors that a block may keep for its backward pass, in order of computation. The model gives its tensors these names. The
 output of its last matmul is not kept: only the addition that ends the block reads it."""
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
@@ -65,9 +66,7 @@ def _check_remat(remat: Any) -> Any:
 Remat = Annotated[Literal["none", "selective", "full", "offload"] | dict[str, RematAction], BeforeValidator(_check_remat)]
 
 
-def zero_shard(
-    sizes: Mapping[str, int], split: Mapping[str, int], ranks: int, is_matrix: bool = True
-) -> tuple[str, int] | None:
+def zero_shard(sizes: Mapping[str, int], split: Mapping[str, int], ranks: int, is_matrix: bool) -> tuple[str, int] | None:
     """(dim, zeros): the dim of a parameter that ZeRO shards over `ranks`, and how many zeros at its end make it divide.
     It is the first of ZERO_DIMS that needs none, else the first that needs few, else the one that needs the smallest share.
     None: the parameter is replicated, because other axes shard all such dims, or because it needs zeros and is no matrix but a

@@ -17,7 +17,7 @@ def layer_matmul_parameters(model: ModelConfig) -> int:
 
 
 def layer_parameter_count(model: ModelConfig) -> int:
-    """The same with norms: D H (2 N + 2 K) + 3 D F + 2 D for a Llama's two."""
+    """The same with norms and biases: D H (2 N + 2 K) + 3 D F + 2 D for a Llama."""
     return sum(spec.size for spec in layer_parameters(model))
 
 

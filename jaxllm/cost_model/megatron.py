@@ -31,7 +31,8 @@ NOMINAL_UNIT_BYTES = 2**30
 def megatron_memory(config: Config) -> MemoryEstimate:
     """Bytes of one device of stage 0, the fullest stage without rematerialisation.
 
-    With x = S b / (c t), a layer's matrices m = D H (2 N + 2 K) + 3 D F and its norms' 2 D,
+    With x = S b / (c t), a layer's matrices m = D H (2 N + 2 K) + 3 D F and its norms' 2 D
+    (and biases and norms of heads, where a network has them),
 
         parameters   ((m + 2 D) L / p + V D) / t, and V D / t + D more where p = 1 (head, last norm)
         weights      2 x parameters

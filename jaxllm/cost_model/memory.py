@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 from jaxllm.config import Config
 from jaxllm.config.attention import Capability
+from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.parameters import layer_parameters
@@ -216,8 +217,8 @@ class Step(StepSizes):
     def streamed_update(self) -> dict[str, float]:
         """Terms while a layer is updated: its new weights and moments, which are written when all are made, what a matrix's
         are made of, and the gradients that wait on the device."""
-        of_layer = layer_parameters(self.model, self.parallel).values()
-        last = min(e.master for e in of_layer if e.master > self.model.hidden_size)
+        of_layer = layer_parameters(self.model, self.parallel)
+        last = min(of_layer[spec.path].master for spec in layer_matmuls(self.model))
         return {"gradients": FLOAT32 * self.vocabulary.master, "update": FLOAT32 * (3 * self.layer.master + 4 * last)}
 
     def logits(self) -> float:

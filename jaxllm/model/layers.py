@@ -74,15 +74,16 @@ class Ops:
         return self.constrain(self.matmul(spec, y, weight), SHARDED_SEQUENCE)
 
 
-def parameter(rngs: nnx.Rngs, spec: ParameterSpec, zero_rows: int = 0) -> nnx.Param:
+def parameter(rngs: nnx.Rngs, model: ModelConfig, spec: ParameterSpec, zero_rows: int = 0) -> nnx.Param:
     """A float32 parameter with its initial values.
 
     zero_rows are added at the end of the first dim. They do not change the other values.
     """
-    if spec.std:
-        value = spec.std * jax.random.normal(rngs.params(), spec.shape, jnp.float32)
+    if spec.initial in ("ones", "zeros"):
+        value = jnp.full(spec.shape, float(spec.initial == "ones"), jnp.float32)
     else:
-        value = jnp.full(spec.shape, spec.mean, jnp.float32)
+        std = model.initializer_std / (math.sqrt(2 * model.num_layers) if spec.initial == "residual" else 1)
+        value = std * jax.random.normal(rngs.params(), spec.shape, jnp.float32)
     if zero_rows:
         value = jnp.pad(value, [(0, zero_rows)] + [(0, 0)] * (value.ndim - 1))
     return nnx.Param(value, out_sharding=spec.dims)
@@ -92,7 +93,7 @@ def add_parameters(module: nnx.Module, model: ModelConfig, path: str, rngs: nnx.
     """Gives `module` the parameters that are declared directly under `path` (config/model_spec.py), by their names."""
     for spec in parameters(model):
         if spec.path.rpartition(".")[0] == path:
-            setattr(module, spec.name, parameter(rngs, spec))
+            setattr(module, spec.name, parameter(rngs, model, spec))
 
 
 class RMSNorm(nnx.Module):
@@ -105,11 +106,11 @@ class RMSNorm(nnx.Module):
         add_parameters(self, model, path, rngs)
 
     @jax.named_scope("norm")
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x32_BSD = x_BSD.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + self.eps)
-        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x32_BSD.ndim - 1))
-        return (x32_BSD * inverse_rms * scale).astype(x_BSD.dtype)
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        x32 = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        return (x32 * inverse_rms * scale).astype(x.dtype)
 
 
 def rotary_frequencies(model: ModelConfig) -> np.ndarray:
@@ -210,15 +211,19 @@ class Attention(nnx.Module):
         specs = "BSD,DNH->BSNH", "BSD,DKH->BSKH", "BSD,DKH->BSKH"
         outputs = ops.gather_matmul(specs, x_BSD, weights, in_order=True)
         biases = (self.query_bias, self.key_bias, self.value_bias)
-        q_BSNH, k_BSKH, v_BSKH = (
-            x if bias is None else x + bias[...].astype(dtype)[None, None] for x, bias in zip(outputs, biases, strict=True)
-        )
+        q_BSNH, k_BSKH, v_BSKH = (x if bias is None else _add(x, bias) for x, bias in zip(outputs, biases, strict=True))
         q_BSNH = _positioned("query", q_BSNH, self.query_norm, rotary)
         k_BSKH = _positioned("key", k_BSKH, self.key_norm, rotary)
         v_BSKH = checkpoint_name(v_BSKH, "value")
         with jax.named_scope("attend"):
             o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
         return ops.matmul_scatter("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype), in_order=True)
+
+
+def _add(x_BSNH: Float[Array, "B S N H"], bias: nnx.Param) -> Float[Array, "B S N H"]:
+    """The bias is broadcast in float32, so that its gradient is summed over tokens in float32."""
+    broadcast = jnp.broadcast_to(bias[...].astype(jnp.float32)[None, None], x_BSNH.shape)
+    return x_BSNH + broadcast.astype(x_BSNH.dtype)
 
 
 def _positioned(name: str, x_BSNH: Float[Array, "B S N H"], norm: RMSNorm | None, rotary: Rotary) -> Float[Array, "B S N H"]:

@@ -50,11 +50,11 @@ class Llama(nnx.Module):
         specs = {spec.path: spec for spec in parameters(config)}
         zero_rows = (vocab_rows or config.vocab_size) - config.vocab_size
         with nnx.use_eager_sharding(False):
-            self.embedding = parameter(rngs, specs["embedding"], zero_rows)
+            self.embedding = parameter(rngs, config, specs["embedding"], zero_rows)
             self.layers = self._stack(rngs)
             self.final_norm = RMSNorm(config, "final_norm", rngs=rngs)
             if "head" in specs:
-                self.head = parameter(rngs, specs["head"], zero_rows)
+                self.head = parameter(rngs, config, specs["head"], zero_rows)
 
     def _stack(self, rngs: nnx.Rngs) -> Block:
         @nnx.split_rngs(splits=self.config.num_layers)

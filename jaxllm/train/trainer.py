@@ -26,6 +26,7 @@ from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.weights import MUST_AGREE, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.hf_config import VARIANTS
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import replicated
 from jaxllm.model.llama import Llama
@@ -272,7 +273,7 @@ class Trainer:
         meta = checkpoints.meta()
         for key in MUST_AGREE:
             wanted = getattr(self.config.model, key)
-            saved = meta["config"]["model"].get(key, wanted)
+            saved = meta["config"]["model"].get(key, VARIANTS.get(key, wanted))
             if saved != wanted:
                 raise ConfigError(
                     f"{checkpoints.folder} has a model with model.{key}={saved}, not {wanted}: set model.{key}={saved}."

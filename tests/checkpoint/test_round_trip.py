@@ -185,7 +185,7 @@ SPOILED = [
     (lambda f: rewrite(f, lambda w: w.pop(HEAD)), f"has no tensor {HEAD}.* or set tie_word_embeddings to true"),
     (
         lambda f: rewrite(f, lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": w[HEAD]})),
-        "q_proj.bias, which jaxllm's",
+        "q_proj.bias, which that network does not have",
     ),
     (
         lambda f: rewrite(f, lambda w: w.update({GATE: w[GATE].T})),

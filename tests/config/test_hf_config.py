@@ -100,7 +100,10 @@ def test_mistral_has_defaults_of_its_own():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Llama"}}, "auto_map"),
         ({"sliding_window": 64}, "sliding_window=64, shorter than max_position_embeddings=128"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic: jaxllm supports default, llama3, linear and yarn"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type=dynamic: jaxllm supports default, llama3, linear and yarn",
+        ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling says factor=null"),
         ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling says truncate=false"),
         ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, "rope_scaling says mscale=1.0"),
@@ -148,6 +151,8 @@ def test_what_a_qwen_may_not_be(change, sentence):
         {"use_sliding_window": True, "max_window_layers": 3},
         {"use_sliding_window": True, "sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]},
         {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "max_window_layers": 0},
+        {"attention_bias": True},
     ],
 )
 def test_a_window_that_no_layer_has_changes_nothing(change):
@@ -182,6 +187,15 @@ def test_what_is_written_is_read_back_in_either_dialect(config):
     assert (written["dtype"], written["torch_dtype"], written["pad_token_id"]) == ("bfloat16", "bfloat16", 7)
     assert written["architectures"] == config["architectures"]
     assert written["max_position_embeddings"] == 128
+
+
+def test_a_longer_context_takes_away_a_qwens_window_too():
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    original = {**QWEN2, "use_sliding_window": True, "sliding_window": 128, "layer_types": types}
+    written = hugging_face_config(model_section(original, ""), dtype="float32", max_position=256, original=original)
+    assert (written["sliding_window"], written["use_sliding_window"]) == (None, False)
+    assert set(written["layer_types"]) == {"full_attention"}
+    assert model_section(written, "") == model_section(original, "")
 
 
 @pytest.mark.parametrize("said", [{"sliding_window": 128}, {}])

@@ -38,8 +38,9 @@ TABLE = (
 def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
     """(jaxllm's path, Hugging Face's names, one per layer or a single one, jaxllm's dims without L) of every parameter."""
     for ours, theirs, dims in TABLE:
-        lacks = {"head": model.tie_embeddings, "bias": not model.qkv_bias, "y_norm": not model.qk_norm}
-        if any(missing and end in ours for end, missing in lacks.items()):
+        bias, norm = not model.qkv_bias, not model.qk_norm
+        lacks = {"head": model.tie_embeddings, "_bias": bias, "query_norm": norm, "key_norm": norm}
+        if any(missing and part in ours for part, missing in lacks.items()):
             continue
         names = [theirs.format(layer) for layer in range(model.num_layers)] if dims[0] == "L" else [theirs]
         yield ours, names, dims.removeprefix("L")

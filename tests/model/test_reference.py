@@ -1,4 +1,4 @@
-"""Same weights, same batches, same numbers as transformers' Llama: logits, loss, gradients and ten AdamW steps.
+"""Same weights, same batches, same numbers as transformers' networks: logits, loss, gradients and ten AdamW steps.
 
 The golden files hold transformers' results (tests/golden/make_golden.py). If torch and transformers are installed, the results
 are computed again.

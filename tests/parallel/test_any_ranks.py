@@ -177,16 +177,17 @@ def test_a_run_goes_on_with_other_ranks(of_ranks, tmp_path):
 
 
 def test_the_first_dim_with_few_zeros_is_padded_else_the_one_with_fewest():
+    of_matrix = functools.partial(zero_shard, is_matrix=True)
     sizes = {"mlp": 14336, "embed": 4096, "head_dim": 128}
-    assert zero_shard(sizes, {}, 256) == ("embed", 0)
-    assert zero_shard(sizes, {}, 56) == ("mlp", 0)
-    assert zero_shard(sizes, {}, 12) == ("embed", 8)
-    assert zero_shard({"vocab": 12, "embed": 4096}, {}, 12) == ("embed", 8)
-    assert zero_shard({"vocab": 1000, "embed": 10}, {}, 1000) == ("vocab", 0)
+    assert of_matrix(sizes, {}, 256) == ("embed", 0)
+    assert of_matrix(sizes, {}, 56) == ("mlp", 0)
+    assert of_matrix(sizes, {}, 12) == ("embed", 8)
+    assert of_matrix({"vocab": 12, "embed": 4096}, {}, 12) == ("embed", 8)
+    assert of_matrix({"vocab": 1000, "embed": 10}, {}, 1000) == ("vocab", 0)
     # 904 zeros are too many of 4096, and 664 fewer of 14336.
-    assert zero_shard(sizes, {}, 1000) == ("mlp", 664)
-    assert zero_shard({"heads": 8, "embed": 4096}, {"embed": 2}, 12) == ("heads", 4)
+    assert of_matrix(sizes, {}, 1000) == ("mlp", 664)
+    assert of_matrix({"heads": 8, "embed": 4096}, {"embed": 2}, 12) == ("heads", 4)
     # A norm's scale, and what other axes split, stay as they are.
     assert zero_shard({"layers": 8, "embed": 4096}, {}, 12, is_matrix=False) is None
-    assert zero_shard({"vocab": 8, "embed": 12}, {"vocab": 2, "embed": 2}, 12) is None
-    assert zero_shard({"layers": 8}, {}, 12) is None
+    assert of_matrix({"vocab": 8, "embed": 12}, {"vocab": 2, "embed": 2}, 12) is None
+    assert of_matrix({"layers": 8}, {}, 12) is None

@@ -39,8 +39,8 @@ def random_vectors(monkeypatch):
     """Norms start at 1 and biases at 0, where much would go unnoticed."""
     plain = layers.parameter
 
-    def parameter(rngs, spec, zero_rows=0):
-        made = plain(rngs, spec, zero_rows)
+    def parameter(rngs, model, spec, zero_rows=0):
+        made = plain(rngs, model, spec, zero_rows)
         if spec.is_matrix:
             return made
         noise = 0.3 * jax.random.normal(jax.random.key(sum(map(ord, spec.path))), spec.shape, jnp.float32)
@@ -81,6 +81,8 @@ def one_device(make_run):
 @pytest.mark.parametrize(("mesh", "zero", "microbatches", "heads", "more"), CASES, ids=str)
 def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, microbatches, heads, more):
     run = make_run(mesh, heads, *more.split(), zero=zero, microbatches=microbatches)
+    drawn = run.state.params["layers"]["attention"]
+    assert jnp.abs(drawn["key_bias"]).max() > 0.3 < jnp.abs(drawn["query_norm"]["scale"] - 1).max()
     loss, gradients = run.gradients()
     expected = one_device(heads, *(key for key in more.split() if "num_layers" in key))
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)

@@ -1,5 +1,6 @@
 """Every policy computes the same gradients and keeps less than the one before; what is kept is known by name and by bytes."""
 
+import re
 from functools import partial
 
 import jax
@@ -105,6 +106,7 @@ MESHES = {
     "replicated keys": ("parallel.tensor=4",),
     "ring": ("parallel.context=2",),
 }
+NETWORKS = {"llama": (), "qwen": ("model.qk_norm=head", "model.qkv_bias=true")}
 
 
 def one_block(config, function):
@@ -152,6 +154,32 @@ def test_residuals_are_known_by_name(tiny_config, blockwise, remat_name):
     assert set(absent(names, policy.offload)) == attention & set(policy.offload)
     assert names[0] == BLOCK_INPUT
     assert sum(waits_on_host(names, policy)) == len(set(policy.offload) - attention)
+
+
+@pytest.mark.parametrize("mesh", ["one", "tensor"])
+def test_networks_beside_llama_keep_the_same_tensors(tiny_config, mesh):
+    """By name, and no others. Queries and keys are kept as the norms read them."""
+    policy = policy_of("selective")
+    for network in NETWORKS.values():
+        config = tiny_config("data.mask_documents=false", *MESHES[mesh], *network)
+        names = one_block(config, lambda block, *at: kept_names(remat(policy, block, True), *at))
+        assert set(jax.tree.leaves(names)) == {*policy.keep} - set(ATTENTION_RESULTS)
+        assert None not in jax.tree.leaves(names, is_leaf=lambda x: x is None)
+
+
+def test_gradients_of_biases_and_norms_are_summed_in_float32(tiny_config):
+    """A sum over thousands of tokens in bfloat16 would lose what little is left of a key bias's gradient."""
+    model = tiny_config("model.compute_dtype=bfloat16", *NETWORKS["qwen"]).model
+    with nnx.use_eager_sharding(False):
+        graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(1)))
+    weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
+    h_BSD = jnp.zeros((2, 16, 32), model.compute_dtype)
+    side = (rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
+    block = lambda weights: apply_block(graph, Ops(), weights, h_BSD, side).astype(jnp.float32).sum()  # noqa: E731
+    text = str(jax.make_jaxpr(jax.grad(block))(weights))
+    sums = re.findall(r":(\w+)\[[\d,]*\] = reduce_sum", text)
+    assert len(sums) > 5
+    assert set(sums) == {"f32"}
 
 
 @pytest.mark.parametrize("mesh", ["one", "tensor", "replicated keys"])
