@@ -103,5 +103,6 @@ def host_sum_itemsize(config: Config) -> int:
 
 def adds_in_matmuls(model: ModelConfig) -> bool:
     """Whether the matmuls of layers with arrays of their own add their gradients, so that products are not rounded before. In
-    float32 nothing is rounded, and FP8's matmuls scale their results: there each gradient is made first."""
+    float32 nothing is rounded, and FP8's matmuls scale their results: there each gradient is made first. So is that of the
+    microbatch whose backward pass reduces (regions.py), where it is rounded once."""
     return model.compute_dtype == "bfloat16" and not model.multiplies_fp8

@@ -213,7 +213,7 @@ def test_zero_3_gathers_one_layer_at_a_time_behind_matmuls(gpu_step):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sequence_parallelism_gathers_and_scatters(gpu_step, zero):
     """Per layer: forward 2 all-gathers and 2 reduce-scatters of the hidden states (Megatron's count), backward as many and 2
-    gathers more, of inputs that were kept in parts. No all-reduce, no weight, nothing transposed.
+    gathers more, of inputs that were kept in parts. In the layers no all-reduce; nowhere a weight, or anything transposed.
     """
     step = gpu_step(zero, data=2, tensor=4)
     hidden = 4 * 1024 * 512  # B S D of one data rank
