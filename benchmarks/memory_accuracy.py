@@ -701,7 +701,9 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     errors.axhspan(-10, 10, color="0.9", lw=0)
     errors.axhline(0, color="0.5", lw=0.8)
     errors.axvspan(1 - NEAR, 1 + NEAR, color=(1, 0.75, 0.3), alpha=0.3, lw=0, zorder=1.5)
-    for model, marker, color in zip(MODELS, "o^s", ("#1f5fa6", "#d46a0e", "#2a8048"), strict=True):
+    models = [model for model in (*MODELS, *NETWORKS) if any(row["model"] == model for row in compiled)]
+    colors = ("#1f5fa6", "#d46a0e", "#2a8048", "#8a4fa3", "#b03a48", "#5f5f5f")
+    for model, marker, color in zip(models, "o^svD<", colors, strict=False):
         mine = [row for row in compiled if row["model"] == model]
         style = {"s": 16, "marker": marker, "color": color, "alpha": 0.65, "linewidths": 0}
         x, y = ([row[key] / 2**30 for row in mine] for key in ("total_bytes", "estimate_bytes"))

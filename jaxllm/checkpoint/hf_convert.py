@@ -261,7 +261,8 @@ def _config_json(folder: Folder, wanted: np.dtype | None, max_position: int | No
     original, length = folder.original_config, folder.sequence_length
     if max_position is None and length is not None:
         # Training on longer sequences extends the supported positions.
-        max_position = max(length, original.get("max_position_embeddings") or 0)
+        before = (folder.model.get("rope_scaling") or {}).get("original_max_position") or 0
+        max_position = max(length, original.get("max_position_embeddings") or 0, before)
     if max_position is None and not original:
         raise ConfigError(
             f"{folder.description} does not say how many positions the model was trained for: add --max-position=N."

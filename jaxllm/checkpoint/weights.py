@@ -21,7 +21,7 @@ from jaxllm.checkpoint.arrays import read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
-from jaxllm.config import Config, ConfigError, RopeScaling
+from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_json
 from jaxllm.pretrained.folder import TOKENIZER, Folder, companion_files, copy_companions, is_model_folder, open_folder
 from jaxllm.pretrained.read_weights import load_params
@@ -150,10 +150,11 @@ def initial_weights(config: Config) -> WeightsSource | None:
                 f"train.init_from={config.train.init_from} holds a model with model.{key}={theirs}, not {ours}: "
                 f"set model.{key}={theirs}, or start from other weights."
             )
+    ours_said = config.model.model_dump(mode="json")
     for key in MAY_DIFFER:
-        theirs, ours = source.model.get(key), getattr(config.model, key)
-        if key == "rope_scaling" and theirs:
-            theirs = RopeScaling.model_validate(theirs)
+        theirs, ours = source.model.get(key), ours_said[key]
+        if key == "rope_scaling" and isinstance(theirs, dict):
+            theirs = whole_rope_scaling(theirs)
         if key in source.model and theirs != ours:
             log.warning(
                 "The weights of train.init_from come from a model with model.%s=%s; this run sets %s.", key, theirs, ours

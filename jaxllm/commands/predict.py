@@ -160,6 +160,9 @@ def generate(
 def _longest(home: Folder) -> int | None:
     """Number of positions that the model was trained with, or made for."""
     made_for = home.original_config.get("max_position_embeddings")
+    rope = home.model.get("rope_scaling") or {}
+    if rope.get("rope_type") == "yarn" and isinstance(made_for, int):
+        made_for = max(made_for, int(rope["factor"] * rope["original_max_position"]))
     return home.sequence_length or (made_for if isinstance(made_for, int) and made_for > 0 else None)
 
 

@@ -4,7 +4,7 @@ from jaxllm.config.checks import all_have_layers, sequence_unit
 from jaxllm.config.config import Config, json_schema, load_config
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.load import config_folder, published_models, with_overrides
-from jaxllm.config.model_config import ModelConfig, RopeScaling
+from jaxllm.config.model_config import ModelConfig, RopeScaling, whole_rope_scaling
 from jaxllm.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -54,6 +54,7 @@ __all__ = [
     "load_config",
     "published_models",
     "sequence_unit",
+    "whole_rope_scaling",
     "with_overrides",
     "zero_shard",
 ]

@@ -165,7 +165,7 @@ def hugging_face_config(
     if max_position is not None:
         config["max_position_embeddings"] = max_position
     window = {**KINDS[kind].defaults, **config}.get("sliding_window")
-    is_on = config.get("use_sliding_window", not KINDS[kind].switches_window)
+    is_on = config.get("use_sliding_window") if KINDS[kind].switches_window else True
     if window is not None and is_on and max_position is not None and window < max_position:
         # The window was as wide as the context, which is now longer, or no layer had it.
         config["sliding_window"] = None
@@ -222,13 +222,13 @@ def _kind(found: Mapping[str, Any], where: str) -> str:
     """Returns a key of KINDS."""
     classes, kind = found.get("architectures"), found.get("model_type")
     if classes:
-        name, known = classes[0] if isinstance(classes, list) and len(classes) == 1 else str(classes), _architectures()
+        name, known = str(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes), _architectures()
         if name not in known:
             raise ConfigError(f"{where} says architectures={_plain(classes)}: jaxllm supports {_listed(known)}.")
         if kind not in (None, known[name]):
             raise ConfigError(f"{where} says architectures={name} and model_type={kind}, which do not match.")
         return known[name]
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm supports {_listed(KINDS)}.")
     return str(kind)
 
@@ -255,9 +255,11 @@ def _kind_of(model: Mapping[str, Any]) -> str:
 def _refuse_window(found: Mapping[str, Any], kind: str, where: str) -> None:
     """Refuses layers of other kinds than attention, and a window that is shorter than the context."""
     defaults, switches = KINDS[kind].defaults, KINDS[kind].switches_window
-    types, is_on = found.get("layer_types") or (), found.get("use_sliding_window") if switches else True
+    types, is_on = found.get("layer_types") or [], found.get("use_sliding_window") if switches else True
+    if not isinstance(types, list):
+        raise ConfigError(f"{where} says layer_types={_plain(types)}: it should be a list of names.")
     allowed = {"full_attention", *(("sliding_attention",) if switches and is_on else ())}
-    if other := [of_layer for of_layer in types if of_layer not in allowed]:
+    if other := [of_layer for of_layer in types if not isinstance(of_layer, str) or of_layer not in allowed]:
         raise ConfigError(
             f"{where} says layer_types with {_plain(other[0])}, which jaxllm does not support: use another model."
         )
@@ -308,7 +310,7 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
         )
     if rope_type == "default":
         return None
-    if rope_type not in ROPE_SCALINGS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_SCALINGS:
         raise ConfigError(
             f"{where} says rope_type={_plain(rope_type)}: jaxllm supports {_listed(['default', *ROPE_SCALINGS])}."
         )
@@ -326,8 +328,9 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
         ours: theirs for ours, theirs in ROPE_SCALINGS[rope_type].items() if theirs in filled or theirs != "attention_factor"
     }
     section: dict[str, Any] = {ours: _number(filled, theirs, where) for ours, theirs in names.items()}
-    if "original_max_position" in section:
-        section["original_max_position"] = int(section["original_max_position"])
+    if (positions := section.get("original_max_position")) is not None:
+        whole = {original: int(positions) if positions == int(positions) else positions}
+        section["original_max_position"] = _integer(whole, original, where)
     return section if rope_type == "llama3" else {"rope_type": rope_type, **section}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,7 +17,8 @@ class RopeScaling(Section):
 
     rope_type: Literal["llama3", "linear", "yarn"] = "llama3"
     """linear: all are divided by `factor` (Chen et al., 2023). llama3: slow ones are, fast ones are not, with a blend between
-    (Llama 3.1 model card). yarn: the same with other bounds, and larger attention scores (Peng et al., 2023)."""
+    (Llama 3.1 model card). yarn: the same with other bounds and another blend, and larger attention scores (Peng et al.,
+    2023)."""
     factor: PositiveFloat
     """How many times longer the context becomes."""
     low_freq_factor: PositiveFloat = 1.0
@@ -28,26 +30,37 @@ class RopeScaling(Section):
     beta_fast: PositiveFloat = 32.0
     """yarn: as high_freq_factor."""
     attention_factor: PositiveFloat | None = None
-    """yarn: queries and keys are multiplied by it; default: 1 + ln(factor) / 10."""
+    """yarn: queries and keys are multiplied by it; default: 1 + ln(factor) / 10, at least 1."""
     original_max_position: PositiveInt = 8192
     """llama3 and yarn: context length before scaling. yarn needs it."""
 
     @model_validator(mode="after")
     def _check(self):
         of_type = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast"), "linear": ()}
-        for name in ("low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor"):
-            belongs = name in of_type[self.rope_type] or (name == "attention_factor" and self.rope_type == "yarn")
-            if not belongs and getattr(self, name) != type(self).model_fields[name].default:
+        more = {"llama3": ("original_max_position",), "yarn": ("original_max_position", "attention_factor"), "linear": ()}
+        for name in set(type(self).model_fields) - {"rope_type", "factor", *of_type[self.rope_type], *more[self.rope_type]}:
+            if getattr(self, name) != type(self).model_fields[name].default:
                 given = f"model.rope_scaling.{name}={getattr(self, name)}"
                 raise refuse(f"{given} has no effect with rope_type={self.rope_type}: leave it out.")
         if self.rope_type == "yarn" and "original_max_position" not in self.model_fields_set:
             raise refuse("model.rope_scaling.original_max_position is missing: yarn needs the context length before scaling.")
+        if self.rope_type == "yarn" and self.original_max_position <= 2 * math.pi * self.beta_slow:
+            raise refuse(
+                f"model.rope_scaling.original_max_position={self.original_max_position} is too short for yarn: no pair turns "
+                f"beta_slow={self.beta_slow} times in it."
+            )
         if bounds := of_type[self.rope_type]:
             slow, fast = (getattr(self, name) for name in bounds)
             if fast <= slow:
                 given = f"model.rope_scaling.{bounds[1]}={fast}"
                 raise refuse(f"{given} must be larger than {bounds[0]}={slow}: frequencies above it are not scaled.")
         return self
+
+
+def whole_rope_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A `rope_scaling` section of a file, perhaps an older one, with defaults for keys that it lacks. Nothing is checked."""
+    fields = RopeScaling.model_fields
+    return {**{key: field.default for key, field in fields.items() if not field.is_required()}, **given}
 
 
 class ModelConfig(Section):
@@ -122,5 +135,9 @@ class ModelConfig(Section):
         if self.head_dim % 2:
             raise refuse(
                 f"model.head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs: make it {self.head_dim + 1}."
+            )
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            raise refuse(
+                f"model.rope_theta={self.rope_theta} must be above 1 with rope_type=yarn: later pairs turn more slowly."
             )
         return self

@@ -140,9 +140,9 @@ def layer_backward(layer: LayerShape) -> Moments:
         if moment == "attention" and is_recomputed_early(layer) and layer.context > 1 and layer.tensor > 1:
             size += units["whole"]
         size += layers_of_weights(layer, moment) * units["layer"] + layer.fp8_rounded + (layer.host_sums or 0)
-        if layer.norms_heads and "query" in layer.policy.recompute:
+        if layer.norms_heads:
             # The norms' inputs, beside the rotated queries and keys.
-            size += units["query"] + units["key"]
+            size += sum(units[name] for name in ("query", "key") if name in layer.policy.recompute)
         if transposes(layer):
             size += (1 + late_sequences(layer, moment)) * units["whole"]
         if layer.overlap_passes and layer.pipelined:

@@ -117,10 +117,10 @@ def rotary_frequencies(model: ModelConfig) -> np.ndarray:
     """Angle per position of each pair, float32 [H/2] (Su et al., 2021), with the scaling that is configured (RopeScaling).
 
     Every operation rounds as in transformers, because published weights were trained with its angles: at position p the last
-    bit of a frequency counts p times.
+    bit of a frequency counts p times. The power itself may differ in the last bit: some of torch's are not the nearest numbers.
     """
     exponents = np.arange(0, model.head_dim, 2, dtype=np.float32) / np.float32(model.head_dim)
-    # torch's float32 power is exact to the last bit, NumPy's is not.
+    # NumPy's float32 power is further from exact than torch's.
     wavelengths_of_2_pi = (model.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     frequencies = 1 / wavelengths_of_2_pi
     if (scaling := model.rope_scaling) is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from jaxllm.checkpoint.files import Meta, require_plain_path
-from jaxllm.config import Config, ConfigError, RopeScaling
+from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.folder import TOKENIZER, copy_companions
@@ -84,9 +84,9 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
         old, new = before.get(section, {}).get(key, default), now[section][key]
         if key == "mixture":
             old, new = ([{k: v for k, v in part.items() if k != "paths"} for part in parts] for parts in (old, new))
-        if key == "rope_scaling" and old:
+        if key == "rope_scaling" and isinstance(old, dict):
             # The run may lack newer keys of it.
-            old = RopeScaling.model_validate(old).model_dump(mode="json")
+            old = whole_rope_scaling(old)
         if old != new:
             raise ConfigError(
                 f"{folder} holds a run with {section}.{key}={old}, not {new}: resume with that value, or choose another "

@@ -34,6 +34,13 @@ REFUSALS = {
     (
         "model.rope_scaling={rope_type: linear, factor: 2, beta_fast: 8}",
     ): "model.rope_scaling.beta_fast=8.0 has no effect with rope_type=linear: leave it out.",
+    (
+        "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position: 6}",
+    ): "original_max_position=6 is too short for yarn: no pair turns beta_slow=1.0 times in it.",
+    (
+        "model.rope_theta=1.0",
+        "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position: 64}",
+    ): "model.rope_theta=1.0 must be above 1 with rope_type=yarn",
     ("model.rope_scaling={rope_type: yarn, factor: 4}",): "model.rope_scaling.original_max_position is missing: yarn needs",
     ("model.rope_scaling={factor: 4, low_freq_factor: 5}",): "high_freq_factor=4.0 must be larger than low_freq_factor=5.0: ",
     ("model.num_heads=3000000017",): "use one of [1, 7, 428571431, 3000000017] key-value heads.",

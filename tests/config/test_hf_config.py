@@ -116,6 +116,12 @@ def test_mistral_has_defaults_of_its_own():
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN: it should be a number above 0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: it should be true or false"),
         ({"max_position_embeddings": "long"}, "max_position_embeddings=long: it should be a whole number of at least 1"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0.5}}, "embeddings=0.5: it should be a whole number"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r'rope_type=\["yarn"\]: jaxllm supports default'),
+        ({"layer_types": 5}, "layer_types=5: it should be a list"),
+        ({"layer_types": [{}]}, "layer_types with {}"),
+        ({"architectures": [{}]}, "architectures="),
+        ({"architectures": None, "model_type": ["x"]}, "model_type="),
         ({"hidden_size": None}, "hidden_size=null: it should be a whole number of at least 1"),
         ({"vocab_size": 6.5}, "vocab_size=6.5: it should be a whole number of at least 1"),
         ({"num_attention_heads": 5}, "add head_dim"),
@@ -201,7 +207,7 @@ def test_a_longer_context_takes_away_a_qwens_window_too():
 @pytest.mark.parametrize("said", [{"sliding_window": 128}, {}])
 def test_a_longer_context_takes_away_a_window_that_never_closed(said):
     """A sliding window by transformers' default of 4096, missing in config.json, is refused too."""
-    original = {**without(MISTRAL, "sliding_window"), **said}
+    original = {**without(MISTRAL, "sliding_window"), "use_sliding_window": False, **said}
     written = hugging_face_config(model_section(original, ""), dtype="float32", max_position=8192, original=original)
     assert written["sliding_window"] is None
     assert model_section(written, "") == model_section(original, "")

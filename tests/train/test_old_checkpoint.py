@@ -7,6 +7,8 @@ import pytest
 from run_files import steps_of
 
 from jaxllm import fit
+from jaxllm.config import ConfigError
+from jaxllm.train.run_dir import require_same_run
 
 OLD_RUN = Path(__file__).parents[1] / "golden" / "run_0_1_0"
 """Two steps of the model below on one CPU device, JAX 0.10.2, with the checkpoint of step 2."""
@@ -33,3 +35,19 @@ def test_a_checkpoint_of_version_0_1_0_is_resumed(tiny_config, text_file, tmp_pa
     losses = {line["step"]: line["loss"] for line in steps_of(folder)}
     assert list(losses) == [1, 2, 3, 4]
     assert {step: losses[step] for step in OLD_LOSSES} == pytest.approx(OLD_LOSSES, rel=1e-6)
+
+
+def test_a_rope_scaling_with_fewer_keys_means_the_same(tiny_config, tmp_path):
+    config = tiny_config("model.rope_scaling={factor: 8.0}")
+    before = config.model_dump(mode="json")
+    before["model"]["rope_scaling"] = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position": 8192,
+    }
+    meta = {"config": before, "fingerprint": "same", "step": 1}
+    require_same_run(tmp_path, meta, config, "same")
+    before["model"]["rope_scaling"]["factor"] = 4.0
+    with pytest.raises(ConfigError, match=r"holds a run with model.rope_scaling=.*'factor': 4.0"):
+        require_same_run(tmp_path, meta, config, "same")
