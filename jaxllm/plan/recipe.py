@@ -23,9 +23,9 @@ def recipe(config: Config) -> dict[str, Any]:
     name = config.model.name
     if name is not None:
         train = {"steps": 1, "sequence_length": 1, "global_batch_sequences": 1}
-        published = load_config({"model": {"name": name}, "train": train}).model.model_dump(mode="json")
-        model = values["model"]
-        values["model"] = {key: value for key, value in model.items() if key == "name" or value != published[key]}
+        published, model = load_config({"model": {"name": name}, "train": train}).model, values["model"]
+        differs = {key for key in model if getattr(config.model, key) != getattr(published, key)}
+        values["model"] = {key: value for key, value in model.items() if key == "name" or key in differs}
     return {section: keys for section, keys in values.items() if keys}
 
 
