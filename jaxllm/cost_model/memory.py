@@ -225,7 +225,7 @@ class Step(StepSizes):
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""
         tokens = -(-self.tokens // self.loss_chunks)
         size = (FLOAT32 + self.itemsize) * tokens * self.rows
-        if self.parallel.virtual_stages > 1 and self.loss_chunks == 1:
+        if self.parallel.virtual_stages > 1:
             # That gradient and the head's in a second layout each, as buffer listings of interleaved steps have them.
             size += self.itemsize * tokens * self.rows + FLOAT32 * self.head.compute
         return size
