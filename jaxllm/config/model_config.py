@@ -38,8 +38,9 @@ class RopeScaling(Section):
     def _check(self):
         of_type = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast"), "linear": ()}
         more = {"llama3": ("original_max_position",), "yarn": ("original_max_position", "attention_factor"), "linear": ()}
-        for name in set(type(self).model_fields) - {"rope_type", "factor", *of_type[self.rope_type], *more[self.rope_type]}:
-            if getattr(self, name) != type(self).model_fields[name].default:
+        has_effect = {"rope_type", "factor", *of_type[self.rope_type], *more[self.rope_type]}
+        for name, field in type(self).model_fields.items():
+            if name not in has_effect and getattr(self, name) != field.default:
                 given = f"model.rope_scaling.{name}={getattr(self, name)}"
                 raise refuse(f"{given} has no effect with rope_type={self.rope_type}: leave it out.")
         if self.rope_type == "yarn" and "original_max_position" not in self.model_fields_set:

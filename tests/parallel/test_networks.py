@@ -51,7 +51,7 @@ def random_vectors(monkeypatch):
 
 @pytest.fixture(scope="module")
 def make_run(tiny_config):
-    """Of any number of microbatches, which share one batch of ROWS sequences."""
+    """Makes runs whose microbatches, however many, share one batch of ROWS sequences."""
 
     def make(mesh, heads, *more, zero=0, microbatches=1):
         axes = [f"parallel.{axis}={size}" for axis, size in zip(("data", "context", "tensor", "pipe"), mesh, strict=True)]
