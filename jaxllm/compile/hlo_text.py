@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxllm.config.attention import SHORTER_DOCUMENTS
+from jaxllm.cost_model.flops import causal_pairs
 
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
 BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -20,6 +21,7 @@ TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 OPERAND = re.compile(r"%([\w.\-]+)")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{([\d,]*)\}|ensions":\s*\[([^\]]*)\])')
 _SCORES = re.compile(r'intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
+_WINDOW = re.compile(r'sliding_window_length":\s*"?([1-9]\d*)')
 _CAUSAL = re.compile(r'mask_type":\s*"[A-Z_]*CAUSAL')
 
 
@@ -70,16 +72,17 @@ def matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
 
 def attention_flops(instruction: Instruction, target: str, types: Mapping[str, str]) -> int:
     """FLOPs of cuDNN's attention: 4 x scores x head size forward and 10 x backward, which recomputes the scores; half of that
-    under a causal mask. Packed documents count as one a sequence, the most that they can take: then only the first of the calls
-    has work."""
+    under a causal mask, and less in a window. Packed documents count as one a sequence, the most that they can take: then only
+    the first of the calls has work."""
     if SHORTER_DOCUMENTS in instruction.text:
         return 0
     scores, query = _SCORES.search(instruction.text), BUFFER.search(types.get(_first_operand(instruction), ""))
     if not (scores and query):
         return 0
-    square = math.prod(json.loads(f"[{scores[1]}]".replace('"', "")))
-    causal = 2 if _CAUSAL.search(instruction.text) else 1
-    return (10 if "Backward" in target else 4) * square * shape_of(query[2])[-1] // causal
+    *batch, S, T = (int(size) for size in json.loads(f"[{scores[1]}]".replace('"', "")))
+    window = _WINDOW.search(instruction.text)
+    pairs = causal_pairs(S, int(window[1]) if window else None) * T / S if _CAUSAL.search(instruction.text) else S * T
+    return round((10 if "Backward" in target else 4) * math.prod(batch) * pairs * shape_of(query[2])[-1])
 
 
 def operands(instruction: Instruction) -> list[str]:

@@ -34,7 +34,7 @@ from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.display import readable
 from jaxllm.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
 from jaxllm.model.layers import Block, Ops, rotary_table
-from jaxllm.model.llama import apply_block
+from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.vjp_residuals import extract
@@ -230,7 +230,7 @@ def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
         weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
         positions_BS = jnp.zeros((1, sequence_length), jnp.int32)
         h_BSD = jnp.zeros((1, sequence_length, model.hidden_size), model.compute_dtype)
-        side = (rotary_table(model, positions_BS), None)
+        side = BlockContext(rotary_table(model, positions_BS), None)
         return extract(jax.vjp(partial(apply_block, graph, Ops()), weights, h_BSD, side)[1])
 
     with nnx.use_eager_sharding(False):

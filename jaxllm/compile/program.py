@@ -13,6 +13,7 @@ from jaxllm.compile.hlo_text import byte_size
 from jaxllm.compile.jaxpr_flops import walk
 from jaxllm.compile.overlap import sent_bytes
 from jaxllm.config.attention import SHORTER_DOCUMENTS
+from jaxllm.cost_model.flops import causal_pairs
 
 LARGEST = 8
 """Number of results listed."""
@@ -94,15 +95,16 @@ def origin(argument: str, op_name: str) -> str:
 
 def kernel_flops(jaxpr: Any) -> int:
     """FLOPs of cuDNN's attention in one step of all devices, by its shapes (q [B, S, N, H], k [B, T, K, H]): 4 B S T N H
-    forward and 10 backward, which recomputes the scores; half of that under a causal mask. Documents by halves divide it into
-    rectangles, which count in full; packed ones count as one a sequence, as in hlo_text.attention_flops.
+    forward and 10 backward, which recomputes the scores; half of that under a causal mask, and less in a window. Documents by
+    halves divide it into rectangles, which count in full; packed ones count as one a sequence, as in hlo_text.attention_flops.
     """
     total = 0
     for visit in walk(jaxpr):
         match = re.match(r"dot_product_attention_(fwd|bwd)", visit.equation.primitive.name)
         if match and SHORTER_DOCUMENTS not in str(visit.equation.source_info.name_stack):
             (B, S, N, H), (_, T, *_) = (x.aval.shape for x in visit.equation.invars[:2])
-            causal = "CAUSAL" in str(visit.equation.params.get("mask_type", "")).upper()
-            flops = (4 if match[1] == "fwd" else 10) * B * S * T * N * H // (2 if causal else 1)
-            total += flops * visit.executed * visit.ranks
+            parameters = visit.equation.params
+            is_causal = "CAUSAL" in str(parameters.get("mask_type", "")).upper()
+            pairs = causal_pairs(S, parameters["sliding_window_length"]) * T / S if is_causal else S * T
+            total += round((4 if match[1] == "fwd" else 10) * B * N * H * pairs) * visit.executed * visit.ranks
     return total

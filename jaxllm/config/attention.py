@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.config import Config
 from jaxllm.config.model_config import ModelConfig
@@ -19,6 +22,27 @@ SHORTER_DOCUMENTS = "shorter_documents"
 TOKENS_PER_DOCUMENT = 128
 """Least mean length of the documents of a sequence for which attention is compiled if nothing else is known. Chosen, not
 measured: web pages have several times as many. A run counts the documents of its data."""
+
+
+def effective_windows(windows: Iterable[int | None], sequence_length: int) -> tuple[int | None, ...]:
+    """Those that are shorter than the sequence; None in the place of the others."""
+    return tuple(window if window is not None and window < sequence_length else None for window in windows)
+
+
+def window_shares(model: ModelConfig, sequence_length: int) -> dict[int | None, float]:
+    """Effective window, None for all positions -> share of the layers."""
+    windows = effective_windows(model.windows, sequence_length)
+    return {window: count / len(windows) for window, count in Counter(windows).items()}
+
+
+def chunks_in_reach(window: int, length: int, context: int) -> int:
+    """How many of 2 x `context` chunks of `length` a chunk of queries sees before its own, at most."""
+    return min(2 * context - 1, -(-(window - 1) // length))
+
+
+def first_seen(window: int, length: int, distance: int) -> int:
+    """The first key of a chunk of `length` that is seen from `distance` chunks behind."""
+    return max(0, distance * length - window + 1)
 
 
 def takes_cudnn(model: ModelConfig) -> bool:

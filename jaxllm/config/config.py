@@ -58,6 +58,12 @@ class Config(Section):
         if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
             raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
         check_split(model, parallel, train.sequence_length)
+        if parallel.context > 1 and parallel.pipe > 1 and not self.stages_are_alike:
+            raise refuse(
+                f"model.sliding_window on some of the layers, in another order in each chunk of {self.chunk_layers} layers, does "
+                f"not go with parallel.pipe={parallel.pipe} and context={parallel.context}, whose ranks send at the same time: "
+                f"set one of them to 1, or cut the layers at whole periods of model.full_attention_every."
+            )
         check_diloco(train, parallel)
         check_all_on_host(model, parallel, self.log)
         if parallel.data != AUTO:
@@ -82,6 +88,12 @@ class Config(Section):
         rows = [(section, "\n".join(f"{key}: {value}" for key, value in keys.items())) for section, keys in changed.items()]
         tokens = f"{self.total_tokens:,} tokens in {self.train.steps:,} steps; what differs from the defaults"
         return table(rows, left=2, caption=tokens)
+
+    @property
+    def stages_are_alike(self) -> bool:
+        """Whether each chunk of layers has the same kinds of layers in the same order."""
+        kinds, length = self.model.layer_kinds, self.chunk_layers
+        return all(kinds[at] == kinds[at % length] for at in range(len(kinds)))
 
     @property
     def step_tokens(self) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.types import PositiveFloat, PositiveInt, Section, Switch, divisors
@@ -86,6 +86,13 @@ class ModelConfig(Section):
     """Biases on queries, keys and values (Qwen 2)."""
     qk_norm: Literal["head"] | None = None
     """head: RMSNorm of each query and key head before the rotation, with one scale for all heads (Qwen 3)."""
+    sliding_window: PositiveInt | None = None
+    """A position attends to this many positions, its own included (Mistral 7B v0.1). null: to all before it. For the others
+    nothing is computed or sent."""
+    full_attention_every: PositiveInt | None = None
+    """With sliding_window: the last of every so many layers attends to all positions (Gemma 3: 6)."""
+    full_attention_first: int = Field(0, ge=0)
+    """With sliding_window: so many layers at the start attend to all positions (max_window_layers of Qwen)."""
     tie_embeddings: Switch = False
     """Embedding and head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
@@ -107,6 +114,23 @@ class ModelConfig(Section):
     @property
     def multiplies_fp8(self) -> bool:
         return self.matmul_dtype != "compute_dtype"
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None: it attends to all positions before."""
+        every, first = self.full_attention_every, self.full_attention_first
+        is_full = (number < first or (every and (number + 1) % every == 0) for number in range(self.num_layers))
+        return tuple(None if full else self.sliding_window for full in is_full)
+
+    @property
+    def kinds(self) -> tuple[int | None, ...]:
+        """The different windows: the kinds of layers."""
+        return tuple(dict.fromkeys(self.windows))
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Number of each layer's kind."""
+        return tuple(map(self.kinds.index, self.windows))
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +157,9 @@ class ModelConfig(Section):
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
                 f"use one of {list(divisors(self.num_heads))} key-value heads."
             )
+        for key in ("full_attention_every", "full_attention_first"):
+            if self.sliding_window is None and (value := getattr(self, key)):
+                raise refuse(f"model.{key}={value} has no effect without model.sliding_window: set that, or leave it out.")
         if self.head_dim % 2:
             raise refuse(
                 f"model.head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs: make it {self.head_dim + 1}."

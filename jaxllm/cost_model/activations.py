@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config, ModelConfig
-from jaxllm.config.attention import takes_cudnn
+from jaxllm.config.attention import takes_cudnn, window_shares
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import Policy
 from jaxllm.config.types import ITEMSIZE
@@ -16,9 +16,10 @@ Bytes = dict[str, float]
 
 
 def is_blockwise(config: Config) -> bool:
-    """Whether attention on a GPU has ATTENTION_RESULTS to keep: cuDNN's, and any over context ranks. Plain XLA on one context
-    rank has none."""
-    return config.parallel.context > 1 or takes_cudnn(config.model)
+    """Whether attention on a GPU has ATTENTION_RESULTS to keep: cuDNN's, any over context ranks, and any with a window. Plain
+    XLA on one context rank has none."""
+    has_window = any(window_shares(config.model, config.train.sequence_length))
+    return config.parallel.context > 1 or has_window or takes_cudnn(config.model)
 
 
 RING_MIN_ROWS = 4096

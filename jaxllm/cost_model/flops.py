@@ -7,6 +7,7 @@ D width, F feed-forward width, N query heads, K key-value heads, H head size, L 
 """
 
 from jaxllm.config import ModelConfig
+from jaxllm.config.attention import window_shares
 from jaxllm.config.model_spec import layer_matmuls, layer_parameters, parameters
 
 
@@ -35,13 +36,23 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def attention_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool) -> int:
-    """FLOPs per token of scores and weighted values, all layers, forward only: 4 S N H L; causal 2 S N H L.
+    """FLOPs per token of scores and weighted values, all layers, forward only: causal 2 S N H L, else twice that.
 
-    Causal attention counts half the square, as published figures do; the exact share with the diagonal is (S + 1) / (2 S).
-    Packed documents are ignored: every token counts for the complete sequence.
+    Causal attention counts half the square, as published figures do; the exact share with the diagonal is (S + 1) / (2 S). Of a
+    sliding window of W positions it counts 4 (W - W^2 / (2 S)) N H L. Packed documents are ignored: every token counts for the
+    complete sequence.
     """
-    full_square = 4 * sequence_length * model.num_heads * model.head_dim * model.num_layers
-    return full_square // 2 if causal else full_square
+    shares = window_shares(model, sequence_length)
+    pairs = sum(share * causal_pairs(sequence_length, window) for window, share in shares.items())
+    flops = round(4 * pairs / sequence_length * model.num_heads * model.head_dim * model.num_layers)
+    return flops if causal else 2 * flops
+
+
+def causal_pairs(length: float, window: float | None) -> float:
+    """Pairs of a query and a key that it sees, of a causal block of `length` positions; the diagonal counts half."""
+    if window is None or window >= length:
+        return length**2 / 2
+    return length * window - window**2 / 2
 
 
 def train_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool = True) -> int:

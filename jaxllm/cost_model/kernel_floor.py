@@ -16,6 +16,7 @@ do without has no entry.
 from __future__ import annotations
 
 from jaxllm.config import Config
+from jaxllm.cost_model.flops import attention_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.kernel_rates import KernelRates
 from jaxllm.cost_model.step_model import StepModel
@@ -28,8 +29,8 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
     tokens, layers = M * sizes.rows, sizes.stage_layers
     matmul_rate = rates.fp8_flops_per_s if sizes.is_fp8 else rates.matmul_flops_per_s
     columns = -(-model.vocab_size // sizes.head_parts()[0])
-    # The causal half of scores and weighted values.
-    attention = 2 * tokens * layers * sizes.S * model.num_heads // sizes.t * model.head_dim
+    # Scores and weighted values.
+    attention = tokens * layers * attention_flops_per_token(model, sizes.S, causal=True) / model.num_layers / sizes.t
     D, query, key, F = model.hidden_size / sizes.t, sizes.query_width, sizes.key_width, sizes.mlp_width
     parameters = sizes.shared_parameters()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from jaxllm.config import ATTENTION_RESULTS, Config
-from jaxllm.config.attention import takes_cudnn
+from jaxllm.config.attention import chunks_in_reach, first_seen, takes_cudnn, window_shares
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.activations import is_blockwise
+from jaxllm.cost_model.flops import causal_pairs
 from jaxllm.cost_model.hardware import FIRST_WITH, GENERATION, Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
 from jaxllm.cost_model.step_parts import (
@@ -18,6 +20,7 @@ from jaxllm.cost_model.step_parts import (
     ATTENTION_SHARES,
     BANDWIDTH_SHARE,
     MEMORY_SHARE,
+    XLA_ROWS,
     Fitted,
     tile_share,
 )
@@ -38,6 +41,7 @@ class LayerCompute:
         self.fitted = fitted
         self.policy = policy_of(parallel.remat)
         self.fuses_attention = takes_cudnn(model)
+        self.windows = window_shares(model, config.train.sequence_length)
         self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
         self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
         replica_devices = self.P * self.d * self.c * self.t
@@ -117,22 +121,56 @@ class LayerCompute:
         return forward_s, backward_s
 
     def attention_s(self) -> tuple[float, float]:
-        """(forward, backward). Fused attention has two matmuls over the causal half forward and five backward, which recomputes
-        the scores; in a ring the work is equal on every rank (zigzag.py).
+        """(forward, backward), in the mean over the layers."""
+        forward_s, backward_s = zip(*(self.attention_in_s(window) for window in self.windows), strict=True)
+        return self.mean(forward_s), self.mean(backward_s)
 
-        Plain XLA attention multiplies the full square and keeps scores in memory, in float32: softmax reads or writes them four
-        times forward, about twice that backward.
+    def mean(self, by_window: Iterable[float]) -> float:
+        """The mean over the layers of a value for each of self.windows."""
+        return sum(share * value for share, value in zip(self.windows.values(), by_window, strict=True))
+
+    def attention_in_s(self, window: int | None) -> tuple[float, float]:
+        """(forward, backward) in a layer. Fused attention has two matmuls over the causal half forward and five backward, which
+        recomputes the scores. In a ring the work is equal on every rank (zigzag.py). In windows ranks with the start of the
+        sequence wait for the others.
+
+        Plain XLA attention multiplies the full square, or what a tile's rows may see of a window, and keeps scores in memory,
+        in float32: softmax reads or writes them four times forward, about twice that backward.
         """
         heads, multiprocessors = self.model.num_heads // self.t, self.gpu.chip.multiprocessors
-        square = 2 * self.rows * self.S * heads * self.model.head_dim
+        flops_per_key = 2 * self.rows * heads * self.model.head_dim
         if self.fuses_attention:
             blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
             filled = blocks / (-(-blocks // multiprocessors) * multiprocessors)
-            half_s = square / 2 / (self.peak_flops * filled)
+            half_s = flops_per_key * self.keys_per_query(window) / (self.peak_flops * filled)
             return 2 * half_s / ATTENTION_SHARES[0], 5 * half_s / ATTENTION_SHARES[1]
-        scores_s = self.moved_s(4 * 4 * self.rows * self.S * heads)
-        square_s = square / self.matmul_flops
-        return 2 * square_s + scores_s, (5 if self.c > 1 else 4) * square_s + 2 * scores_s
+        keys = self.S if window is None else min(self.S, window + XLA_ROWS)
+        scores_s = self.moved_s(4 * 4 * self.rows * keys * heads)
+        square_s = flops_per_key * keys / self.matmul_flops
+        return 2 * square_s + scores_s, (5 if is_blockwise(self.config) else 4) * square_s + 2 * scores_s
+
+    def keys_per_query(self, window: int | None) -> float:
+        """Keys that a rank multiplies with each of its queries, in the mean."""
+        if window is None or self.c == 1:
+            return causal_pairs(self.S, window) / self.S
+        length = self.S // (2 * self.c)
+        pairs = causal_pairs(length, window)
+        for number, (share, _) in enumerate(self.hops(window)):
+            # A block that the window cuts: query i sees keys j > i - reach.
+            reach = max(-length, min(length, window - (number + 1) * length))
+            pairs += share * (length**2 - (length - reach) ** 2 / 2 if reach > 0 else (length + reach) ** 2 / 2)
+        return pairs / length
+
+    def hops(self, window: int | None) -> list[tuple[float, float]]:
+        """(share of a rank's queries, share of its keys) of each block with keys that other ranks sent: all in a ring; in
+        windows as in window_attention.py."""
+        if window is None or self.c == 1:
+            return [(1.0, 1.0)] * (self.c - 1)
+        length, found = self.S // (2 * self.c), []
+        for distance in range(1, chunks_in_reach(window, length, self.c) + 1):
+            queries = 1.0 if distance < self.c else 0.5
+            found.append((queries, queries * (1 - first_seen(window, length, distance) / length)))
+        return found
 
     def moves_s(self) -> tuple[float, float]:
         """(forward, backward) time of memory-bound kernels.
@@ -140,15 +178,15 @@ class LayerCompute:
         Forward: norms and residual sums read or write a token's width nine times, of which a rank has 1/t; rotary embeddings
         read and write queries and keys; SwiGLU accesses the feed-forward width three times. Backward: twelve, two and
         backward_mlp_moves times. A norm of heads fuses with the rotation: it reads its input once more forward; backward it
-        does so too, and reads and writes a gradient. Each further step of a ring merges an output in float32 (10 bytes per
-        element) and adds a gradient of queries (8).
+        does so too, and reads and writes a gradient. Each further block of a ring or window merges an output in float32 (10
+        bytes per element) and adds a gradient of queries (8).
         """
         split = self.model.hidden_size / self.t
         heads = self.query_width + self.key_width
         normed = heads if self.model.qk_norm else 0
         forward = 9 * split + 2 * heads + normed + 3 * self.mlp_width
         backward = 12 * split + 2 * heads + 3 * normed + self.backward_mlp_moves * self.mlp_width
-        merged = (self.c - 1) * self.query_width
+        merged = self.mean(sum(queries for queries, _ in self.hops(w)) for w in self.windows) * self.query_width
         return (
             self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),
             self.moved_s(self.rows * (self.itemsize * backward + 8 * merged)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 
 from jaxllm.config import Config
@@ -96,7 +97,8 @@ class StepModel(LayerCompute):
         repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in self.matmuls if name in again)
         repeated_s += attention_s[0] if attention_again else 0.0
         repeated_s += moves_s[0] if moves_again else 0.0
-        kernels = self.layer_kernels + (self.c - 1) * self.hop_kernels + self.rings_tensor * (self.t - 1) * self.chunk_kernels
+        kernels = self.layer_kernels + self.rings_tensor * (self.t - 1) * self.chunk_kernels
+        kernels += self.mean(len(self.hops(window)) for window in self.windows) * self.hop_kernels
         layer = {
             "matmuls": sum(matmuls_s),
             "attention": sum(attention_s),
@@ -113,7 +115,8 @@ class StepModel(LayerCompute):
         elif self.t > 1:
             self.add_tensor(forward, backward, layers, matmuls_s, "attention_out" in again)
         if self.c > 1:
-            self.add_context(forward, backward, layers, attention_s, attention_again)
+            for window, share in self.windows.items():
+                self.add_context(forward, backward, share * layers, window, attention_again)
         forward_s, backward_s = (layers * sum(parts) for parts in zip(matmuls_s, attention_s, moves_s, strict=True))
         forward_s += forward.total_s
         backward_s += backward.total_s + layers * repeated_s
@@ -259,19 +262,21 @@ class StepModel(LayerCompute):
         hidden = (4 * 3 * (self.t - 1) / self.t + 3 * 2) * self.model.hidden_size
         return self.moved_s(self.rows * self.itemsize * (hidden + 4 * self.mlp_width))
 
-    def add_context(
-        self, forward: Transfers, backward: Transfers, layers: int, attention_s: tuple[float, float], again: bool
-    ) -> None:
+    def add_context(self, forward: Transfers, backward: Transfers, layers: float, window: int | None, again: bool) -> None:
         """Ring: keys and values travel behind attention's c blocks, in the backward pass with their gradients. All-gather: keys
-        and values are gathered before attention, in both passes, and their gradients are scattered after it."""
-        keys, hops = 2 * self.rows * self.key_width, layers * (self.c - 1)
+        and values are gathered before attention, in both passes, and their gradients are scattered after it. In windows, what
+        is seen of other chunks is sent as in a ring."""
+        keys = 2 * self.rows * self.key_width
         sent, returned = keys * self.itemsize, keys * self.key_gradient_itemsize
-        if self.context_method == "ring":
-            hop_s = permute_s(sent, self.context_group, self.links)
-            hop_back_s = permute_s(sent + returned, self.context_group, self.links)
-            forward.add("context", hop_s, attention_s[0] / self.c, hops)
-            backward.add("context", hop_s, attention_s[0] / self.c, hops * again)
-            backward.add("context", hop_back_s, attention_s[1] / self.c, hops)
+        if window is not None or self.context_method == "ring":
+            hops = self.hops(window)
+            behind_s, behind_back_s = (time_s / (len(hops) + 1) for time_s in self.attention_in_s(window))
+            for (_, share), times in Counter(hops).items():
+                hop_s = permute_s(share * sent, self.context_group, self.links)
+                hop_back_s = permute_s(share * (sent + returned), self.context_group, self.links)
+                forward.add("context", hop_s, behind_s, layers * times)
+                backward.add("context", hop_s, behind_s, layers * times * again)
+                backward.add("context", hop_back_s, behind_back_s, layers * times)
         else:
             gather_s = all_gather_s(sent * self.c, self.context_group, self.links)
             scatter_s = reduce_scatter_s(returned * self.c, self.context_group, self.links)

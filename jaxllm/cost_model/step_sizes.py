@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 
 from jaxllm.config import Config
-from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
+from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.remat_policy import Policy, policy_of
@@ -157,7 +157,7 @@ class StepSizes:
     def scores(self) -> float:
         """Elements of one layer's score matrices, if plain XLA computes them; else 0."""
         m, p = self.model, self.parallel
-        if takes_cudnn(m) or p.context > 1:
+        if is_blockwise(self.config):
             return 0
         return self.tokens * self.local_length * m.num_heads / p.tensor
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.model.blockwise_attention import Mask, xla_kernel
@@ -20,89 +21,117 @@ from jaxllm.model.llama import Llama
 
 
 class Cache(NamedTuple):
-    """Rotated keys, and values, of each layer and position, in the compute dtype. Entries beyond a row's length are undefined,
-    and are written before they are read.
+    """Rotated keys, and values, of the L layers of one kind and the last T positions of a row, in the compute dtype: position p
+    at index p mod T. Entries of positions that do not exist yet are undefined, and are written before they are read.
     """
 
     k_LBTKH: Float[Array, "L B T K H"]
     v_LBTKH: Float[Array, "L B T K H"]
 
 
+Caches = tuple[Cache, ...]
+"""One for each kind of layers (ModelConfig.kinds)."""
+
+
 def prefill(
-    model: Llama, ids_BS: Int[Array, "B S"], lengths_B: Int[Array, " B"], room: int
-) -> tuple[Float[Array, "B V"], Cache]:
+    model: Llama, ids_BS: Int[Array, "B S"], lengths_B: Int[Array, " B"], rooms: tuple[int, ...]
+) -> tuple[Float[Array, "B V"], Caches]:
     """Runs the model on complete prompts.
 
     Args:
       ids_BS: prompts, padded on the right with any ids, because a later position does not affect earlier ones.
       lengths_B: length of each prompt, 1 .. S.
-      room: number of positions in the cache, at least S.
+      rooms: number of positions in each cache. A position attends to this many, its own included.
 
     Returns:
-      (float32 logits after each row's last id, the cache).
+      (float32 logits after each row's last id, the caches).
     """
-    causal = xla_kernel().forward
-    kept = []
+    S, kept = ids_BS.shape[1], []
+    masks = [Mask(causal=True, window=room if room < S else None) for room in rooms]
 
-    def attend(q_BSNH, k_BSKH, v_BSKH, _):
+    def attend(q_BSNH, k_BSKH, v_BSKH, _, kind=0):
         kept.append((k_BSKH, v_BSKH))
-        return causal(q_BSNH, k_BSKH, v_BSKH, Mask(causal=True)).o_BSNH.astype(q_BSNH.dtype)
+        branches = [
+            lambda *arrays, mask=mask: xla_kernel().forward(*arrays, mask).o_BSNH.astype(q_BSNH.dtype) for mask in masks
+        ]
+        return _of_kind(kind, branches, q_BSNH, k_BSKH, v_BSKH)
 
     def run_layers(block, layers, h_BSD, block_context):
-        def layer(h_BSD, weights):
-            return block(weights, h_BSD, block_context), kept.pop()
+        def layer(h_BSD, numbered):
+            weights, kind = numbered
+            return block(weights, h_BSD, block_context._replace(kinds_L=kind)), kept.pop()
 
-        h_BSD, of_all_layers = jax.lax.scan(layer, h_BSD, layers)
+        h_BSD, of_all_layers = jax.lax.scan(layer, h_BSD, (layers, block_context.kinds_L))
         kept.append(of_all_layers)
         return h_BSD
 
+    def stored(x_LBSKH, room: int):
+        if room >= S:
+            return jnp.pad(x_LBSKH, [(0, 0), (0, 0), (0, room - S), (0, 0), (0, 0)])
+        last_B1 = lengths_B[:, None] - 1
+        position_BT = jnp.maximum(last_B1 - (last_B1 - jnp.arange(room)[None]) % room, 0)
+        return jnp.take_along_axis(x_LBSKH, position_BT[None, :, :, None, None], axis=2)
+
     h_BSD = model.hidden(ids_BS, ops=Ops(attend=attend, look_up=look_up), run_layers=run_layers)
-    unwritten = room - ids_BS.shape[1]
-    cache = Cache(*(jnp.pad(x, [(0, 0), (0, 0), (0, unwritten), (0, 0), (0, 0)]) for x in kept.pop()))
+    layers, kinds = kept.pop(), np.array(model.config.layer_kinds)
+    caches = tuple(Cache(*(stored(x[kinds == kind], room) for x in layers)) for kind, room in enumerate(rooms))
     last_BD = jnp.take_along_axis(h_BSD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-    return logits(model, last_BD), cache
+    return logits(model, last_BD), caches
 
 
 def decode(
-    model: Llama, ids_B: Int[Array, " B"], positions_B: Int[Array, " B"], cache: Cache, window: int | None = None
-) -> tuple[Float[Array, "B V"], Cache]:
+    model: Llama, ids_B: Int[Array, " B"], positions_B: Int[Array, " B"], caches: Caches
+) -> tuple[Float[Array, "B V"], Caches]:
     """Runs the model on one more id per row.
 
     Args:
-      positions_B: position of each id in its row. The cache holds all earlier positions.
-      window: a position attends to this many positions, including itself. None: to all.
+      positions_B: position of each id in its row. A cache holds the T positions before it, or all if they are fewer.
 
     Returns:
-      (float32 logits after the ids, the cache including the ids).
+      (float32 logits after the ids, the caches including the ids).
     """
     rows_B, at = jnp.arange(ids_B.shape[0]), {}
-    places_T = jnp.arange(cache.k_LBTKH.shape[2])
-    visible_BT = places_T[None] <= positions_B[:, None]
-    if window is not None:
-        visible_BT &= places_T[None] > positions_B[:, None] - window
 
-    def attend(q_B1NH, k_B1KH, v_B1KH, _):
-        layer, (k_LBTKH, v_LBTKH) = at["layer"], at["cache"]
-        k_LBTKH = k_LBTKH.at[layer, rows_B, positions_B].set(k_B1KH[:, 0])
-        v_LBTKH = v_LBTKH.at[layer, rows_B, positions_B].set(v_B1KH[:, 0])
-        at["cache"] = Cache(k_LBTKH, v_LBTKH)
-        return attend_to_cache(q_B1NH, k_LBTKH[layer], v_LBTKH[layer], visible_BT)
+    def read(q_B1NH, cache: Cache, layer):
+        T = cache.k_LBTKH.shape[2]
+        # How many positions ago each entry was written. A row may be shorter than that.
+        visible_BT = (positions_B[:, None] - jnp.arange(T)[None]) % T <= positions_B[:, None]
+        return attend_to_cache(q_B1NH, cache.k_LBTKH[layer], cache.v_LBTKH[layer], visible_BT)
+
+    def write(cache: Cache, layer, is_here, k_B1KH, v_B1KH) -> Cache:
+        L, _, T, *_ = cache.k_LBTKH.shape
+        # What is written past the last layer is dropped.
+        place = (jnp.where(is_here, layer, L), rows_B, positions_B % T)
+        return Cache(*(x.at[place].set(new[:, 0]) for x, new in zip(cache, (k_B1KH, v_B1KH), strict=True)))
+
+    def attend(q_B1NH, k_B1KH, v_B1KH, _, kind=0):
+        layer = at["layer"]
+        at["caches"] = tuple(write(x, layer, kind == number, k_B1KH, v_B1KH) for number, x in enumerate(at["caches"]))
+        branches = [lambda q, caches, number=number: read(q, caches[number], layer) for number in range(len(caches))]
+        return _of_kind(kind, branches, q_B1NH, at["caches"])
 
     def run_layers(block, layers, h_B1D, block_context):
-        # The cache is a carry, not a scanned input: it is updated in place, while a scan output would be a second copy.
+        # The caches are a carry, not a scanned input: they are updated in place, while a scan output would be a second copy.
         def layer(carry, numbered):
-            h_B1D, at["cache"] = carry
-            at["layer"], weights = numbered
-            h_B1D = block(weights, h_B1D, block_context)
-            return (h_B1D, at["cache"]), None
+            h_B1D, at["caches"] = carry
+            at["layer"], weights, kind = numbered
+            h_B1D = block(weights, h_B1D, block_context._replace(kinds_L=kind))
+            return (h_B1D, at["caches"]), None
 
-        numbers = jnp.arange(cache.k_LBTKH.shape[0])
-        (h_B1D, at["cache"]), _ = jax.lax.scan(layer, (h_B1D, cache), (numbers, layers))
+        kinds = model.config.layer_kinds
+        among_its_kind = jnp.array([kinds[:number].count(kind) for number, kind in enumerate(kinds)])
+        numbered = (among_its_kind, layers, block_context.kinds_L)
+        (h_B1D, at["caches"]), _ = jax.lax.scan(layer, (h_B1D, caches), numbered)
         return h_B1D
 
     ops = Ops(attend=attend, look_up=look_up)
     h_B1D = model.hidden(ids_B[:, None], positions_B[:, None], ops=ops, run_layers=run_layers)
-    return logits(model, h_B1D[:, 0]), at["cache"]
+    return logits(model, h_B1D[:, 0]), at["caches"]
+
+
+def _of_kind(kind, branches, *operands):
+    """The result of the branch of a layer's kind."""
+    return branches[0](*operands) if len(branches) == 1 else jax.lax.switch(kind, branches, *operands)
 
 
 def attend_to_cache(q_B1NH, k_BTKH, v_BTKH, visible_BT) -> Float[Array, "B 1 N H"]:

@@ -10,6 +10,7 @@ positions. Prompt lengths within a bucket and the sampling parameters do not cau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,11 @@ class Generator:
 
     Args:
       model: its parameters are copied in the compute dtype, unless they have it already.
-      window: a new token attends to this many positions, including itself. None: to all.
+      window: a token attends to this many positions at most, its own included. None: as the model's windows say.
     """
 
     def __init__(self, model: Llama, *, window: int | None = None):
+        self._windows = [min(w for w in (window, of_kind, math.inf) if w is not None) for of_kind in model.config.kinds]
         graph, params = nnx.split(model)
         dtype, mesh = model.config.compute_dtype, _mesh_of(params)
         # Cast once, not in each step. Norms are cast too, as in training.
@@ -53,19 +55,19 @@ class Generator:
         split_heads = mesh is not None and model.config.num_kv_heads % mesh.shape[TENSOR] == 0
         cached = laid_out(None, DATA, None, TENSOR if split_heads else None)
         # Set explicitly, so that the output of one program has the sharding that the next was compiled for.
-        shardings = (laid_out(), Cache(cached, cached))
+        shardings = (laid_out(), (Cache(cached, cached),) * len(self._windows))
 
-        def start(params, ids_BS, lengths_B, numbers, *, room, kind):
-            logits_BV, cache = prefill(nnx.merge(graph, params), ids_BS, lengths_B, room)
-            return next_ids(logits_BV, kind, numbers, jnp.int32(0)), cache
+        def start(params, ids_BS, lengths_B, numbers, *, rooms, kind):
+            logits_BV, caches = prefill(nnx.merge(graph, params), ids_BS, lengths_B, rooms)
+            return next_ids(logits_BV, kind, numbers, jnp.int32(0)), caches
 
-        def step(params, cache, ids_B, lengths_B, done, numbers, *, kind):
+        def step(params, caches, ids_B, lengths_B, done, numbers, *, kind):
             positions_B = lengths_B + done - 1
-            logits_BV, cache = decode(nnx.merge(graph, params), ids_B, positions_B, cache, window)
-            return next_ids(logits_BV, kind, numbers, done), cache
+            logits_BV, caches = decode(nnx.merge(graph, params), ids_B, positions_B, caches)
+            return next_ids(logits_BV, kind, numbers, done), caches
 
-        self._start = jax.jit(start, static_argnames=("room", "kind"), out_shardings=shardings)
-        self._step = jax.jit(step, static_argnames="kind", donate_argnames="cache", out_shardings=shardings)
+        self._start = jax.jit(start, static_argnames=("rooms", "kind"), out_shardings=shardings)
+        self._step = jax.jit(step, static_argnames="kind", donate_argnames="caches", out_shardings=shardings)
 
     def ids(self, prompts: Sequence[np.ndarray], new_tokens: int, sampling: Sampling = Sampling()) -> Iterator[np.ndarray]:
         """Yields the next id of each prompt, int32 [prompts], new_tokens times. The caller may stop earlier.
@@ -81,12 +83,13 @@ class Generator:
         for row, prompt in enumerate(prompts):
             ids_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
         options = {"kind": sampling.kind, "numbers": sampling.numbers}
-        ids_B, cache = self._start(self._params, ids_BS, lengths_B, room=bucket(S + new_tokens), **options)
+        rooms = tuple(int(min(bucket(S + new_tokens), window)) for window in self._windows)
+        ids_B, caches = self._start(self._params, ids_BS, lengths_B, rooms=rooms, **options)
         for done in range(1, new_tokens + 1):
             chosen_B = ids_B
             if done < new_tokens:
                 # Dispatched before the last ids are read, so that the device does not wait for the reader.
-                ids_B, cache = self._step(self._params, cache, ids_B, lengths_B, np.int32(done), **options)
+                ids_B, caches = self._step(self._params, caches, ids_B, lengths_B, np.int32(done), **options)
             yield np.asarray(chosen_B)[: len(prompts)]
 
 

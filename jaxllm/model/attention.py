@@ -19,7 +19,7 @@ from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.model import cudnn_attention
 
 Attend = Callable[..., Float[Array, "B S N H"]]
-"""(q_BSNH, k_BTKH, v_BTKH, segments_BS or None) -> o_BSNH"""
+"""(q_BSNH, k_BTKH, v_BTKH, segments_BS or None) -> o_BSNH; where layers are of several kinds also kind=number."""
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,14 @@ def xla_attention(
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
     segments_BS: Int[Array, "B S"] | None = None,
+    *,
+    window: int | jax.Array | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Attention by plain einsums, scores and softmax in float32. It stores S x S scores: for CPU, tests and short sequences."""
+    """Attention by plain einsums, scores and softmax in float32. It stores S x S scores: for CPU, tests and short sequences.
+
+    Args:
+      window: positions that a query sees, its own included. The others are computed and masked.
+    """
     B, S, N, H = q_BSNH.shape
     K = k_BTKH.shape[2]
     G = N // K
@@ -39,6 +45,8 @@ def xla_attention(
     q_BKRH = q_BSNH.reshape(B, S, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * S, H)
     scores_BKRT = jnp.einsum("BKRH,BTKH->BKRT", q_BKRH, k_BTKH, preferred_element_type=jnp.float32) / math.sqrt(H)
     visible_BST = jnp.tril(jnp.ones((S, S), bool))[None]
+    if window is not None:
+        visible_BST = visible_BST & (jnp.arange(S)[:, None] - jnp.arange(S)[None] < window)[None]
     if segments_BS is not None:
         visible_BST = visible_BST & (segments_BS[:, :, None] == segments_BS[:, None, :])
     scores_BKGST = scores_BKRT.reshape(B, K, G, S, S)
@@ -46,6 +54,15 @@ def xla_attention(
     weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKH.dtype)
     out_BKRH = jnp.einsum("BKRT,BTKH->BKRH", weights_BKGST.reshape(B, K, G * S, S), v_BTKH)
     return out_BKRH.reshape(B, K, G, S, H).transpose(0, 3, 1, 2, 4).reshape(B, S, N, H)
+
+
+def plain_attention(model: ModelConfig) -> Attend:
+    """xla_attention with the windows of a model."""
+    if model.sliding_window is None:
+        return xla_attention
+    everything = jnp.iinfo(jnp.int32).max
+    windows = jnp.array([everything if window is None else window for window in model.kinds], jnp.int32)
+    return lambda *arrays, kind=0: xla_attention(*arrays, window=windows[kind])
 
 
 def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:

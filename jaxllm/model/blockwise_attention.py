@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,15 @@ class Mask:
 
     Causal: queries and keys are the same positions, and query i sees keys j <= i. Not causal: every query comes after every key
     and sees it. With segments a query sees only keys of its own document. A document is one contiguous run with its own id.
+    With a window a query sees only the keys of that many positions, its own included.
     """
 
     causal: bool = False
     q_segments_BS: Int[Array, "B S"] | None = None
     k_segments_BT: Int[Array, "B T"] | None = None
+    window: int | None = None
+    distance: int = 0
+    """Positions from the first key to the first query. Only a window needs it."""
 
     @property
     def documents(self) -> tuple[Int[Array, "B S"], Int[Array, "B T"]]:
@@ -87,7 +91,8 @@ def merge(a: Partial, b: Partial) -> Partial:
 def xla_kernel(max_rows: int = 512, max_scores: int = 2**26) -> Kernel:
     """Einsums over tiles of query rows, scores and softmax in float32. Only one tile of scores exists at a time.
 
-    A causal block is computed as a full square and masked, so half of its work is wasted.
+    A causal block is computed as a full square and masked, so half of its work is wasted. With a window a tile reads only the
+    keys that one of its rows may see.
 
     Args:
       max_rows: rows of a tile at most.
@@ -101,10 +106,13 @@ def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int, max_score
     B, _, N, H = q_BSNH.shape
     rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], max_rows, max_scores)
     q_BSNH, mask = _tied(q_BSNH, mask)
+    keys = (k_BTKH, v_BTKH, mask.k_segments_BT)
 
     def tile(_, inputs):
         start, q_BRNH, q_segments_BR = inputs
-        scores_BKGRT, visible_B11RT = _scores(q_BRNH, k_BTKH, mask, start, q_segments_BR)
+        first, (k_BTKH, v_BTKH, k_segments_BT) = _in_reach(keys, mask, start, rows)
+        segments = None if q_segments_BR is None else (q_segments_BR, k_segments_BT)
+        scores_BKGRT, visible_B11RT = _scores(q_BRNH, k_BTKH, mask, start - first, segments)
         top_BKGR = scores_BKGRT.max(axis=-1)
         # The second `where` is for rows that see no key: exp(NOTHING - NOTHING) = 1 becomes 0.
         p_BKGRT = _where(visible_B11RT, jnp.exp(scores_BKGRT - top_BKGR[..., None]), 0.0)
@@ -124,14 +132,17 @@ def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, 
     K = k_BTKH.shape[2]
     rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], max_rows, max_scores)
     q_BSNH, mask = _tied(q_BSNH, mask)
+    keys = (k_BTKH, v_BTKH, mask.k_segments_BT)
     # Sum of dP P over all keys, from o and do (FlashAttention's D).
     delta_BSN = jnp.einsum("BSNH,BSNH->BSN", o_BSNH, do_BSNH, preferred_element_type=jnp.float32)
     add = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def tile(sums, inputs):
-        dk_BTKH, dv_BTKH = sums
         start, q_BRNH, q_segments_BR, lse_BRN, do_BRNH, delta_BRN = inputs
-        scores_BKGRT, visible_B11RT = _scores(q_BRNH, k_BTKH, mask, start, q_segments_BR)
+        first, (k_BTKH, v_BTKH, k_segments_BT) = _in_reach(keys, mask, start, rows)
+        _, (dk_BTKH, dv_BTKH) = _in_reach(sums, mask, start, rows)
+        segments = None if q_segments_BR is None else (q_segments_BR, k_segments_BT)
+        scores_BKGRT, visible_B11RT = _scores(q_BRNH, k_BTKH, mask, start - first, segments)
         lse_BKGR, delta_BKGR = (jnp.moveaxis(x.reshape(B, rows, K, N // K), 1, -1) for x in (lse_BRN, delta_BRN))
         p_BKGRT = _where(visible_B11RT, jnp.exp(scores_BKGRT - lse_BKGR[..., None]), 0.0)
         q_BRKGH, do_BRKGH = (x.reshape(B, rows, K, N // K, H) for x in (q_BRNH, do_BRNH))
@@ -140,7 +151,10 @@ def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, 
         ds_BKGRT = (p_BKGRT * (dp_BKGRT - delta_BKGR[..., None]) / math.sqrt(H)).astype(q_BRNH.dtype)
         dk_BTKH = dk_BTKH + add("BKGRT,BRKGH->BTKH", ds_BKGRT, q_BRKGH)
         dq_BRNH = add("BKGRT,BTKH->BRKGH", ds_BKGRT, k_BTKH).reshape(B, rows, N, H)
-        return (dk_BTKH, dv_BTKH), dq_BRNH
+        if dk_BTKH.shape == sums[0].shape:
+            return (dk_BTKH, dv_BTKH), dq_BRNH
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
+        return tuple(put(total, part) for total, part in zip(sums, (dk_BTKH, dv_BTKH), strict=True)), dq_BRNH
 
     zeros = jnp.zeros(k_BTKH.shape, jnp.float32)
     inputs = _tiles(rows, q_BSNH, mask.q_segments_BS, lse_BSN, do_BSNH, delta_BSN)
@@ -154,21 +168,41 @@ def _tied(q_BSNH, mask: Mask):
     """
     if mask.q_segments_BS is None:
         return q_BSNH, mask
-    q_BSNH, *segments = jax.lax.optimization_barrier((q_BSNH, mask.q_segments_BS, mask.k_segments_BT))
-    return q_BSNH, Mask(mask.causal, *segments)
+    q_BSNH, q_segments_BS, k_segments_BT = jax.lax.optimization_barrier((q_BSNH, mask.q_segments_BS, mask.k_segments_BT))
+    return q_BSNH, replace(mask, q_segments_BS=q_segments_BS, k_segments_BT=k_segments_BT)
 
 
-def _scores(q_BRNH, k_BTKH, mask: Mask, start, q_segments_BR):
-    """(scores, mask or None if all is visible) of the query rows from `start`. Scores outside the mask are NOTHING."""
+def _in_reach(keys: Any, mask: Mask, start: Any, rows: int) -> tuple[Any, Any]:
+    """(first, arrays of keys [B, T, ...] from there on): all that the query rows from `start` may see. None stays None."""
+    T = keys[0].shape[1]
+    if mask.window is None or rows + mask.window - 1 >= T:
+        return 0, keys
+    count = rows + mask.window - 1
+    first = jnp.clip(start + mask.distance + rows - count, 0, T - count)
+    cut = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=1)
+    return first, tuple(None if x is None else cut(x) for x in keys)
+
+
+def _scores(q_BRNH, k_BTKH, mask: Mask, start, segments):
+    """(scores, mask or None if all is visible) of query rows that begin `start` positions after the keys, or with a distance
+    that much later. Scores outside the mask are NOTHING.
+
+    Args:
+      segments: of the queries and of the keys, or None.
+    """
     B, R, N, H = q_BRNH.shape
     T, K = k_BTKH.shape[1:3]
     q_BRKGH = q_BRNH.reshape(B, R, K, N // K, H)
     scores_BKGRT = jnp.einsum("BRKGH,BTKH->BKGRT", q_BRKGH, k_BTKH, preferred_element_type=jnp.float32) / math.sqrt(H)
     visible_BRT = None
+    before_RT = (start + mask.distance + jnp.arange(R))[:, None] - jnp.arange(T)[None, :]
     if mask.causal:
-        visible_BRT = ((start + jnp.arange(R))[:, None] >= jnp.arange(T)[None, :])[None]
-    if q_segments_BR is not None:
-        _, k_segments_BT = mask.documents
+        visible_BRT = (before_RT >= 0)[None]
+    if mask.window is not None:
+        near_BRT = (before_RT < mask.window)[None]
+        visible_BRT = near_BRT if visible_BRT is None else near_BRT & visible_BRT
+    if segments is not None:
+        q_segments_BR, k_segments_BT = segments
         same_BRT = q_segments_BR[:, :, None] == k_segments_BT[:, None, :]
         visible_BRT = same_BRT if visible_BRT is None else same_BRT & visible_BRT
     visible_B11RT = None if visible_BRT is None else visible_BRT[:, None, None]
@@ -199,6 +233,48 @@ def _untile(x_tiles):
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
+# ---------------------------------------------------------------------------------------------------------------- windows
+
+
+def within_window(kernel: Kernel) -> Kernel:
+    """The kernel, where a block that is not causal may be cut by a window: only the queries from the front that see a key, and
+    the keys from the back that are seen, are computed."""
+
+    def forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask) -> Partial:
+        S, (queries, first, mask) = q_BSNH.shape[1], _seen(q_BSNH.shape[1], k_BTKH.shape[1], mask)
+        if queries <= 0:
+            return Partial(jnp.zeros(q_BSNH.shape, jnp.float32), jnp.full(q_BSNH.shape[:3], NOTHING, jnp.float32))
+        found = kernel.forward(q_BSNH[:, :queries], k_BTKH[:, first:], v_BTKH[:, first:], mask)
+        return Partial(_pad(found.o_BSNH, 0, S - queries), _pad(found.lse_BSN, 0, S - queries, NOTHING))
+
+    def backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:
+        S, (queries, first, mask) = q_BSNH.shape[1], _seen(q_BSNH.shape[1], k_BTKH.shape[1], mask)
+        if queries <= 0:
+            return jnp.zeros_like(q_BSNH), jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKH)
+        of_queries = (x[:, :queries] for x in (o_BSNH, lse_BSN, do_BSNH))
+        dq, dk, dv = kernel.backward(q_BSNH[:, :queries], k_BTKH[:, first:], v_BTKH[:, first:], *of_queries, mask)
+        return _pad(dq, 0, S - queries), _pad(dk, first, 0), _pad(dv, first, 0)
+
+    return Kernel(kernel.name, forward, backward)
+
+
+def _seen(S: int, T: int, mask: Mask) -> tuple[int, int, Mask]:
+    """(queries from the front that see a key, first key that is seen, mask of these)"""
+    if mask.causal or mask.window is None:
+        return S, 0, mask
+    reach = mask.window - mask.distance
+    if reach >= S:
+        return S, 0, replace(mask, window=None, distance=0)
+    queries, first = min(S, T - 1 + reach), max(0, 1 - reach)
+    cut = lambda x, part: None if x is None else x[:, part]  # noqa: E731
+    q_segments, k_segments = cut(mask.q_segments_BS, slice(queries)), cut(mask.k_segments_BT, slice(first, None))
+    return queries, first, Mask(False, q_segments, k_segments, mask.window, mask.distance - first)
+
+
+def _pad(x, before: int, behind: int, value: float = 0):
+    return jnp.pad(x, [(0, 0), (before, behind)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+
+
 # ---------------------------------------------------------------------------------------------------- documents by halves
 
 
@@ -210,7 +286,7 @@ def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 
     batch. It takes any number of documents in log2(S / smallest) calls, without work above the diagonal.
 
     Args:
-      off_diagonal: computes the blocks that are not causal.
+      off_diagonal: computes the blocks that are not causal, cut by the window if there is one.
       diagonal: computes the causal blocks, once they have `smallest` rows or an odd length.
     """
 
@@ -218,13 +294,12 @@ def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 
         inputs, shape = (q_BSNH, k_BSKH, v_BSKH, mask.q_segments_BS), q_BSNH.shape[:2]
         *sizes, size = _halvings(shape[1], smallest)
         q, k, v, segments = (_cut(x, size) for x in inputs)
-        found = [_uncut(x, shape) for x in diagonal.forward(q, k, v, Mask(True, segments, segments))]
+        found = [_uncut(x, shape) for x in diagonal.forward(q, k, v, Mask(True, segments, segments, mask.window))]
         for size in reversed(sizes):
             q, k, v, segments, *found = (_cut(x, size) for x in (*inputs, *found))
             early, late = slice(0, size // 2), slice(size // 2, size)
-            block = off_diagonal.forward(
-                q[:, late], k[:, early], v[:, early], Mask(False, segments[:, late], segments[:, early])
-            )
+            block_mask = Mask(False, segments[:, late], segments[:, early], mask.window, size // 2)
+            block = off_diagonal.forward(q[:, late], k[:, early], v[:, early], block_mask)
             merged = merge(Partial(*(x[:, late] for x in found)), block)
             both = (jnp.concatenate([x[:, early], y], axis=1) for x, y in zip(found, merged, strict=True))
             found = [_uncut(x, shape) for x in both]
@@ -234,13 +309,13 @@ def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 
         inputs, shape = (q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, mask.q_segments_BS), q_BSNH.shape[:2]
         *sizes, size = _halvings(shape[1], smallest)
         *arrays, segments = (_cut(x, size) for x in inputs)
-        parts = diagonal.backward(*arrays, Mask(True, segments, segments))
+        parts = diagonal.backward(*arrays, Mask(True, segments, segments, mask.window))
         sums = [_uncut(x, shape).astype(jnp.float32) for x in parts]
         for size in sizes:
             q, k, v, o, lse, do, segments = (_cut(x, size) for x in inputs)
             early, late = slice(0, size // 2), slice(size // 2, size)
             of_queries = (x[:, late] for x in (o, lse, do))
-            ends = Mask(False, segments[:, late], segments[:, early])
+            ends = Mask(False, segments[:, late], segments[:, early], mask.window, size // 2)
             dq, dk, dv = off_diagonal.backward(q[:, late], k[:, early], v[:, early], *of_queries, ends)
             nothing = [jnp.zeros_like(x) for x in (dq, dk, dv)]
             halves = ((nothing[0], dq), (dk, nothing[1]), (dv, nothing[2]))

@@ -7,7 +7,8 @@ output's dtype (JAX 0.10 to 0.12). A bfloat16 near 10 is off by up to 0.03, and 
 public backward pass takes the output and log-sum-exp of all blocks. Both come from JAX's private binding (private_jax.py).
 
 cuDNN has no segments. A block that is not causal needs none: documents leave a rectangle of it, which cuDNN masks as padding
-once the keys are reversed. For a causal block there are two ways:
+once the keys are reversed. Nor does it need a window, which leaves a triangle at its end: with queries and keys reversed it is
+causal. For documents in a causal block there are two ways:
 
     packed    Hopper and newer: each document is a sequence of its own (packed_documents.py), up to a number that is compiled in
     halves    any GPU, any number of documents: blocks that are not causal, in log2(S / 128) calls (`documents_by_halves`)
@@ -31,6 +32,7 @@ from jaxllm.model.blockwise_attention import (
     Partial,
     documents_by_halves,
     rectangle,
+    within_window,
     xla_kernel,
 )
 from jaxllm.model.packed_documents import Call, packed_documents
@@ -76,7 +78,7 @@ def cudnn_kernel(most_documents: int | None = None) -> Kernel:
     if most_documents is None:
         # 128 rows: the squares' scores are then B x N x S x 128, and a smaller call to cuDNN would be all start-up (not
         # measured).
-        documents = documents_by_halves(off_diagonal=plain, diagonal=xla_kernel(), smallest=128)
+        documents = documents_by_halves(off_diagonal=within_window(plain), diagonal=xla_kernel(), smallest=128)
     else:
         documents = packed_documents(_call_forward, _call_backward, most_documents)
 
@@ -129,20 +131,24 @@ def largest_error(queries_per_key: int, head_dim: int, packs: bool | None) -> fl
 
 
 def _forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask) -> Partial:
+    if mask.window is not None and not mask.causal:
+        return _forward_at_the_end(q_BSNH, k_BTKH, v_BTKH, mask)
     if mask.q_segments_BS is None:
-        o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH, v_BTKH, "CAUSAL" if mask.causal else "NO_MASK")
+        kind = "CAUSAL" if mask.causal else "NO_MASK"
+        o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH, v_BTKH, kind, window=mask.window)
         return Partial(o_BSNH.astype(jnp.float32), lse_BNS.swapaxes(1, 2))
     lengths, (q_seen_BS, _) = _padding(mask)
     o_BSNH, lse_BNS = _call_forward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], "PADDING", lengths)
-    o_BSNH = jnp.where(q_seen_BS[..., None, None], o_BSNH, 0).astype(jnp.float32)
-    return Partial(o_BSNH, jnp.where(q_seen_BS[..., None], lse_BNS.swapaxes(1, 2), NOTHING))
+    return _where_seen(q_seen_BS, o_BSNH, lse_BNS.swapaxes(1, 2))
 
 
 def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:
+    if mask.window is not None and not mask.causal:
+        return _backward_at_the_end(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask)
     lse_BNS = lse_BSN.swapaxes(1, 2)
     if mask.q_segments_BS is None:
         kind = "CAUSAL" if mask.causal else "NO_MASK"
-        return _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BNS, do_BSNH, kind)
+        return _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BNS, do_BSNH, kind, window=mask.window)
     lengths, (q_seen_BS, k_seen_BT) = _padding(mask)
     gradients = _call_backward(q_BSNH, k_BTKH[:, ::-1], v_BTKH[:, ::-1], o_BSNH, lse_BNS, do_BSNH, "PADDING", lengths)
     dq_BSNH, dk_BTKH, dv_BTKH = gradients[0], gradients[1][:, ::-1], gradients[2][:, ::-1]
@@ -150,6 +156,56 @@ def _backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> G
     dq_BSNH = jnp.where(q_seen_BS[..., None, None], dq_BSNH, 0)
     dk_BTKH, dv_BTKH = (jnp.where(k_seen_BT[..., None, None], x, 0) for x in (dk_BTKH, dv_BTKH))
     return dq_BSNH, dk_BTKH, dv_BTKH
+
+
+def _where_seen(q_seen_BS, o_BSNH, lse_BSN) -> Partial:
+    """The results of the queries that see a key, in a block with documents."""
+    o_BSNH = jnp.where(q_seen_BS[..., None, None], o_BSNH, 0).astype(jnp.float32)
+    return Partial(o_BSNH, jnp.where(q_seen_BS[..., None], lse_BSN, NOTHING))
+
+
+# A block that is not causal and that a window cuts: query i sees key j if i + distance - j < window. Counted from the ends of S
+# queries and T keys these are the keys j' <= i' + more, with more = window - distance - S + T - 1, which is 0 or above where
+# each query sees a key (within_window). As many queries are added in front, and the block is causal.
+
+
+def _forward_at_the_end(q_BSNH, k_BTKH, v_BTKH, mask: Mask) -> Partial:
+    more, kind, lengths, seen = _triangle(q_BSNH.shape[1], k_BTKH.shape[1], mask)
+    o_BSNH, lse_BNS = _call_forward(_turned(q_BSNH, more), k_BTKH[:, ::-1], v_BTKH[:, ::-1], kind, lengths)
+    o_BSNH, lse_BSN = o_BSNH[:, more:][:, ::-1], lse_BNS[..., more:][..., ::-1].swapaxes(1, 2)
+    return Partial(o_BSNH.astype(jnp.float32), lse_BSN) if seen is None else _where_seen(seen[0], o_BSNH, lse_BSN)
+
+
+def _backward_at_the_end(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:
+    more, kind, lengths, seen = _triangle(q_BSNH.shape[1], k_BTKH.shape[1], mask)
+    if seen is not None:
+        # Queries of other documents meet keys here that their log-sum-exp does not count.
+        lse_BSN = jnp.where(seen[0][..., None], lse_BSN, -NOTHING)
+    lse_BNS = _turned(lse_BSN, more, -NOTHING).swapaxes(1, 2)
+    results = (_turned(o_BSNH, more), lse_BNS, _turned(do_BSNH, more))
+    dq, dk, dv = _call_backward(_turned(q_BSNH, more), k_BTKH[:, ::-1], v_BTKH[:, ::-1], *results, kind, lengths)
+    dq, dk, dv = dq[:, more:][:, ::-1], dk[:, ::-1], dv[:, ::-1]
+    if seen is None:
+        return dq, dk, dv
+    q_seen, k_seen = (x[..., None, None] for x in seen)
+    return jnp.where(q_seen, dq, 0), jnp.where(k_seen, dk, 0), jnp.where(k_seen, dv, 0)
+
+
+def _triangle(S: int, T: int, mask: Mask):
+    """(queries to add in front, kind of mask, lengths or None, (whether each query sees a key, whether each key is seen) or
+    None)"""
+    assert mask.window is not None, "a window cuts the block"
+    more = mask.window - mask.distance - S + T - 1
+    assert more >= 0, "each query sees a key but for documents"
+    if mask.q_segments_BS is None:
+        return more, "CAUSAL", None, None
+    (_, keys_B), seen = _padding(mask)
+    return more, "PADDING_CAUSAL", (jnp.full_like(keys_B, S + more), keys_B), seen
+
+
+def _turned(x_BS, more: int, value: float = 0):
+    """Positions in reverse, with `more` of them added in front."""
+    return jnp.pad(x_BS[:, ::-1], [(0, 0), (more, 0)] + [(0, 0)] * (x_BS.ndim - 2), constant_values=value)
 
 
 def _padding(mask: Mask):
@@ -164,26 +220,27 @@ def _padding(mask: Mask):
 # ------------------------------------------------------------------------------------------------------- the private binding
 
 
-def _call_forward(q_BSNH, k_BTKH, v_BTKH, kind: str, lengths=None, call: Call | None = None):
+def _call_forward(q_BSNH, k_BTKH, v_BTKH, kind: str, lengths=None, call: Call | None = None, window: int | None = None):
     """(output in the inputs' dtype, float32 log-sum-exp [B, N, S]; of packed documents [C, N, longest])
 
     Args:
       kind: a name of JAX's MaskType.
-      lengths: with PADDING, of queries and keys, int32 [B].
+      lengths: with PADDING and PADDING_CAUSAL, of queries and keys, int32 [B].
       call: with PADDING_CAUSAL, the documents.
+      window: keys that a query sees, its own position's included.
     """
-    operands, parameters = _arguments(q_BSNH, k_BTKH, v_BTKH, kind, lengths, call)
+    operands, parameters = _arguments(q_BSNH, k_BTKH, v_BTKH, kind, lengths, call, window)
     return cudnn_binding()._dot_product_attention_fwd_p.bind(*operands, is_training=True, **parameters)
 
 
-def _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse, do_BSNH, kind, lengths=None, call=None) -> Gradients:
+def _call_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse, do_BSNH, kind, lengths=None, call=None, window=None) -> Gradients:
     """The gradients in the inputs' dtype."""
-    operands, parameters = _arguments(q_BSNH, k_BTKH, v_BTKH, kind, lengths, call)
+    operands, parameters = _arguments(q_BSNH, k_BTKH, v_BTKH, kind, lengths, call, window)
     results = (lse, o_BSNH.astype(q_BSNH.dtype), do_BSNH.astype(q_BSNH.dtype))
     return tuple(cudnn_binding()._dot_product_attention_bwd_p.bind(*operands, *results, **parameters))
 
 
-def _arguments(q_BSNH, k_BTKH, v_BTKH, kind: str, lengths, call: Call | None):
+def _arguments(q_BSNH, k_BTKH, v_BTKH, kind: str, lengths, call: Call | None, window: int | None):
     """(operands, parameters) of the primitives behind JAX's own, which divide a call over devices, ask the devices present
     what they can, and count packed keys wrongly for grouped heads before JAX 0.11.2 (jax-ml/jax#39521)."""
     binding = cudnn_binding()
@@ -203,7 +260,7 @@ def _arguments(q_BSNH, k_BTKH, v_BTKH, kind: str, lengths, call: Call | None):
         "variadic_args": (False, False),
         "mask_type": binding.MaskType[kind],
         "layout": binding.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
+        "sliding_window_length": window,
     }
     if "score_mod_name" in inspect.signature(binding._dot_product_attention_fwd_cuda_lowering).parameters:
         # Flex attention, from JAX 0.12 on.

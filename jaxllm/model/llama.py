@@ -8,9 +8,10 @@ Layers are one stacked module: every parameter has a leading `layers` dim, and `
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,22 @@ from jaxllm.config import ModelConfig
 from jaxllm.config.model_spec import parameters
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.display import table
+from jaxllm.model.attention import plain_attention
 from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table
 
-BlockContext = tuple[Rotary, Any]
-"""(rotary tables, segment ids or None): every layer reads them, none changes them."""
+
+class BlockContext(NamedTuple):
+    """What layers read beside their input. None changes it."""
+
+    rotary: Rotary
+    segments_BS: Any
+    kinds_L: Any = None
+    """Number of each layer's kind (ModelConfig.kinds), or of one layer's kind; None if all are of the same."""
+
+    def of_layer(self, number) -> BlockContext:
+        return self if self.kinds_L is None else self._replace(kinds_L=self.kinds_L[number])
+
+
 BlockFunction = Callable[[Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
 RunLayers = Callable[[BlockFunction, Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
 
@@ -33,7 +46,12 @@ def scan_layers(
     block: BlockFunction, layers: Any, h_BSD: Float[Array, "B S D"], block_context: BlockContext, *, unroll: int | bool = 1
 ):
     """Applies block(layer, h, block_context) for each layer in turn; `layers` is a tree of arrays with a leading layer dim."""
-    return jax.lax.scan(lambda h, layer: (block(layer, h, block_context), None), h_BSD, layers, unroll=unroll)[0]
+
+    def turn(h_BSD, layer):
+        weights, kind = layer
+        return block(weights, h_BSD, block_context._replace(kinds_L=kind)), None
+
+    return jax.lax.scan(turn, h_BSD, (layers, block_context.kinds_L), unroll=unroll)[0]
 
 
 class Llama(nnx.Module):
@@ -70,7 +88,7 @@ class Llama(nnx.Module):
         positions_BS: Int[Array, "B S"] | None = None,
         segments_BS: Int[Array, "B S"] | None = None,
         *,
-        ops: Ops = Ops(),
+        ops: Ops | None = None,
         run_layers: RunLayers = scan_layers,
     ) -> Float[Array, "B S D"]:
         """The final hidden states, normalised, in the compute dtype.
@@ -79,11 +97,12 @@ class Llama(nnx.Module):
           tokens_BS: ids below vocab_size.
           positions_BS: default 0 .. S-1 in every sequence.
           segments_BS: document of each position; default: one document.
-          ops, run_layers: functions for attention, matmuls, layouts and the layer loop.
+          ops, run_layers: functions for attention, matmuls, layouts and the layer loop; default: plain XLA.
         """
+        ops = ops or Ops(attend=plain_attention(self.config))
         if positions_BS is None:
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1])[None], tokens_BS.shape)
-        block_context = (rotary_table(self.config, positions_BS), segments_BS)
+        block_context = BlockContext(rotary_table(self.config, positions_BS), segments_BS, layer_kinds(self.config))
         with jax.named_scope("embedding"):
             h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
             h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
@@ -95,7 +114,7 @@ class Llama(nnx.Module):
         matrix = self.embedding if self.config.tie_embeddings else self.head
         return matrix[...].astype(self.config.compute_dtype)
 
-    def __call__(self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, ops: Ops = Ops()):
+    def __call__(self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, ops: Ops | None = None):
         """Logits, float32 [B, S, vocab_size]. Training computes them a chunk at a time (loss.py)."""
         h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, ops=ops)
         with jax.named_scope("head"):
@@ -126,5 +145,12 @@ def _joined(axes: str | tuple[str, ...]) -> str:
 
 def apply_block(graph: nnx.GraphDef, ops: Ops, layer: Any, h_BSD: Float[Array, "B S D"], block_context: BlockContext):
     """One block as a plain function of its parameters."""
-    rotary, segments_BS = block_context
+    rotary, segments_BS, kind = block_context
+    if kind is not None:
+        ops = dataclasses.replace(ops, attend=partial(ops.attend, kind=kind))
     return nnx.merge(graph, layer)(h_BSD, rotary, segments_BS, ops)
+
+
+def layer_kinds(model: ModelConfig) -> jax.Array | None:
+    """Number of each layer's kind, int32 [L]; None if there is one kind."""
+    return jnp.array(model.layer_kinds, jnp.int32) if len(model.kinds) > 1 else None

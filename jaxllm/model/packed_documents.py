@@ -58,8 +58,9 @@ def packed_documents(forward: Callable, backward: Callable, most: int) -> Kernel
     """The kernel of a causal block whose sequences have at most `most` documents; with more the results are nan.
 
     Args:
-      forward: (q, k, v, "PADDING_CAUSAL", call=Call) -> (o in pieces, lse_CNT), with anything outside the documents.
-      backward: (q, k, v, o, lse_CNT, do, "PADDING_CAUSAL", call=Call) -> gradients in pieces, likewise. Arrays are in pieces.
+      forward: (q, k, v, "PADDING_CAUSAL", call=Call, window=number or None) -> (o in pieces, lse_CNT), with anything outside
+        the documents.
+      backward: (q, k, v, o, lse_CNT, do, the same) -> gradients in pieces, likewise. Arrays are in pieces.
     """
 
     def run_forward(q_BSNH, k_BSKH, v_BSKH, mask: Mask) -> Partial:
@@ -69,7 +70,7 @@ def packed_documents(forward: Callable, backward: Callable, most: int) -> Kernel
         v_BSKH, found = jnp.where(fits, v_BSKH, jnp.nan), None
         for call in packed_calls(segments_BS, most, FORWARD_SLOTS):
             with jax.named_scope("documents" if found is None else SHORTER_DOCUMENTS):
-                o, lse_CNT = forward(*_in_pieces(call, q_BSNH, k_BSKH, v_BSKH), "PADDING_CAUSAL", call=call)
+                o, lse_CNT = forward(*_in_pieces(call, q_BSNH, k_BSKH, v_BSKH), "PADDING_CAUSAL", call=call, window=mask.window)
                 lse_BNS = lse_CNT[call.place_BS[:, None], heads_1N1, call.row_BS[:, None]]
                 found = _chosen(call, (o.reshape(q_BSNH.shape), lse_BNS.swapaxes(1, 2)), found)
         assert found is not None, "there is a last call"
@@ -85,7 +86,9 @@ def packed_documents(forward: Callable, backward: Callable, most: int) -> Kernel
             with jax.named_scope("documents" if found is None else SHORTER_DOCUMENTS):
                 rows = jax.vmap(lambda start, T=call.longest: jax.lax.dynamic_slice(lse_NR, (0, start), (N, T)))
                 q, k, v, o, do = _in_pieces(call, q_BSNH, k_BSKH, v_BSKH, o_BSNH, do_BSNH)
-                gradients = backward(q, k, v, o, rows(call.starts.reshape(-1)), do, "PADDING_CAUSAL", call=call)
+                gradients = backward(
+                    q, k, v, o, rows(call.starts.reshape(-1)), do, "PADDING_CAUSAL", call=call, window=mask.window
+                )
                 whole = [g.reshape(x.shape) for g, x in zip(gradients, (q_BSNH, k_BSKH, v_BSKH), strict=True)]
                 found = _chosen(call, whole, found)
         assert found is not None, "there is a last call"

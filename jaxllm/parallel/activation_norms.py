@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxllm.mesh import PIPE
 from jaxllm.model.layers import SHARDED_SEQUENCE, rotary_table
-from jaxllm.model.llama import apply_block
+from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.pipeline_executor import sum_over_stages
@@ -37,11 +37,11 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Ar
             weights = {**zero.read(rest, None), "layers": weights["layers"]}
         weights = flatten_layers(weights, ctx.stack_dims)
         block = partial(apply_block, nnx.split(nnx.merge(ctx.graph, weights).layers)[0], ops)
-        block_context = (rotary_table(model, rows["positions"]), rows.get("segments"))
+        block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
 
         def layer(h_BSD, number):
             read = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), weights["layers"])
-            h_BSD = block(gather(read) if gather else read, h_BSD, block_context)
+            h_BSD = block(gather(read) if gather else read, h_BSD, block_context.of_layer(number))
             return h_BSD, jnp.sum(jnp.square(h_BSD.astype(jnp.float32)))
 
         def turn(h_BSD, number):

@@ -16,6 +16,7 @@ from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
+from jaxllm.model.llama import layer_kinds
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.host_layers import from_host
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, split_letters
@@ -109,6 +110,16 @@ class ParallelContext:
     def stack_dims(self) -> int:
         """Leading dims of a stored parameter of the layers."""
         return len(self.stacking.shape)
+
+    def kinds_here(self) -> jax.Array | None:
+        """Number of the kind of each of the rank's layers; None if there is one kind. Call it in a region."""
+        kinds = layer_kinds(self.config.model)
+        if kinds is None:
+            return None
+        by_stage = self.stacking.stored(kinds).reshape(self.stacking.virtual_stages, self.stacking.stages, -1)
+        if self.config.stages_are_alike:
+            return by_stage[:, 0].reshape(-1)
+        return by_stage[:, jax.lax.axis_index(PIPE)].reshape(-1)
 
     @property
     def access(self) -> WeightAccess:

@@ -137,7 +137,7 @@ class LayerLoop:
 
     def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
         """Room for the residuals of `slots` chunks. Only shapes of the arguments matter. The part on the device is zero."""
-        weights = self._weights_shape(layers)
+        weights, block_context = self._weights_shape(layers), block_context.of_layer(0)
         kept = jax.eval_shape(lambda w, h, s: extract(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, block_context)
         on_host = (False,) * len(jax.tree.leaves(kept))
         if self._policy.offload:
@@ -211,7 +211,7 @@ class LayerLoop:
 
         def turn(number, carry):
             h_BSD, weights, ring, kept = carry
-            following = None
+            following, block_context = None, ahead.block_context.of_layer(first + number)
             if gather is None:
                 weights = self._read(layers, first + number)
             elif not isinstance(number, int):  # the last layer's turn, outside the loop
@@ -220,8 +220,8 @@ class LayerLoop:
             if kept is not None:
                 kept = _write(kept, number, weights)
             if ring is None:
-                return self._block(weights, h_BSD, ahead.block_context), following, None, kept
-            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, ahead.block_context)
+                return self._block(weights, h_BSD, block_context), following, None, kept
+            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, block_context)
             return h_BSD, following, ring.write(ahead.slot * self.length + number, extract(vjp)), kept
 
         return turn
@@ -229,8 +229,8 @@ class LayerLoop:
     def _backward_turn(self, layers, back: Pass, valid, adds: bool = False):
         first, last = back.chunk * self.length, self.length - 1
         gather, on_host = self._access.gather, self._access.on_host
-        shapes = self._weights_shape(layers)
-        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, back.block_context)[1], shapes, back.x_BSD)
+        shapes, block_context = self._weights_shape(layers), back.block_context.of_layer(0)
+        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, block_context)[1], shapes, back.x_BSD)
 
         def turn(number, carry: BackwardCarry, read: Tree) -> BackwardCarry:
             dh_BSD, weights, kept, pending, sums, squares = carry
@@ -243,7 +243,7 @@ class LayerLoop:
                 due = self._access.scatter(pending) if self._access.scatter else pending
                 if not on_host:
                     sums = self._add(sums, behind, due, valid)
-            gradients, dh_BSD, _ = restore(template, here, back.block_context, kept)(dh_BSD)
+            gradients, dh_BSD, _ = restore(template, here, back.block_context.of_layer(first + number), kept)(dh_BSD)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
             if on_host:

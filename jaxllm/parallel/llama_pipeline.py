@@ -104,6 +104,7 @@ class LlamaStage:
         self.overlaps_passes = parallel.overlap_passes
         self._model, self._pipe, self._tensor, self._ops = model, parallel.pipe, parallel.tensor, ctx.ops
         self._weights, self._scale, self._tap = weights, scale, stage_tap
+        self._kinds = ctx.kinds_here()
         self._head = "embedding" if model.tie_embeddings else "head"
         self._z_loss_weight = train.z_loss_weight
         network = nnx.merge(ctx.graph, weights)
@@ -181,7 +182,7 @@ class LlamaStage:
         return self._ops.constrain(nnx.merge(self._norm_graph, scale)(h_BSD), FULL_SEQUENCE)
 
     def _block_context(self, rows: Rows) -> BlockContext:
-        return rotary_table(self._model, rows["positions"]), rows.get("segments")
+        return BlockContext(rotary_table(self._model, rows["positions"]), rows.get("segments"), self._kinds)
 
     def _pass(self, unit: Unit, x_BSD: jax.Array) -> Pass:
         return Pass(unit.chunk, x_BSD, self._block_context(unit.microbatch.rows), unit.slot)

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
-from jaxllm.model.llama import BlockContext, apply_block
+from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
@@ -215,7 +215,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
                 look_up = partial(accumulate.look_up, ops, ctx.config.parallel.tensor, is_head=model.tie_embeddings)
                 h_BSD, head_sum = look_up(weights["embedding"], own_sum("embedding")[1], tokens)
             h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
-        block_context = (rotary_table(model, rows["positions"]), rows.get("segments"))
+        block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
         h_BSD, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
         if own is not None:
             h_BSD, norm_sum = own_sum("final_norm", h_BSD)
@@ -271,7 +271,13 @@ def _own_layers(
     in_matmuls = accumulators is not None and earlier is None and adds_in_matmuls(model)
     if in_matmuls:
         ops = dataclasses.replace(ops, matmul=accumulate.matmul)
-    block = remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, ops), in_loop=False)
+
+    def block_of(kind: int) -> BlockFunction:
+        # A number, so that the program has no conditional.
+        here = ops if len(model.kinds) == 1 else dataclasses.replace(ops, attend=partial(ops.attend, kind=kind))
+        return remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, here), in_loop=False)
+
+    blocks = [block_of(kind) for kind in range(len(model.kinds))]
     token: Any = 0.0
     full, inputs = [], []
     for number, layer in enumerate(layers):
@@ -289,5 +295,5 @@ def _own_layers(
                 before = earlier["layers"][number] if earlier else _zeros(layer, model.compute_dtype)
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
             layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
-        h_BSD = block(layer, h_BSD, block_context)
+        h_BSD = blocks[model.layer_kinds[number]](layer, h_BSD, block_context._replace(kinds_L=None))
     return h_BSD, full or None

@@ -24,7 +24,8 @@ other product is *either* low with low (the visitor is from a lower rank) or hig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ Halves = tuple[Partial, Partial]
 """Results for the low and for the high queries."""
 
 
-def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
+def ring_attention(kernel: Kernel, axis_name: str, c: int) -> BlockwiseAttention:
     """The forward pass has c - 1 hops of the keys. The backward pass has as many, and c - 1 hops of their float32 gradients,
     each behind a block."""
     send = partial(jax.lax.ppermute, axis_name=axis_name, perm=[(rank, (rank + 1) % c) for rank in range(c)])
@@ -69,7 +70,7 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
         if c == 1:
             return kernel.forward(*own)
         visitor = hop((jnp.stack([k_BSKH, v_BSKH]), segments_BS))
-        found = _split(kernel.forward(*own))
+        found = split(kernel.forward(*own))
         if c > 2:
             (found, visitor), _ = jax.lax.scan(turn, (found, visitor), jnp.arange(1, c - 1))
         return _join(*meet(found, visitor, c - 1))
@@ -116,10 +117,10 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
         dk_BSKH, dv_BSKH = (a + b + x for a, b, x in zip(own, last, home_2BSKH, strict=True))
         return dq_BSNH + dq_last, dk_BSKH, dv_BSKH
 
-    return _with_own_gradients(forward, backward)
+    return BlockwiseAttention(forward, backward)
 
 
-def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
+def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> BlockwiseAttention:
     """Keys are gathered once forward and once backward. Their gradients, float32 for the full sequence, are reduce-scattered.
 
     Rank r's low chunk sees the r chunks before it, its high chunk the 2c-1-r before it: 2c - 1 products on every rank.
@@ -127,8 +128,8 @@ def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
 
     def gather(k_BSKH, v_BSKH, segments_BS) -> Keys:
         """Chunks in the order of the sequence: [2c, 2, B, Lc, K, H] and [2c, B, Lc]."""
-        keys = jax.lax.all_gather(jnp.stack(_split(jnp.stack([k_BSKH, v_BSKH]), axis=2)), axis_name)
-        segments = None if segments_BS is None else jax.lax.all_gather(jnp.stack(_split(segments_BS)), axis_name)
+        keys = jax.lax.all_gather(jnp.stack(split(jnp.stack([k_BSKH, v_BSKH]), axis=2)), axis_name)
+        segments = None if segments_BS is None else jax.lax.all_gather(jnp.stack(split(segments_BS)), axis_name)
         return jax.tree.map(lambda x: jnp.concatenate([x[:, 0], x[::-1, 1]]), (keys, segments))
 
     def product(chunks: Keys, turn):
@@ -146,7 +147,7 @@ def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
             q, q_segments = _either(q_BSNH, is_low), _either(segments_BS, is_low)
             return _merge_either(found, kernel.forward(q, k, v, Mask(False, q_segments, k_segments)), is_low), None
 
-        found = _split(_each_half_forward(kernel, q_BSNH, k_BSKH, v_BSKH, segments_BS))
+        found = split(_each_half_forward(kernel, q_BSNH, k_BSKH, v_BSKH, segments_BS))
         return _join(*jax.lax.scan(turn, found, jnp.arange(2 * c - 1))[0])
 
     def backward(q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS):
@@ -169,32 +170,68 @@ def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> Attend:
         dk_BSKH, dv_BSKH = (a + x for a, x in zip(own, jnp.concatenate([low, high], axis=2), strict=True))
         return dq_BSNH, dk_BSKH, dv_BSKH
 
-    return _with_own_gradients(forward, backward)
+    return BlockwiseAttention(forward, backward)
 
 
-def _with_own_gradients(forward: Callable[..., Partial], backward: Callable[..., Any]) -> Attend:
-    """forward(q, k, v, segments) and backward(q, k, v, o, lse, do, segments) as one differentiable function."""
+@dataclass(frozen=True)
+class BlockwiseAttention:
+    """Attend from passes that compute their own gradients. The kind of the layer changes nothing."""
 
-    def run(q_BSNH, k_BSKH, v_BSKH, segments_BS):
-        o_BSNH, lse_BSN = forward(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+    forward: Callable[..., Partial]
+    """(q, k, v, segments)"""
+    backward: Callable[..., Any]
+    """(q, k, v, o, lse, do, segments) -> (dq, dk, dv)"""
+
+    def __call__(self, q_BSNH, k_BSKH, v_BSKH, segments_BS=None, kind=None) -> jax.Array:
+        return _differentiable(self.forward, self.backward)(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+
+
+def by_kind(attends: Sequence[BlockwiseAttention]) -> Attend:
+    """The attention of layers of several kinds, by the number of the kind. A number that is traced makes a conditional: both
+    passes then have one for each layer, for which a GPU waits for the host."""
+    if all(attend is attends[0] for attend in attends):
+        return attends[0]
+
+    def forward(*arrays) -> Partial:
+        *arrays, kind = arrays
+        return jax.lax.switch(kind, [attend.forward for attend in attends], *arrays)
+
+    def backward(*arrays):
+        *arrays, kind = arrays
+        cast = lambda attend: lambda *x: tuple(g.astype(x.dtype) for g, x in zip(attend.backward(*x), x, strict=False))  # noqa: E731
+        return jax.lax.switch(kind, [cast(attend) for attend in attends], *arrays)
+
+    def attend(q_BSNH, k_BSKH, v_BSKH, segments_BS=None, *, kind) -> jax.Array:
+        if isinstance(kind, int):
+            return attends[kind](q_BSNH, k_BSKH, v_BSKH, segments_BS)
+        return _differentiable(forward, backward)(q_BSNH, k_BSKH, v_BSKH, segments_BS, kind)
+
+    return attend
+
+
+def _differentiable(forward: Callable[..., Partial], backward: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """forward(q, k, v, segments, ...) and backward(q, k, v, o, lse, do, segments, ...) as one function."""
+
+    def run(q_BSNH, *others):
+        o_BSNH, lse_BSN = forward(q_BSNH, *others)
         # The names are here, where jax.checkpoint's policies look: if both are kept, nothing above is recomputed or sent again.
         return checkpoint_name(o_BSNH.astype(q_BSNH.dtype), OUTPUT), checkpoint_name(lse_BSN, LSE)
 
     @jax.custom_vjp
-    def attend(q_BSNH, k_BSKH, v_BSKH, segments_BS):
-        return run(q_BSNH, k_BSKH, v_BSKH, segments_BS)[0]
+    def attend(*arrays):
+        return run(*arrays)[0]
 
-    def attend_forward(q_BSNH, k_BSKH, v_BSKH, segments_BS):
-        o_BSNH, lse_BSN = run(q_BSNH, k_BSKH, v_BSKH, segments_BS)
-        return o_BSNH, (q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, segments_BS)
+    def attend_forward(q_BSNH, k_BSKH, v_BSKH, *others):
+        o_BSNH, lse_BSN = run(q_BSNH, k_BSKH, v_BSKH, *others)
+        return o_BSNH, (q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, others)
 
     def attend_backward(residuals, do_BSNH):
-        *arrays, segments_BS = residuals
-        gradients = backward(*arrays, do_BSNH, segments_BS)
-        return *(g.astype(x.dtype) for g, x in zip(gradients, arrays[:3], strict=True)), None
+        *arrays, others = residuals
+        gradients = backward(*arrays, do_BSNH, *others)
+        return *(g.astype(x.dtype) for g, x in zip(gradients, arrays[:3], strict=True)), *[None] * len(others)
 
     attend.defvjp(attend_forward, attend_backward)
-    return lambda q_BSNH, k_BSKH, v_BSKH, segments_BS=None: attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+    return attend
 
 
 # ---------------------------------------------------------------------------------------------------------- the local block
@@ -202,21 +239,20 @@ def _with_own_gradients(forward: Callable[..., Partial], backward: Callable[...,
 
 def _each_half_forward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, segments_BS) -> Partial:
     """Attention of each chunk with itself: one causal call of twice the batch."""
-    q, k, v, segments = (_as_batch(x) for x in (q_BSNH, k_BSKH, v_BSKH, segments_BS))
-    found = kernel.forward(q, k, v, Mask(True, segments, segments))
-    return Partial(*(x.reshape(*q_BSNH.shape[:2], *x.shape[2:]) for x in found))
+    q, k, v, segments = (as_batch(x) for x in (q_BSNH, k_BSKH, v_BSKH, segments_BS))
+    return Partial(*(as_sequences(x) for x in kernel.forward(q, k, v, Mask(True, segments, segments))))
 
 
 def _each_half_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS):
-    *arrays, segments = (_as_batch(x) for x in (q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
+    *arrays, segments = (as_batch(x) for x in (q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
     gradients = kernel.backward(*arrays, Mask(True, segments, segments))
-    return [g.reshape(x.shape).astype(jnp.float32) for g, x in zip(gradients, (q_BSNH, k_BSKH, v_BSKH), strict=True)]
+    return [as_sequences(g).astype(jnp.float32) for g in gradients]
 
 
 def _high_on_low_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS):
     """Float32 gradients of our high queries with our own low keys."""
-    q, o, lse, do, q_segments = (_split(x)[1] for x in (q_BSNH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
-    k, v, k_segments = (_split(x)[0] for x in (k_BSKH, v_BSKH, segments_BS))
+    q, o, lse, do, q_segments = (split(x)[1] for x in (q_BSNH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
+    k, v, k_segments = (split(x)[0] for x in (k_BSKH, v_BSKH, segments_BS))
     gradients = kernel.backward(q, k, v, o, lse, do, Mask(False, q_segments, k_segments))
     dq, dk, dv = (g.astype(jnp.float32) for g in gradients)
     return _join(jnp.zeros_like(dq), dq), *(_join(x, jnp.zeros_like(x)) for x in (dk, dv))
@@ -225,23 +261,28 @@ def _high_on_low_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BS
 # --------------------------------------------------------------- halves, and choices among them; None (no segments) stays None
 
 
-def _split(tree: Any, axis: int = 1) -> tuple[Any, Any]:
+def split(tree: Any, axis: int = 1) -> tuple[Any, Any]:
     """(low, high) of the arrays in `tree`."""
     half = lambda x, part: jax.lax.slice_in_dim(x, part * x.shape[axis] // 2, (part + 1) * x.shape[axis] // 2, axis=axis)  # noqa: E731
     return tuple(jax.tree.map(partial(half, part=part), tree) for part in (0, 1))
 
 
 def _unbatch(tree: Any) -> tuple[Any, Any]:
-    return _split(tree, axis=0)
+    return split(tree, axis=0)
 
 
 def _join(low: Any, high: Any, axis: int = 1) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis), low, high)
 
 
-def _as_batch(x):
+def as_batch(x):
     """[B, S, ...] -> [2B, S / 2, ...]"""
     return None if x is None else x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
+
+
+def as_sequences(x):
+    """[2B, S / 2, ...] -> [B, S, ...]"""
+    return x.reshape(x.shape[0] // 2, 2 * x.shape[1], *x.shape[2:])
 
 
 def _choose(is_first, first: Any, second: Any) -> Any:
@@ -249,7 +290,7 @@ def _choose(is_first, first: Any, second: Any) -> Any:
 
 
 def _either(x, is_low):
-    return _choose(is_low, *_split(x))
+    return _choose(is_low, *split(x))
 
 
 def _from_either(x, is_low):
@@ -273,11 +314,11 @@ def _two_products(q_BSNH, visitor: Keys, segments_BS, lower):
 
 
 def _high_and_either(x, is_low):
-    return _join(_split(x)[1], _either(x, is_low), axis=0)
+    return _join(split(x)[1], _either(x, is_low), axis=0)
 
 
 def _low_and_either(x, is_low):
-    return _join(_split(x)[0], _either(x, is_low), axis=0)
+    return _join(split(x)[0], _either(x, is_low), axis=0)
 
 
 def _from_high_and_either(x, is_low):

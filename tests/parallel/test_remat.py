@@ -17,7 +17,7 @@ from jaxllm.cost_model.activations import bytes_per_token_and_layer
 from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
 from jaxllm.model.blockwise_attention import RESIDUALS, xla_kernel
 from jaxllm.model.layers import Block, Ops, rotary_table, rotate
-from jaxllm.model.llama import apply_block
+from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.remat import remat
@@ -131,7 +131,7 @@ def one_block(config, function):
             graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(0)))
         weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
         h_BSD = jnp.zeros((*shape, model.hidden_size), model.compute_dtype)
-        side = (rotary_table(model, positions_BS), positions_BS if config.data.mask_documents else None)
+        side = BlockContext(rotary_table(model, positions_BS), positions_BS if config.data.mask_documents else None)
         found.append(function(partial(apply_block, graph, ops), weights, h_BSD, side))
         return positions_BS
 
@@ -174,7 +174,7 @@ def test_gradients_of_biases_and_norms_are_summed_in_float32(tiny_config):
         graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(1)))
     weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
     h_BSD = jnp.zeros((2, 16, 32), model.compute_dtype)
-    side = (rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
+    side = BlockContext(rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
     block = lambda weights: apply_block(graph, Ops(), weights, h_BSD, side).astype(jnp.float32).sum()  # noqa: E731
     text = str(jax.make_jaxpr(jax.grad(block))(weights))
     sums = re.findall(r":(\w+)\[[\d,]*\] = reduce_sum", text)
@@ -201,7 +201,7 @@ def test_a_residual_is_the_tensor_it_is_named_for(tiny_config):
         graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(1)))
     weights = nnx.to_pure_dict(weights)
     h_BSD = jax.random.normal(jax.random.key(2), (2, 16, 32))
-    side = (rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
+    side = BlockContext(rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
     block = remat(policy, partial(apply_block, graph, Ops()), True)
     names = kept_names(block, weights, h_BSD, side, policy)
     kept = dict(zip(jax.tree.leaves(names), jax.tree.leaves(extract(jax.vjp(block, weights, h_BSD, side)[1])), strict=True))

@@ -40,6 +40,13 @@ B, S, H = 2, 64, 8
 MHA, GQA = (4, 4), (4, 2)
 AUTO = (AxisType.Auto,) * len(AXES)
 METHODS = {"ring": ring_attention, "all_gather": all_gather_attention}
+
+
+def maker(method):
+    """(kernel, axis name, c) -> Attend, for a name in METHODS or itself."""
+    return METHODS.get(method, method)
+
+
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 
 
@@ -218,7 +225,7 @@ def over_context(method, c, packed, kernel=TILED, tensor=1):
     mesh = Mesh(np.array(jax.devices()[: c * tensor]).reshape(1, 1, c, tensor), AXES, axis_types=AUTO)
     along, heads = P(None, CONTEXT), P(None, None, TENSOR)
     # As in the train step: a region manual over three axes, gradients taken inside, and a region for `tensor` in it.
-    attend = tensor_shard_map(METHODS[method](kernel, CONTEXT, c), (heads, heads, heads, P()), heads)
+    attend = tensor_shard_map(maker(method)(kernel, CONTEXT, c), (heads, heads, heads, P()), heads)
     specs = (along, along, along, along, along if packed else None)
     local = partial(with_gradients, attend)
     region = jax.shard_map(local, mesh=mesh, axis_names=set(MANUAL), in_specs=specs, out_specs=along, check_vma=False)
@@ -308,7 +315,7 @@ def equations(jaxpr, times=1):
 def traced(method, c, length=64, packed=False, gradient=True, wrap=lambda attend: attend, kernel=TILED):
     """The jaxpr of one rank's program; no devices needed."""
     mesh = AbstractMesh((1, 1, c, 1), AXES, axis_types=AUTO)
-    attend = wrap(METHODS[method](kernel, CONTEXT, c))
+    attend = wrap(maker(method)(kernel, CONTEXT, c))
 
     def local(q, k, v, cotangent, segments):
         return with_gradients(attend, q, k, v, cotangent, segments) if gradient else attend(q, k, v, segments)
