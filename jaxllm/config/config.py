@@ -60,9 +60,9 @@ class Config(Section):
         check_split(model, parallel, train.sequence_length)
         if parallel.context > 1 and parallel.pipe > 1 and not self.stages_are_alike:
             raise refuse(
-                f"model.sliding_window on some of the layers, in another order in each chunk of {self.chunk_layers} layers, does "
-                f"not go with parallel.pipe={parallel.pipe} and context={parallel.context}, whose ranks send at the same time: "
-                f"set one of them to 1, or cut the layers at whole periods of model.full_attention_every."
+                f"model.sliding_window is on some of the layers, in another order in each chunk of {self.chunk_layers} layers, "
+                f"and with parallel.pipe={parallel.pipe} and context={parallel.context} all stages send at the same time: set one "
+                f"of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
         check_diloco(train, parallel)
         check_all_on_host(model, parallel, self.log)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.hf_window import WINDOWS, Windows, can_say, read_window, window_keys
 
 CONFIG, MODEL = "config.json", "model.json"
-VARIANTS: dict[str, Any] = {"qkv_bias": False, "qk_norm": None}
+VARIANTS: dict[str, Any] = {"qkv_bias": False, "qk_norm": None, **WINDOWS}
 """Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
 SHAPE_KEYS = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
@@ -52,9 +53,9 @@ class Kind:
     defaults: dict[str, Any]
     """transformers' defaults for keys that are missing in config.json, where the classes differ."""
     variants: dict[str, Any] = field(default_factory=dict)
-    """What its class says about VARIANTS, whatever config.json says."""
-    switches_window: bool = False
-    """A window counts only with use_sliding_window, in the layers that layer_types names, or from max_window_layers on."""
+    """What its class says about VARIANTS but WINDOWS, whatever config.json says."""
+    windows: Windows = "none"
+    """How it says which layers have a sliding window."""
     ignores: tuple[str, ...] = ()
     """Keys of MUST_BE that its class does not read."""
 
@@ -63,10 +64,12 @@ _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_w
 KINDS = {
     "llama": Kind("LlamaForCausalLM", {"num_key_value_heads": None, "max_position_embeddings": 2048}),
     "mistral": Kind(
-        "MistralForCausalLM", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        windows="all",
     ),
-    "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, switches_window=True, ignores=("attention_bias",)),
-    "qwen3": Kind("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, switches_window=True),
+    "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, windows="switched", ignores=("attention_bias",)),
+    "qwen3": Kind("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, windows="switched"),
 }
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
@@ -103,7 +106,6 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if found.get("max_position_embeddings") is not None:
         _integer(found, "max_position_embeddings", where)
-    _refuse_window(found, kind, where)
     section: dict[str, Any] = {ours: _integer(found, theirs, where) for ours, theirs in SIZES.items()}
     kv_heads = found.get("num_key_value_heads", defaults["num_key_value_heads"])
     kv_heads = section["num_heads"] if kv_heads is None else kv_heads
@@ -118,7 +120,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} says tie_word_embeddings={_plain(tied)}: it should be true or false.")
     section["tie_embeddings"] = bool(tied)
     section["rope_theta"], section["rope_scaling"] = _rope(found, kind, where)
-    section |= VARIANTS | KINDS[kind].variants
+    section |= VARIANTS | KINDS[kind].variants | read_window(found, defaults, KINDS[kind].windows, where)
     return {key: section[key] for key in SHAPE_KEYS}
 
 
@@ -146,7 +148,7 @@ def hugging_face_config(
         "architectures": original.get("architectures") or [KINDS[kind].architecture],
         "model_type": kind,
         "hidden_act": "silu",
-        **({"use_sliding_window": False} if KINDS[kind].switches_window else {}),
+        **({"use_sliding_window": False} if KINDS[kind].windows == "switched" else {}),
         **({"attention_bias": False} if kind != "qwen2" else {}),
         **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
         **({} if original else {"attention_dropout": 0.0, "use_cache": True, "bos_token_id": None, "eos_token_id": None}),
@@ -164,15 +166,7 @@ def hugging_face_config(
         config["initializer_range"] = model["initializer_std"]
     if max_position is not None:
         config["max_position_embeddings"] = max_position
-    window = {**KINDS[kind].defaults, **config}.get("sliding_window")
-    is_on = config.get("use_sliding_window") if KINDS[kind].switches_window else True
-    if window is not None and is_on and max_position is not None and window < max_position:
-        # The window was as wide as the context, which is now longer, or no layer had it.
-        config["sliding_window"] = None
-        if KINDS[kind].switches_window:
-            config["use_sliding_window"] = False
-        if config.get("layer_types"):
-            config["layer_types"] = ["full_attention"] * model["num_layers"]
+    config |= window_keys(model, KINDS[kind].windows, {**KINDS[kind].defaults, **config})
     scaling: dict[str, Any] = {"rope_type": "default"}
     if (ours := model.get("rope_scaling")) is not None:
         rope_type = ours.get("rope_type", "llama3")
@@ -245,38 +239,13 @@ def _listed(names: Iterable[str]) -> str:
 def _kind_of(model: Mapping[str, Any]) -> str:
     """The kind of a network that came without a config.json."""
     variants = {key: model.get(key, value) for key, value in VARIANTS.items()}
-    kind = next((name for name, kind in KINDS.items() if {**VARIANTS, **kind.variants} == variants), None)
+    windows = {key: variants[key] for key in WINDOWS}
+    kinds = ((name, {**VARIANTS, **kind.variants, **windows}) for name, kind in KINDS.items() if can_say(model, kind.windows))
+    kind = next((name for name, has in kinds if has == variants), None)
     if kind is None:
         said = " and ".join(f"model.{key}={value}" for key, value in variants.items() if value != VARIANTS[key])
         raise ConfigError(f"transformers has no network with {said}: only jaxllm can load this model.")
     return kind
-
-
-def _refuse_window(found: Mapping[str, Any], kind: str, where: str) -> None:
-    """Refuses layers of other kinds than attention, and a window that is shorter than the context."""
-    defaults, switches = KINDS[kind].defaults, KINDS[kind].switches_window
-    types, is_on = found.get("layer_types") or [], found.get("use_sliding_window") if switches else True
-    if not isinstance(types, list):
-        raise ConfigError(f"{where} says layer_types={_plain(types)}: it should be a list of names.")
-    allowed = {"full_attention", *(("sliding_attention",) if switches and is_on else ())}
-    if other := [of_layer for of_layer in types if not isinstance(of_layer, str) or of_layer not in allowed]:
-        raise ConfigError(
-            f"{where} says layer_types with {_plain(other[0])}, which jaxllm does not support: use another model."
-        )
-    if switches:
-        layers, first = found.get("num_hidden_layers"), found.get("max_window_layers", defaults["max_window_layers"])
-        reaches = not isinstance(layers, int) or not isinstance(first, int) or first < layers
-        if not is_on or not ("sliding_attention" in types if types else reaches):
-            return
-    window = found.get("sliding_window", defaults.get("sliding_window"))
-    longest = found.get("max_position_embeddings", defaults["max_position_embeddings"])
-    if window is None or (isinstance(window, int) and isinstance(longest, int) and window >= longest):
-        return
-    silent = "" if "sliding_window" in found else ", which is transformers' default for a missing key"
-    raise ConfigError(
-        f"{where} says sliding_window={_plain(window)}{silent}, shorter than max_position_embeddings={_plain(longest)}: jaxllm "
-        f"attends to all positions, so set sliding_window to null if shorter contexts are enough, or use another model."
-    )
 
 
 def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[str, Any] | None]:

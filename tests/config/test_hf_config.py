@@ -8,7 +8,7 @@ import pytest
 from hf_folders import HUB, LLAMA3_ROPE, in_new_dialect, random_weights, write_folder
 from tiny import TINY
 
-from jaxllm.config import ConfigError, load_config
+from jaxllm.config import ConfigError, ModelConfig, load_config
 from jaxllm.config.hf_config import SHAPE_KEYS, hugging_face_config, model_section
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -17,6 +17,9 @@ MISTRAL = {**HUB, "architectures": ["MistralForCausalLM"], "model_type": "mistra
 QWEN = {**HUB, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 2}
 QWEN2 = {**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10, "attention_bias": False}
+
+
+F, S = "full_attention", "sliding_attention"
 
 
 def without(config, *keys):
@@ -40,6 +43,9 @@ def test_both_dialects_say_the_same_network(dialect):
         "norm_eps": 1e-5,
         "qkv_bias": False,
         "qk_norm": None,
+        "sliding_window": None,
+        "full_attention_every": None,
+        "full_attention_first": 0,
     }
     assert tuple(section) == SHAPE_KEYS
 
@@ -77,8 +83,8 @@ def test_a_key_that_is_missing_is_what_transformers_takes(key, ours, value):
 
 def test_mistral_has_defaults_of_its_own():
     assert model_section({**without(MISTRAL, "num_key_value_heads"), "num_attention_heads": 8}, "")["num_kv_heads"] == 8
-    with pytest.raises(ConfigError, match="sliding_window=4096, which is transformers' default for a missing key"):
-        model_section({**without(MISTRAL, "sliding_window"), "max_position_embeddings": 32768}, "")
+    long = {**without(MISTRAL, "sliding_window"), "max_position_embeddings": 32768}
+    assert model_section(long, "") == model_section(MISTRAL, "") | {"sliding_window": 4096}
     assert model_section({**MISTRAL, "sliding_window": 128}, "") == model_section(MISTRAL, "")
 
 
@@ -99,7 +105,8 @@ def test_mistral_has_defaults_of_its_own():
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Llama"}}, "auto_map"),
-        ({"sliding_window": 64}, "sliding_window=64, shorter than max_position_embeddings=128"),
+        ({"sliding_window": 64}, "sliding_window=64, which its class does not read: remove it"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window=0: it should be a whole number"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_type=dynamic: jaxllm supports default, llama3, linear and yarn",
@@ -141,8 +148,10 @@ def test_a_class_says_what_its_network_has():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"use_sliding_window": True}, "sliding_window=16, shorter than max_position_embeddings=128"),
-        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types with sliding_attention"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types with sliding_attention and no sliding"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types with linear_attention"),
+        ({"use_sliding_window": True, "layer_types": [S, S]}, "num_hidden_layers=3 and layer_types for 2"),
+        ({"use_sliding_window": True, "layer_types": [F, S, F]}, "layer_types in an order that jaxllm does not support"),
         ({"attention_bias": True}, "attention_bias=true"),
     ],
 )
@@ -155,7 +164,7 @@ def test_what_a_qwen_may_not_be(change, sentence):
     "change",
     [
         {"use_sliding_window": True, "max_window_layers": 3},
-        {"use_sliding_window": True, "sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]},
+        {"use_sliding_window": True, "sliding_window": 128, "layer_types": [F, S, S]},
         {"layer_types": ["full_attention"] * 3},
         {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "max_window_layers": 0},
         {"attention_bias": True},
@@ -163,6 +172,32 @@ def test_what_a_qwen_may_not_be(change, sentence):
 )
 def test_a_window_that_no_layer_has_changes_nothing(change):
     assert model_section({**QWEN2, **change}, "") == model_section(QWEN2, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"max_window_layers": 0}, (16, 16, 16)),
+        ({}, (None, None, 16)),
+        ({"layer_types": [F, S, S]}, (None, 16, 16)),
+        ({"layer_types": [S, F, S]}, (16, None, 16)),
+        ({"layer_types": [S, S, S]}, (16, 16, 16)),
+    ],
+)
+def test_windows_of_some_layers_are_read_and_written(change, windows):
+    section = model_section({**QWEN2, "use_sliding_window": True, **change}, "")
+    assert ModelConfig.model_validate(section).windows == windows
+    for original in ({**QWEN2, "use_sliding_window": True, **change}, QWEN2, None):
+        written = hugging_face_config(section, dtype="float32", max_position=128, original=original)
+        assert model_section(written, "") == section
+        assert written["layer_types"] == [S if window else F for window in windows]
+
+
+def test_a_window_needs_a_class_that_has_it():
+    section = model_section({**MISTRAL, "sliding_window": 16}, "")
+    assert hugging_face_config(section, dtype="float32", max_position=128)["model_type"] == "mistral"
+    with pytest.raises(ConfigError, match=r"no network with model\.sliding_window=16 and model\.full_attention_every=2: only"):
+        hugging_face_config(section | {"full_attention_every": 2}, dtype="float32", max_position=128)
 
 
 @pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3])
@@ -183,7 +218,16 @@ def test_a_network_that_transformers_lacks_is_named():
 
 @pytest.mark.parametrize(
     "config",
-    [HUB, STRETCHED, in_new_dialect(STRETCHED), MISTRAL, QWEN2, in_new_dialect(QWEN3), {**QWEN2, "rope_scaling": YARN}],
+    [
+        HUB,
+        STRETCHED,
+        in_new_dialect(STRETCHED),
+        MISTRAL,
+        {**MISTRAL, "sliding_window": 16},
+        QWEN2,
+        in_new_dialect(QWEN3),
+        {**QWEN2, "rope_scaling": YARN},
+    ],
 )
 def test_what_is_written_is_read_back_in_either_dialect(config):
     section = model_section(config, "")
@@ -206,7 +250,7 @@ def test_a_longer_context_takes_away_a_qwens_window_too():
 
 @pytest.mark.parametrize("said", [{"sliding_window": 128}, {}])
 def test_a_longer_context_takes_away_a_window_that_never_closed(said):
-    """A sliding window by transformers' default of 4096, missing in config.json, is refused too."""
+    """By transformers' default of 4096 too, missing in config.json."""
     original = {**without(MISTRAL, "sliding_window"), "use_sliding_window": False, **said}
     written = hugging_face_config(model_section(original, ""), dtype="float32", max_position=8192, original=original)
     assert written["sliding_window"] is None

@@ -1,0 +1,126 @@
+"""Sliding windows in Hugging Face's config.json: which layers have one, read and written. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxllm.config.errors import ConfigError
+
+Windows = Literal["none", "all", "switched", "pattern"]
+"""What a class of transformers can say: nothing; one window for all layers; with use_sliding_window, one for the layers that
+layer_types names or from max_window_layers on; or one for layer_types, by default with a full layer every
+sliding_window_pattern."""
+
+WINDOWS = {"sliding_window": None, "full_attention_every": None, "full_attention_first": 0}
+"""Keys of the `model` section, with the values of a network without windows."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_window(found: Mapping[str, Any], defaults: Mapping[str, Any], windows: Windows, where: str) -> dict[str, Any]:
+    """WINDOWS of the `model` section. A window that is as long as the context is none.
+
+    Args:
+      found: the content of a config.json.
+      defaults: transformers' values of missing keys.
+      windows: what the class can say.
+
+    Raises:
+      ConfigError: a layer is of another kind than attention, or the kinds are in an order that WINDOWS cannot say.
+    """
+    said = {**defaults, **found}
+    window, longest, layers = said.get("sliding_window"), said["max_position_embeddings"], said.get("num_hidden_layers")
+    types = _layer_types(found, windows, where)
+    if windows == "switched" and not said.get("use_sliding_window"):
+        window = None
+    if window is None or not isinstance(layers, int):
+        return _nothing_slides(types, where)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ConfigError(f"{where} says sliding_window={window}: it should be a whole number of at least 1.")
+    if windows == "none":
+        raise ConfigError(f"{where} says sliding_window={window}, which its class does not read: remove it.")
+    if isinstance(longest, int) and window >= longest and windows != "pattern":
+        return dict(WINDOWS)
+    if not types:
+        types = _default_types(said, windows, layers)
+    if len(types) != layers:
+        raise ConfigError(f"{where} says num_hidden_layers={layers} and layer_types for {len(types)}: get the file again.")
+    if SLIDING not in types:
+        return dict(WINDOWS)
+    every, first = _order(types, where)
+    return {"sliding_window": window, "full_attention_every": every, "full_attention_first": first}
+
+
+def window_keys(model: Mapping[str, Any], windows: Windows, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a config.json for the windows of a `model` section.
+
+    Args:
+      config: the other keys; those of a network without windows are changed only if they would give it some.
+    """
+    window = model.get("sliding_window")
+    every, first = model.get("full_attention_every"), model.get("full_attention_first") or 0
+    layers = model["num_layers"]
+    if window is None:
+        is_on = windows in ("all", "pattern") or (windows == "switched" and config.get("use_sliding_window"))
+        longest, theirs = config.get("max_position_embeddings"), config.get("sliding_window")
+        if not is_on or theirs is None or (isinstance(longest, int) and theirs >= longest):
+            return {}
+        off = {"sliding_window": None, **({"use_sliding_window": False} if windows == "switched" else {})}
+        return {**off, **({"layer_types": [FULL] * layers} if config.get("layer_types") else {})}
+    found: dict[str, Any] = {"sliding_window": window}
+    types = [FULL if n < first or (every and (n + 1) % every == 0) else SLIDING for n in range(layers)]
+    if windows in ("switched", "pattern"):
+        found["layer_types"] = types
+    if windows == "switched":
+        found |= {"use_sliding_window": True, "max_window_layers": first}
+    return found
+
+
+def can_say(model: Mapping[str, Any], windows: Windows) -> bool:
+    """Whether a class can say the windows of a `model` section."""
+    if model.get("sliding_window") is None:
+        return True
+    has_full = bool(model.get("full_attention_every") or model.get("full_attention_first"))
+    return windows in ("switched", "pattern") or (windows == "all" and not has_full)
+
+
+def _layer_types(found: Mapping[str, Any], windows: Windows, where: str) -> list[str]:
+    types = found.get("layer_types") or []
+    if not isinstance(types, list):
+        raise ConfigError(f"{where} says layer_types={types}: it should be a list of names.")
+    allowed = {FULL, *([SLIDING] if windows in ("switched", "pattern") else [])}
+    if other := [of_layer for of_layer in types if not isinstance(of_layer, str) or of_layer not in allowed]:
+        raise ConfigError(
+            f"{where} says layer_types with {str(other[0])[:80]}, which jaxllm does not support: use another model."
+        )
+    return types
+
+
+def _nothing_slides(types: list[str], where: str) -> dict[str, Any]:
+    if SLIDING in types:
+        raise ConfigError(f"{where} says layer_types with {SLIDING} and no sliding_window: get the file again.")
+    return dict(WINDOWS)
+
+
+def _default_types(said: Mapping[str, Any], windows: Windows, layers: int) -> list[str]:
+    """layer_types as transformers fills them in."""
+    if windows == "pattern":
+        every = said["sliding_window_pattern"]
+        return [FULL if (number + 1) % every == 0 else SLIDING for number in range(layers)]
+    first = said["max_window_layers"] if windows == "switched" else 0
+    return [FULL if number < first else SLIDING for number in range(layers)]
+
+
+def _order(types: list[str], where: str) -> tuple[int | None, int]:
+    """(full_attention_every, full_attention_first)"""
+    is_full = [of_layer == FULL for of_layer in types]
+    first = is_full.index(False)
+    if not any(is_full[first:]):
+        return None, first
+    every = is_full.index(True) + 1
+    if is_full == [(number + 1) % every == 0 for number in range(len(types))]:
+        return every, 0
+    raise ConfigError(
+        f"{where} says layer_types in an order that jaxllm does not support: it takes a full layer every so many layers, or "
+        f"full layers at the start."
+    )
