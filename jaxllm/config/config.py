@@ -18,7 +18,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxllm.config.batch_schedule import Phase, phase_at, phases_of, sequences_before
-from jaxllm.config.checks import check_all_on_host, check_batch_schedule, check_diloco, check_split
+from jaxllm.config.checks import check_all_on_host, check_batch_schedule, check_diloco, check_remat, check_split
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_yaml, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
@@ -58,6 +58,7 @@ class Config(Section):
         if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
             raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
         check_split(model, parallel, train.sequence_length)
+        check_remat(model, parallel)
         check_diloco(train, parallel)
         check_all_on_host(model, parallel, self.log)
         if parallel.data != AUTO:

@@ -84,8 +84,12 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     qkv_bias: Switch = False
     """Biases on queries, keys and values (Qwen 2)."""
-    qk_norm: Literal["head"] | None = None
-    """head: RMSNorm of each query and key head before the rotation, with one scale for all heads (Qwen 3)."""
+    qk_norm: Literal["head", "width"] | None = None
+    """head: RMSNorm of each query and key head before the rotation, with one scale for all heads (Qwen 3). width: RMSNorm of all
+    query heads together, and of all key heads (OLMo 2)."""
+    block_norms: Literal["before", "after", "both"] = "before"
+    """Where a block has its RMSNorms. before: of the inputs of attention and MLP. after: of their outputs (OLMo 2). both: of
+    inputs and outputs (Gemma 3)."""
     tie_embeddings: Switch = False
     """Embedding and head share one matrix."""
     norm_eps: PositiveFloat = 1e-5

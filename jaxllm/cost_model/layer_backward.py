@@ -129,7 +129,7 @@ def layer_backward(layer: LayerShape) -> Moments:
     moments: Moments = {}
     if layer.policy.offload and transposes(layer) and not layer.pipelined:
         # The stacks that stay on the device are transposed for the backward pass.
-        stacks = sum(layer.kept.get(name, 0) for name in ("block_input", "attention_out"))
+        stacks = sum(layer.kept.get(name, 0) for name in ("block_input", "attention_out", "mlp_down"))
         moments["turn"] = {"relayout": layer.chunk_layers * stacks}
     for moment, held in counts.items():
         size = sum(count * units[name] for name, count in held._asdict().items())

@@ -41,7 +41,7 @@ class StepSizes:
         self.on_device = on_device
         self.in_blocks = config.data.mask_documents and not self.packed
         p, train = config.parallel, config.train
-        self.policy: Policy = policy_of(p.remat)
+        self.policy: Policy = policy_of(p.remat, self.model)
         self.ranks = int(p.data) * p.context
         self.shared_out = self.ranks > 1
         # A single rank has nothing to shard over.

@@ -250,7 +250,8 @@ def _stacked_layers(
     """(h, the layers' full weights if the phase keeps them)"""
     model, block, zero = ctx.config.model, partial(apply_block, graph, ctx.ops), ctx.zero
     access = zero.access(phase) if zero and zero.once else ctx.access
-    loop = LayerLoop(block, model.num_layers, policy_of(ctx.config.parallel.remat), access, tap, unroll=unrolling(model))
+    policy = policy_of(ctx.config.parallel.remat, model)
+    loop = LayerLoop(block, model.num_layers, policy, access, tap, unroll=unrolling(model))
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 
@@ -271,7 +272,7 @@ def _own_layers(
     in_matmuls = accumulators is not None and earlier is None and adds_in_matmuls(model)
     if in_matmuls:
         ops = dataclasses.replace(ops, matmul=accumulate.matmul)
-    block = remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, ops), in_loop=False)
+    block = remat(policy_of(ctx.config.parallel.remat, ctx.config.model), partial(apply_block, graph, ops), in_loop=False)
     token: Any = 0.0
     full, inputs = [], []
     for number, layer in enumerate(layers):

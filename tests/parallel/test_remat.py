@@ -106,7 +106,12 @@ MESHES = {
     "replicated keys": ("parallel.tensor=4",),
     "ring": ("parallel.context=2",),
 }
-NETWORKS = {"llama": (), "qwen": ("model.qk_norm=head", "model.qkv_bias=true")}
+NETWORKS = {
+    "llama": (),
+    "qwen": ("model.qk_norm=head", "model.qkv_bias=true"),
+    "olmo": ("model.qk_norm=width", "model.block_norms=after"),
+    "gemma": ("model.qk_norm=head", "model.block_norms=both"),
+}
 
 
 def one_block(config, function):
