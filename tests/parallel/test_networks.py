@@ -15,12 +15,13 @@ from meshes import Run, assert_close, unequal_batch
 from jaxllm.model import layers
 
 ROWS, S = 24, 16
-NETWORK = ("model.qkv_bias=true", "model.head_dim=16", "model.num_layers=3", "model.vocab_size=258")
-OF_ALL_HEADS = ("model.qk_norm=width", "model.block_norms=after")
+NETWORK = ("model.head_dim=16", "model.num_layers=3", "model.vocab_size=258")
+# Without a norm of their input, values would differ less between tokens than biases are large, and attention have no gradient.
+OLMO2 = ("model.qk_norm=width", "model.block_norms=after", "model.initializer_std=0.2")
 NETWORKS = {
-    "gqa": ("model.num_kv_heads=2", "model.qk_norm=head", "model.block_norms=both"),
-    "gqa-width": ("model.num_kv_heads=2", *OF_ALL_HEADS),
-    "mqa-tied": ("model.num_kv_heads=1", "model.tie_embeddings=true", *OF_ALL_HEADS),
+    "gqa": ("model.num_kv_heads=2", "model.qkv_bias=true", "model.qk_norm=head", "model.block_norms=both"),
+    "gqa-width": ("model.num_kv_heads=2", *OLMO2),
+    "mqa-tied": ("model.num_kv_heads=1", "model.qkv_bias=true", "model.tie_embeddings=true", *OLMO2),
 }
 CASES = [
     # data, context, tensor, pipe; ZeRO; microbatches
@@ -88,7 +89,8 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, m
     run = make_run(mesh, network, *more.split(), zero=zero, microbatches=microbatches)
     drawn = run.state.params["layers"]
     norms = drawn["attention"]["query_norm"], drawn["attention_post_norm"]
-    assert min(jnp.abs(drawn["attention"]["key_bias"]).max(), *(jnp.abs(norm["scale"] - 1).max() for norm in norms)) > 0.3
+    vectors = [norm["scale"] - 1 for norm in norms] + [x for name, x in drawn["attention"].items() if name == "key_bias"]
+    assert all(jnp.abs(vector).max() > 0.3 for vector in vectors)
     loss, gradients = run.gradients()
     expected = one_device(network, *(key for key in more.split() if "num_layers" in key))
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
@@ -114,4 +116,5 @@ def test_fp8_is_within_rounding_of_float32(make_run, one_device):
     run = make_run((2, 1, 2, 1), "gqa-width", "model.matmul_dtype=fp8", zero=3, microbatches=2)
     loss, gradients = run.gradients()
     np.testing.assert_allclose(loss, one_device("gqa-width")[0], rtol=2e-3)
-    assert_close(run.plain(gradients), one_device("gqa-width")[1], 0.25)
+    # Each layer's update is as large as a norm makes it, and the embedding's gradient has the rounding of all of them.
+    assert_close(run.plain(gradients), one_device("gqa-width")[1], 0.4)
