@@ -78,8 +78,8 @@ def check_remat(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raises if a mapping names a tensor that only a norm after the MLP reads, where there is none."""
     if isinstance(parallel.remat, dict) and LAST_OUTPUT in set(parallel.remat) - set(block_tensors(model)):
         raise refuse(
-            f"parallel.remat.{LAST_OUTPUT} has no effect with model.block_norms={model.block_norms}, as the backward pass does not "
-            f"read it: leave it out."
+            f"parallel.remat.{LAST_OUTPUT} has no effect with model.block_norms={model.block_norms}, as no backward pass reads "
+            f"it: leave it out."
         )
 
 

@@ -85,8 +85,8 @@ class ModelConfig(Section):
     qkv_bias: Switch = False
     """Biases on queries, keys and values (Qwen 2)."""
     qk_norm: Literal["head", "width"] | None = None
-    """head: RMSNorm of each query and key head before the rotation, with one scale for all heads (Qwen 3). width: RMSNorm of all
-    query heads together, and of all key heads (OLMo 2)."""
+    """RMSNorm of queries and keys before the rotation. head: of each head, with one scale for all heads (Qwen 3). width: of all
+    query heads together, and of all key heads together (OLMo 2)."""
     block_norms: Literal["before", "after", "both"] = "before"
     """Where a block has its RMSNorms. before: of the inputs of attention and MLP. after: of their outputs (OLMo 2). both: of
     inputs and outputs (Gemma 3)."""

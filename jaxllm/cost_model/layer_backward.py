@@ -242,7 +242,8 @@ def copies(layer: LayerShape, moment: str) -> float:
     def one_layer(held: Mapping[str, float]) -> float:
         # A single layer's or single microbatch's products are read in place.
         alone = is_single(layer) or (layer.pipelined and layer.microbatches == 1 and not layer.documents)
-        done = (*(("mlp_gate", "mlp_up") if moment == "attention" or alone else ()), *(("mlp_down",) if moment == "attention" else ()))
+        done = ("mlp_gate", "mlp_up") if moment == "attention" or alone else ()
+        done += ("mlp_down",) if moment == "attention" else ()
         return sum(size for name, size in held.items() if name not in done)
 
     size = 0.0

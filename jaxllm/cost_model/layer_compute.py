@@ -22,7 +22,6 @@ from jaxllm.cost_model.step_parts import (
     tile_share,
 )
 
-
 BLOCK_NORM_MOVES = {"before": (9, 12), "after": (7, 14), "both": (10, 20)}
 """Reads and writes of a token's width by norms and residual sums, forward and backward, by model.block_norms. Counted for
 kernels that end where a row is summed; none of it is measured."""

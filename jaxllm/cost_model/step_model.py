@@ -112,6 +112,10 @@ class StepModel(LayerCompute):
             self.add_tensor_ring(forward, backward, layers, again)
         elif self.t > 1:
             self.add_tensor(forward, backward, layers, matmuls_s, len(again & {"attention_out", "mlp_down"}))
+        if self.t > 1 and self.model.qk_norm == "width":
+            # The sums over all heads, of queries and keys at once: a few bytes for each token, for which ranks wait.
+            forward.add("tensor_skew", self.fitted.sync_s, times=layers)
+            backward.add("tensor_skew", self.fitted.sync_s, times=layers * (1 + moves_again))
         if self.c > 1:
             self.add_context(forward, backward, layers, attention_s, attention_again)
         forward_s, backward_s = (layers * sum(parts) for parts in zip(matmuls_s, attention_s, moves_s, strict=True))

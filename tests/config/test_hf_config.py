@@ -187,7 +187,16 @@ def test_a_network_that_transformers_lacks_is_named():
 
 @pytest.mark.parametrize(
     "config",
-    [HUB, STRETCHED, in_new_dialect(STRETCHED), MISTRAL, QWEN2, in_new_dialect(QWEN3), in_new_dialect(OLMO2), {**QWEN2, "rope_scaling": YARN}],
+    [
+        HUB,
+        STRETCHED,
+        in_new_dialect(STRETCHED),
+        MISTRAL,
+        QWEN2,
+        in_new_dialect(QWEN3),
+        in_new_dialect(OLMO2),
+        {**QWEN2, "rope_scaling": YARN},
+    ],
 )
 def test_what_is_written_is_read_back_in_either_dialect(config):
     section = model_section(config, "")

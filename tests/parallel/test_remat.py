@@ -170,7 +170,7 @@ def test_networks_beside_llama_keep_the_same_tensors(tiny_config, mesh):
         config = tiny_config("data.mask_documents=false", *MESHES[mesh], *network)
         policy = policy_of("selective", config.model)
         assert ("mlp_down" in policy.keep) == (config.model.block_norms != "before")
-        names = one_block(config, lambda block, *at: kept_names(remat(policy, block, True), *at))
+        names = one_block(config, lambda block, *at, policy=policy: kept_names(remat(policy, block, True), *at))
         assert set(jax.tree.leaves(names)) == {*policy.keep} - set(ATTENTION_RESULTS)
         assert None not in jax.tree.leaves(names, is_leaf=lambda x: x is None)
 
@@ -270,7 +270,7 @@ REFUSALS = {
     "parallel.remat.block_input=recompute": "is impossible, as all starts from it: use keep or offload.",
     "parallel.remat.attention_output=keep": "gains nothing alone: keep or offload attention_lse too.",
     "parallel.remat=fulll": "parallel.remat=fulll is not one of the choices: use ",
-    "parallel.remat={mlp_down: keep}": "parallel.remat.mlp_down has no effect with model.block_norms=before, as the backward ",
+    "parallel.remat={mlp_down: keep}": "parallel.remat.mlp_down has no effect with model.block_norms=before, as no backward ",
     "parallel.remat=3": "parallel.remat=3 is not ",
 }
 
