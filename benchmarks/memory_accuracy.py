@@ -48,9 +48,12 @@ SEED, COUNT = 455, 460
 TABLE = Path(__file__).with_name("memory_accuracy.csv")
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
-NETWORKS = ("qwen2.5-0.5b", "qwen3-8b", "qwen2.5-14b", "qwen3-0.6b", "mistral-nemo-12b", "qwen3-32b")
-"""Networks beside Llama."""
-NETWORKS_SEED, NETWORKS_COUNT = 457, 48
+NETWORKS = (
+    *8 * ("qwen2.5-0.5b", "qwen3-8b", "qwen2.5-14b", "qwen3-0.6b", "mistral-nemo-12b", "qwen3-32b"),
+    *2 * ("olmo-2-1b", "olmo-2-7b", "olmo-2-13b", "olmo-2-32b"),
+)
+"""The network beside Llama of each index, so that later ones do not change the draws of earlier ones."""
+NETWORKS_SEED, NETWORKS_COUNT = 457, len(NETWORKS)
 NETWORKS_TABLE = TABLE.with_name("memory_networks.csv")
 GPU_NAMES = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
 GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
@@ -701,9 +704,9 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     errors.axhspan(-10, 10, color="0.9", lw=0)
     errors.axhline(0, color="0.5", lw=0.8)
     errors.axvspan(1 - NEAR, 1 + NEAR, color=(1, 0.75, 0.3), alpha=0.3, lw=0, zorder=1.5)
-    models = [model for model in (*MODELS, *NETWORKS) if any(row["model"] == model for row in compiled)]
-    colors = ("#1f5fa6", "#d46a0e", "#2a8048", "#8a4fa3", "#b03a48", "#5f5f5f")
-    for model, marker, color in zip(models, "o^svD<", colors, strict=False):
+    models = [model for model in dict.fromkeys((*MODELS, *NETWORKS)) if any(row["model"] == model for row in compiled)]
+    colors = ("#1f5fa6", "#d46a0e", "#2a8048", "#8a4fa3", "#b03a48", "#5f5f5f", "#0d8a8a", "#c2a300", "#7a4a1e", "#d06ba8")
+    for model, marker, color in zip(models, "o^svD<>PX*", colors, strict=False):
         mine = [row for row in compiled if row["model"] == model]
         style = {"s": 16, "marker": marker, "color": color, "alpha": 0.65, "linewidths": 0}
         x, y = ([row[key] / 2**30 for row in mine] for key in ("total_bytes", "estimate_bytes"))

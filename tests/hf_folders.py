@@ -70,7 +70,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         vocab_size=config["vocab_size"],
         tie_embeddings=config["tie_word_embeddings"],
         qkv_bias=config["model_type"] == "qwen2",
-        qk_norm="head" if config["model_type"] == "qwen3" else None,
+        qk_norm={"qwen3": "head", "olmo2": "width"}.get(config["model_type"]),
+        block_norms="after" if config["model_type"] == "olmo2" else "before",
     )
 
 

@@ -58,7 +58,7 @@ def _share_of_square(method: str, c: int) -> tuple[float, float]:
 
 def _recomputed(config: Config, attention_forward: float, in_blocks: bool) -> float:
     """FLOPs per token and layer that the backward repeats under the config's remat policy."""
-    model, policy = config.model, policy_of(config.parallel.remat)
+    model, policy = config.model, policy_of(config.parallel.remat, config.model)
     if policy.everything:
         return 0
     D, F, H = model.hidden_size, model.intermediate_size, model.head_dim

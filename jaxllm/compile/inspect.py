@@ -197,7 +197,7 @@ def notes(config: Config, rows: tuple[ParameterRow, ...], padding: int) -> Itera
 
 def activations(config: Config) -> Activations:
     """Activations of a block under parallel.remat, with attention as on a GPU."""
-    policy, model, parallel = policy_of(config.parallel.remat), config.model, config.parallel
+    policy, model, parallel = policy_of(config.parallel.remat, config.model), config.model, config.parallel
     c, t, S = parallel.context, parallel.tensor, config.train.sequence_length
     blockwise = is_blockwise(config)
     unnamed, held = 0.0, ActivationBytes({}, {})

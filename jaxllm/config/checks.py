@@ -8,7 +8,7 @@ import math
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import LogConfig, ParallelConfig, TrainConfig
-from jaxllm.config.types import AUTO, divisors
+from jaxllm.config.types import AUTO, LAST_OUTPUT, block_tensors, divisors
 
 FP8_UNITS = {"fp8": 16, "mxfp8": 32}
 """Dims of a matmul must be multiples of this: of cuBLASLt's (cuBLAS library documentation, cublasLtMatmul), and of blocks with
@@ -71,6 +71,15 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
         raise refuse(
             f"model.num_layers={model.num_layers} leaves a chunk of parallel.pipe={parallel.pipe} x "
             f"virtual_stages={parallel.virtual_stages} = {chunks} without a layer: {fix}."
+        )
+
+
+def check_remat(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raises if a mapping names a tensor that only a norm after the MLP reads, where there is none."""
+    if isinstance(parallel.remat, dict) and LAST_OUTPUT in set(parallel.remat) - set(block_tensors(model)):
+        raise refuse(
+            f"parallel.remat.{LAST_OUTPUT} has no effect with model.block_norms={model.block_norms}, as no backward pass reads "
+            f"it: leave it out."
         )
 
 

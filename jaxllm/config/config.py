@@ -18,7 +18,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxllm.config.batch_schedule import Phase, phase_at, phases_of, sequences_before
-from jaxllm.config.checks import check_all_on_host, check_batch_schedule, check_diloco, check_split
+from jaxllm.config.checks import check_all_on_host, check_batch_schedule, check_diloco, check_remat, check_split
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_yaml, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
@@ -58,11 +58,12 @@ class Config(Section):
         if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
             raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
         check_split(model, parallel, train.sequence_length)
+        check_remat(model, parallel)
         if parallel.context > 1 and parallel.pipe > 1 and not self.stages_are_alike:
             raise refuse(
                 f"model.sliding_window is on some of the layers, in another order in each chunk of {self.chunk_layers} layers, "
-                f"and with parallel.pipe={parallel.pipe} and context={parallel.context} all stages send at the same time: set one "
-                f"of these to 1, or cut the layers at whole periods of model.full_attention_every."
+                f"and with parallel.pipe={parallel.pipe} and context={parallel.context} all stages send at the same time: set "
+                f"one of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
         check_diloco(train, parallel)
         check_all_on_host(model, parallel, self.log)

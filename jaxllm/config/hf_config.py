@@ -18,7 +18,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_window import WINDOWS, Windows, can_say, read_window, window_keys
 
 CONFIG, MODEL = "config.json", "model.json"
-VARIANTS: dict[str, Any] = {"qkv_bias": False, "qk_norm": None, **WINDOWS}
+VARIANTS: dict[str, Any] = {"qkv_bias": False, "qk_norm": None, "block_norms": "before", **WINDOWS}
 """Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
 SHAPE_KEYS = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
@@ -70,7 +70,14 @@ KINDS = {
     ),
     "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, windows="switched", ignores=("attention_bias",)),
     "qwen3": Kind("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, windows="switched"),
+    "olmo2": Kind(
+        "Olmo2ForCausalLM",
+        {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        {"qk_norm": "width", "block_norms": "after"},
+    ),
 }
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""OLMo 2's class has defaults for them, and gives the padding id's embedding no gradient."""
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -115,7 +122,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} has no head_dim, and its hidden_size is not a multiple of its heads: add head_dim.")
     head_dim = section["hidden_size"] // section["num_heads"] if head_dim is None else head_dim
     section["head_dim"] = _integer({"head_dim": head_dim}, "head_dim", where)
-    section["norm_eps"] = _number(found, "rms_norm_eps", where, 1e-6)
+    section["norm_eps"] = _number(found, "rms_norm_eps", where, defaults.get("rms_norm_eps", 1e-6))
     if (tied := found.get("tie_word_embeddings")) not in (True, False, None):
         raise ConfigError(f"{where} says tie_word_embeddings={_plain(tied)}: it should be true or false.")
     section["tie_embeddings"] = bool(tied)
@@ -151,7 +158,7 @@ def hugging_face_config(
         **({"use_sliding_window": False} if KINDS[kind].windows == "switched" else {}),
         **({"attention_bias": False} if kind != "qwen2" else {}),
         **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
-        **({} if original else {"attention_dropout": 0.0, "use_cache": True, "bos_token_id": None, "eos_token_id": None}),
+        **({} if original else {"attention_dropout": 0.0, "use_cache": True, **dict.fromkeys(TOKEN_IDS)}),
         **original,
         **({} if original else dict(tokens or {})),
         **{theirs: model[ours] for ours, theirs in SIZES.items()},

@@ -32,7 +32,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
       46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
     """
     model, parallel = config.model, config.parallel
-    ranks, policy = int(parallel.data) * parallel.context, policy_of(parallel.remat)
+    ranks, policy = int(parallel.data) * parallel.context, policy_of(parallel.remat, model)
     if parallel.pipe > 1 or (parallel.zero >= 2 and ranks > 1) or policy.offload:
         return False
     if parallel.offload_state == "all":

@@ -84,8 +84,12 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     qkv_bias: Switch = False
     """Biases on queries, keys and values (Qwen 2)."""
-    qk_norm: Literal["head"] | None = None
-    """head: RMSNorm of each query and key head before the rotation, with one scale for all heads (Qwen 3)."""
+    qk_norm: Literal["head", "width"] | None = None
+    """RMSNorm of queries and keys before the rotation. head: of each head, with one scale for all heads (Qwen 3). width: of all
+    query heads together, and of all key heads together (OLMo 2)."""
+    block_norms: Literal["before", "after", "both"] = "before"
+    """Where a block has its RMSNorms. before: of the inputs of attention and MLP. after: of their outputs (OLMo 2). both: of
+    inputs and outputs (Gemma 3)."""
     sliding_window: PositiveInt | None = None
     """A position attends to this many positions, its own included (Mistral 7B v0.1). null: to all before it. For the others
     nothing is computed or sent."""

@@ -34,6 +34,9 @@ class Shape(Protocol):
     @property
     def qk_norm(self) -> str | None: ...
 
+    @property
+    def block_norms(self) -> str: ...
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -82,21 +85,30 @@ class _Row:
 
 
 _DIMS = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads", "H": "head_dim"}
-_ATTENTION, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+_LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 
 def _has_bias(model: Shape) -> bool:
     return model.qkv_bias
 
 
-def _norms_heads(model: Shape) -> bool:
-    return model.qk_norm is not None
+def _has(key: str, *values: str) -> Callable[[Shape], bool]:
+    return lambda model: getattr(model, key) in values
+
+
+def norms_after(model: Shape) -> bool:
+    """Whether the outputs of attention and MLP are normalised before they are added."""
+    return model.block_norms != "before"
+
+
+def _norm(path: str, letters: str, hugging_face: str, when: Callable[[Shape], bool]) -> _Row:
+    return _Row(f"{LAYERS}{path}.scale", letters, hugging_face + ".weight", initial="ones", when=when)
 
 
 # Random numbers are drawn in this order.
 _TABLE = (
     _Row("embedding", "VD", "model.embed_tokens.weight"),
-    _Row("layers.attention_norm.scale", "D", "model.layers.{}.input_layernorm.weight", initial="ones"),
+    _norm("attention_norm", "D", _LAYER + "input_layernorm", _has("block_norms", "before", "both")),
     _Row("layers.attention.query", "D|NH", _ATTENTION + "q_proj.weight", "query"),
     _Row("layers.attention.key", "D|KH", _ATTENTION + "k_proj.weight", "key"),
     _Row("layers.attention.value", "D|KH", _ATTENTION + "v_proj.weight", "value"),
@@ -105,16 +117,18 @@ _TABLE = (
         for name, dims in (("query", "NH"), ("key", "KH"), ("value", "KH"))
     ),
     *(
-        _Row(
-            f"layers.attention.{name}_norm.scale", "H", f"{_ATTENTION}{name[0]}_norm.weight", initial="ones", when=_norms_heads
-        )
-        for name in ("query", "key")
+        _norm(f"attention.{name}_norm", dims, f"{_ATTENTION}{name[0]}_norm", _has("qk_norm", kind))
+        for kind, *both in (("head", "H", "H"), ("width", "NH", "KH"))
+        for name, dims in zip(("query", "key"), both, strict=True)
     ),
     _Row("layers.attention.out", "NH|D", _ATTENTION + "o_proj.weight", "attention_out", "residual"),
-    _Row("layers.mlp_norm.scale", "D", "model.layers.{}.post_attention_layernorm.weight", initial="ones"),
+    _norm("attention_post_norm", "D", _LAYER + "post_attention_layernorm", norms_after),
+    _norm("mlp_norm", "D", _LAYER + "post_attention_layernorm", _has("block_norms", "before")),
+    _norm("mlp_norm", "D", _LAYER + "pre_feedforward_layernorm", _has("block_norms", "both")),
     _Row("layers.mlp.gate", "D|F", _MLP + "gate_proj.weight", "mlp_gate"),
     _Row("layers.mlp.up", "D|F", _MLP + "up_proj.weight", "mlp_up"),
     _Row("layers.mlp.down", "F|D", _MLP + "down_proj.weight", "mlp_down", "residual"),
+    _norm("mlp_post_norm", "D", _LAYER + "post_feedforward_layernorm", norms_after),
     _Row("final_norm.scale", "D", "model.norm.weight", initial="ones"),
     _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),
 )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxllm.config.types import BLOCK_INPUT, BLOCK_TENSORS, Remat
+from jaxllm.config.model_spec import Shape
+from jaxllm.config.types import BLOCK_INPUT, Remat, block_tensors
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Names in the order of BLOCK_TENSORS. Those in neither `keep` nor `offload` are recomputed."""
+    """Names of a network's block_tensors, in their order."""
 
     name: str
     """The policy's name in the config; `mapping` for one that names tensors."""
@@ -21,26 +22,28 @@ class Policy:
     """Kept on the device."""
     offload: tuple[str, ...]
     """Offloaded to pinned host memory."""
+    recompute: tuple[str, ...]
+    """All others."""
     everything: bool
     """No rematerialisation: autodiff keeps all that it needs, much of it without a name."""
 
-    @property
-    def recompute(self) -> tuple[str, ...]:
-        return tuple(name for name in BLOCK_TENSORS if name not in self.keep + self.offload)
 
-
-def policy_of(remat: Remat) -> Policy:
-    """The policy that a value of parallel.remat stands for.
+def policy_of(remat: Remat, model: Shape) -> Policy:
+    """The policy that a value of parallel.remat stands for, in this network.
 
     `selective` keeps every name; the tensors between them are cheap to recompute. Plain XLA attention on one context rank has
     no ATTENTION_RESULTS, and runs once more.
     """
+    names = block_tensors(model)
     if isinstance(remat, str):
-        keep = {"none": BLOCK_TENSORS, "selective": BLOCK_TENSORS, "full": (BLOCK_INPUT,), "offload": ()}[remat]
-        return Policy(remat, keep, BLOCK_TENSORS if remat == "offload" else (), everything=remat == "none")
-    actions = {BLOCK_INPUT: "keep", **remat}
-    keep, offload = (tuple(name for name in BLOCK_TENSORS if actions.get(name) == action) for action in ("keep", "offload"))
-    return Policy("mapping", keep, offload, everything=False)
+        action = {"full": "recompute", "offload": "offload"}.get(remat, "keep")
+        actions = dict.fromkeys(names, action) | ({BLOCK_INPUT: "keep"} if remat == "full" else {})
+    else:
+        actions = {BLOCK_INPUT: "keep", **remat}
+    keep, offload, recompute = (
+        tuple(name for name in names if actions.get(name, "recompute") == action) for action in ("keep", "offload", "recompute")
+    )
+    return Policy(remat if isinstance(remat, str) else "mapping", keep, offload, recompute, everything=remat == "none")
 
 
 def remat_words(remat: Remat) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.model_spec import MATMUL_OUTPUTS
+from jaxllm.config.model_spec import MATMUL_OUTPUTS, Shape, norms_after
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -26,8 +26,10 @@ BLOCK_INPUT = "block_input"
 ATTENTION_RESULTS = ("attention_output", "attention_lse")
 _AT = MATMUL_OUTPUTS.index("attention_out")
 BLOCK_TENSORS = (BLOCK_INPUT, *MATMUL_OUTPUTS[:_AT], *ATTENTION_RESULTS, *MATMUL_OUTPUTS[_AT:-1])
-"""Tensors that a block may keep for its backward pass, in order of computation. The model gives its tensors these names. The
-output of its last matmul is not kept: only the addition that ends the block reads it."""
+"""Tensors that a block may keep for its backward pass, in order of computation. The model gives its tensors these names."""
+LAST_OUTPUT = MATMUL_OUTPUTS[-1]
+"""The output of a block's last matmul, beside them only if the backward pass of a norm reads it; else only the addition that
+ends the block does."""
 ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
 """The dims that ZeRO may shard. None counts layers, because ZeRO 3 gathers layer by layer."""
 FEW_ZEROS = 1 / 16
@@ -44,11 +46,16 @@ OFFLOAD_STATES = ("none", "optimizer", "optimizer_and_master", "all")
 MASTER_ON_HOST = OFFLOAD_STATES[2:]
 
 
+def block_tensors(model: Shape) -> tuple[str, ...]:
+    """The names that parallel.remat may use with this network."""
+    return (*BLOCK_TENSORS, LAST_OUTPUT) if norms_after(model) else BLOCK_TENSORS
+
+
 def _check_remat(remat: Any) -> Any:
     if not isinstance(remat, Mapping):
         return remat
     for name, action in remat.items():
-        if name not in BLOCK_TENSORS:
+        if name not in (*BLOCK_TENSORS, LAST_OUTPUT):
             nearest = difflib.get_close_matches(str(name), BLOCK_TENSORS, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tensors of a block are {', '.join(BLOCK_TENSORS)}."
             raise refuse(f"parallel.remat.{name} is not a tensor of a block: {hint}")

@@ -50,8 +50,8 @@ def bytes_per_token_and_layer(
 ) -> ActivationBytes:
     """Bytes of the named tensors of one block, per token of a sequence. The device has its share of every sequence.
 
-    With D, F, N, K, H as in layers.py, b bytes of the compute dtype, c context and t tensor ranks: block_input and
-    attention_out D b / (c t), as the sequence is sharded over tensor between blocks; query and attention_output N H b / (c t);
+    With D, F, N, K, H as in layers.py, b bytes of the compute dtype, c context and t tensor ranks: block_input, attention_out
+    and mlp_down D b / (c t), as the sequence is sharded over tensor between blocks; query and attention_output N H b / (c t);
     key and value K H b / (c t), or K H b / c where t does not divide K (every rank then has all heads, see weight_rules);
     mlp_gate and mlp_up F b / (c t); attention_lse, float32, 4 N / (c t).
 

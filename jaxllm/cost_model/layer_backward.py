@@ -129,7 +129,7 @@ def layer_backward(layer: LayerShape) -> Moments:
     moments: Moments = {}
     if layer.policy.offload and transposes(layer) and not layer.pipelined:
         # The stacks that stay on the device are transposed for the backward pass.
-        stacks = sum(layer.kept.get(name, 0) for name in ("block_input", "attention_out"))
+        stacks = sum(layer.kept.get(name, 0) for name in ("block_input", "attention_out", "mlp_down"))
         moments["turn"] = {"relayout": layer.chunk_layers * stacks}
     for moment, held in counts.items():
         size = sum(count * units[name] for name, count in held._asdict().items())
@@ -243,6 +243,7 @@ def copies(layer: LayerShape, moment: str) -> float:
         # A single layer's or single microbatch's products are read in place.
         alone = is_single(layer) or (layer.pipelined and layer.microbatches == 1 and not layer.documents)
         done = ("mlp_gate", "mlp_up") if moment == "attention" or alone else ()
+        done += ("mlp_down",) if moment == "attention" else ()
         return sum(size for name, size in held.items() if name not in done)
 
     size = 0.0

@@ -25,6 +25,10 @@ from jaxllm.cost_model.step_parts import (
     tile_share,
 )
 
+BLOCK_NORM_MOVES = {"before": (9, 12), "after": (7, 14), "both": (10, 20)}
+"""Reads and writes of a token's width by norms and residual sums, forward and backward, by model.block_norms. Counted for
+kernels that end where a row is summed; none of it is measured."""
+
 
 class LayerCompute:
     """Sizes of a config on one GPU, and the compute time of one layer and microbatch.
@@ -39,7 +43,7 @@ class LayerCompute:
         model, parallel = config.model, config.parallel
         self.config, self.model, self.parallel, self.gpu = config, model, parallel, gpu
         self.fitted = fitted
-        self.policy = policy_of(parallel.remat)
+        self.policy = policy_of(parallel.remat, model)
         self.fuses_attention = takes_cudnn(model)
         self.windows = window_shares(model, config.train.sequence_length)
         self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
@@ -175,17 +179,18 @@ class LayerCompute:
     def moves_s(self) -> tuple[float, float]:
         """(forward, backward) time of memory-bound kernels.
 
-        Forward: norms and residual sums read or write a token's width nine times, of which a rank has 1/t; rotary embeddings
-        read and write queries and keys; SwiGLU accesses the feed-forward width three times. Backward: twelve, two and
+        Norms and residual sums read or write a token's width BLOCK_NORM_MOVES times, of which a rank has 1/t. Forward: rotary
+        embeddings read and write queries and keys; SwiGLU accesses the feed-forward width three times. Backward: two and
         backward_mlp_moves times. A norm of heads fuses with the rotation: it reads its input once more forward; backward it
         does so too, and reads and writes a gradient. Each further block of a ring or window merges an output in float32 (10
         bytes per element) and adds a gradient of queries (8).
         """
         split = self.model.hidden_size / self.t
+        moves = BLOCK_NORM_MOVES[self.model.block_norms]
         heads = self.query_width + self.key_width
         normed = heads if self.model.qk_norm else 0
-        forward = 9 * split + 2 * heads + normed + 3 * self.mlp_width
-        backward = 12 * split + 2 * heads + 3 * normed + self.backward_mlp_moves * self.mlp_width
+        forward = moves[0] * split + 2 * heads + normed + 3 * self.mlp_width
+        backward = moves[1] * split + 2 * heads + 3 * normed + self.backward_mlp_moves * self.mlp_width
         merged = self.mean(sum(queries for queries, _ in self.hops(w)) for w in self.windows) * self.query_width
         return (
             self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),

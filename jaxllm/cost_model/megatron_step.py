@@ -23,7 +23,7 @@ class MegatronStep(StepModel):
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)
         # No activations are offloaded, and no weights.
-        self.policy, self.layers_on_host = policy_of("none"), False
+        self.policy, self.layers_on_host = policy_of("none", config.model), False
         self.fuses_attention, self.context_method = True, "ring"
         self.key_gradient_itemsize = self.itemsize
         self.sends_by_layer, self.paired_share, self.rings_tensor = False, 0.0, False

@@ -113,7 +113,11 @@ class StepModel(LayerCompute):
         if self.rings_tensor:
             self.add_tensor_ring(forward, backward, layers, again)
         elif self.t > 1:
-            self.add_tensor(forward, backward, layers, matmuls_s, "attention_out" in again)
+            self.add_tensor(forward, backward, layers, matmuls_s, len(again & {"attention_out", "mlp_down"}))
+        if self.t > 1 and self.model.qk_norm == "width":
+            # The sums over all heads, of queries and keys at once: a few bytes for each token, for which ranks wait.
+            forward.add("tensor_skew", self.fitted.sync_s, times=layers)
+            backward.add("tensor_skew", self.fitted.sync_s, times=layers * (1 + moves_again))
         if self.c > 1:
             for window, share in self.windows.items():
                 self.add_context(forward, backward, share * layers, window, attention_again)
@@ -176,11 +180,11 @@ class StepModel(LayerCompute):
     # -------------------------------------------------------------------------------- transfers of one layer and microbatch
 
     def add_tensor(
-        self, forward: Transfers, backward: Transfers, layers: int, matmuls_s: tuple[float, float], scatters_again: bool
+        self, forward: Transfers, backward: Transfers, layers: int, matmuls_s: tuple[float, float], scatters_again: int
     ) -> None:
         """Sequence parallelism: hidden states are gathered into both halves of a block and scattered out of them. The backward
-        pass does the same and gathers the two inputs once more (6 and 4 per layer); if attention's output is recomputed, it
-        scatters once more.
+        pass does the same and gathers the two inputs once more (6 and 4 per layer); it scatters each output that is recomputed
+        once more.
 
         hidden_collectives overlap with a matmul. In ticks that run layers of both passes, the others overlap with the other
         pass's matmuls (benchmarks/overlap.py).

@@ -41,7 +41,7 @@ class StepSizes:
         self.on_device = on_device
         self.in_blocks = config.data.mask_documents and not self.packed
         p, train = config.parallel, config.train
-        self.policy: Policy = policy_of(p.remat)
+        self.policy: Policy = policy_of(p.remat, self.model)
         self.ranks = int(p.data) * p.context
         self.shared_out = self.ranks > 1
         # A single rank has nothing to shard over.
@@ -111,14 +111,15 @@ class StepSizes:
             return self._scaled(self._held.kept)
         # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
         # and the sequence that enters the matmuls, gathered unless a ring gathers it again; queries, keys, values, attention's
-        # output; SwiGLU's products. Of a norm of heads the same three as of a half's.
-        u = self.units
+        # output; SwiGLU's products. Of norms of a half's output or of heads the same three as of its input's.
+        u, norms = self.units, self.model.block_norms
+        normed = {"block_input": 2 * u["split"] * (norms != "after"), "block_output": 2 * u["split"] * (norms != "before")}
         of_heads = (u["query"] + u["key"]) * (self.model.qk_norm is not None)
         if self.has_own_layers:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
             of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
             of_attention["qk_norm"] = of_heads
-            of_halves = {"block_input": 2 * u["split"], "attention_input": u["whole"], "mlp_input": u["whole"]}
+            of_halves = {**normed, "attention_input": u["whole"], "mlp_input": u["whole"]}
             if self.in_blocks and not self.scores:
                 # Of each halving a half of the queries, and of the keys and values.
                 levels = halvings(self.causal_block_length)
@@ -126,7 +127,7 @@ class StepSizes:
             return {**of_halves, **of_attention, "mlp_products": 3 * u["mlp"]}
         input_bytes = u["split" if rings_tensor(self.config, self.capability) else "whole"]
         return {
-            "block_input": 2 * FLOAT32 / self.itemsize * 3 * u["split"],
+            **{name: FLOAT32 / self.itemsize * 3 * size for name, size in normed.items()},
             "attention_input": input_bytes,
             "query": u["query"],
             "key": u["key"],

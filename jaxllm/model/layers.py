@@ -97,7 +97,7 @@ def add_parameters(module: nnx.Module, model: ModelConfig, path: str, rngs: nnx.
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim, in float32 (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * scale over the dims of the scale, which are the last ones, in float32 (Zhang and Sennrich, 2019)."""
 
     scale: nnx.Param
 
@@ -107,10 +107,10 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        x32 = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
-        return (x32 * inverse_rms * scale).astype(x.dtype)
+        x32, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        normed = tuple(range(x.ndim - scale.ndim, x.ndim))
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=normed, keepdims=True) + self.eps)
+        return (x32 * inverse_rms * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
 
 
 def rotary_frequencies(model: ModelConfig) -> np.ndarray:
@@ -259,23 +259,39 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """h + attention(norm(h)), then h + mlp(norm(h)).
+    """h + attention(norm(h)), then h + mlp(norm(h)). model.block_norms says whether the norms are there, or after each half:
+    h + norm(attention(h)), or both.
 
     Between the two halves, and between blocks, the sequence dim is sharded over the tensor axis. It is gathered before each
     half, and the half's partial sums are reduce-scattered, in Ops.gather_matmul and matmul_scatter.
     """
 
+    attention_norm: RMSNorm | None = None
+    attention_post_norm: RMSNorm | None = None
+    mlp_norm: RMSNorm | None = None
+    mlp_post_norm: RMSNorm | None = None
+
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(model, "layers.attention_norm", rngs=rngs)
         self.attention = Attention(model, rngs=rngs)
-        self.mlp_norm = RMSNorm(model, "layers.mlp_norm", rngs=rngs)
         self.mlp = SwiGLU(model, rngs=rngs)
+        if model.block_norms != "after":
+            self.attention_norm = RMSNorm(model, "layers.attention_norm", rngs=rngs)
+            self.mlp_norm = RMSNorm(model, "layers.mlp_norm", rngs=rngs)
+        if model.block_norms != "before":
+            self.attention_post_norm = RMSNorm(model, "layers.attention_post_norm", rngs=rngs)
+            self.mlp_post_norm = RMSNorm(model, "layers.mlp_post_norm", rngs=rngs)
 
     def __call__(self, h_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
-        x_BSD = ops.constrain(self.attention_norm(h_BSD), SHARDED_SEQUENCE)
-        update_BSD = self.attention(x_BSD, rotary, segments_BS, ops)
+        x_BSD = ops.constrain(_normed(h_BSD, self.attention_norm), SHARDED_SEQUENCE)
+        update_BSD = checkpoint_name(self.attention(x_BSD, rotary, segments_BS, ops), "attention_out")
+        update_BSD = _normed(update_BSD, self.attention_post_norm)
         with jax.named_scope("residual"):
-            h_BSD = h_BSD + checkpoint_name(update_BSD, "attention_out")
-        update_BSD = self.mlp(ops.constrain(self.mlp_norm(h_BSD), SHARDED_SEQUENCE), ops)
+            h_BSD = h_BSD + update_BSD
+        x_BSD = ops.constrain(_normed(h_BSD, self.mlp_norm), SHARDED_SEQUENCE)
+        update_BSD = _normed(checkpoint_name(self.mlp(x_BSD, ops), "mlp_down"), self.mlp_post_norm)
         with jax.named_scope("residual"):
             return h_BSD + update_BSD
+
+
+def _normed(x_BSD: Float[Array, "B S D"], norm: RMSNorm | None) -> Float[Array, "B S D"]:
+    return x_BSD if norm is None else norm(x_BSD)

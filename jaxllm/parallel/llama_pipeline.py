@@ -110,7 +110,7 @@ class LlamaStage:
         network = nnx.merge(ctx.graph, weights)
         self._norm_graph = nnx.split(network.final_norm)[0]
         block = partial(apply_block, nnx.split(network.layers)[0], ctx.ops)
-        policy = policy_of(parallel.remat)
+        policy = policy_of(parallel.remat, model)
         self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, unroll=unrolling(model))
         part = VocabularySlice(
             first=lambda rows: jax.lax.axis_index(PIPE) * rows,

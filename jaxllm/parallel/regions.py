@@ -250,7 +250,8 @@ def _stacked_layers(
     """(h, the layers' full weights if the phase keeps them)"""
     model, block, zero = ctx.config.model, partial(apply_block, graph, ctx.ops), ctx.zero
     access = zero.access(phase) if zero and zero.once else ctx.access
-    loop = LayerLoop(block, model.num_layers, policy_of(ctx.config.parallel.remat), access, tap, unroll=unrolling(model))
+    policy = policy_of(ctx.config.parallel.remat, model)
+    loop = LayerLoop(block, model.num_layers, policy, access, tap, unroll=unrolling(model))
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 
@@ -275,7 +276,7 @@ def _own_layers(
     def block_of(kind: int) -> BlockFunction:
         # A number, so that the program has no conditional.
         here = ops if len(model.kinds) == 1 else dataclasses.replace(ops, attend=partial(ops.attend, kind=kind))
-        return remat(policy_of(ctx.config.parallel.remat), partial(apply_block, graph, here), in_loop=False)
+        return remat(policy_of(ctx.config.parallel.remat, model), partial(apply_block, graph, here), in_loop=False)
 
     blocks = [block_of(kind) for kind in range(len(model.kinds))]
     token: Any = 0.0

@@ -100,7 +100,7 @@ def pipeline_report(config: Config) -> PipelineReport:
 
 def slot_bytes(config: Config) -> tuple[int | None, int]:
     """Bytes that one chunk keeps of one microbatch, (on one device, in host memory), by the closed form of activations.py."""
-    model, p, policy = config.model, config.parallel, policy_of(config.parallel.remat)
+    model, p, policy = config.model, config.parallel, policy_of(config.parallel.remat, config.model)
     if policy.everything:
         return None, 0
     held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(config))

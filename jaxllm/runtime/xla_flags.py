@@ -212,7 +212,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
         return {}
     options: dict[str, Any] = _collective_options(config, compute_capability(device))
     options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config, compute_capability(device)) else {})
-    offloads = bool(policy_of(config.parallel.remat).offload)
+    offloads = bool(policy_of(config.parallel.remat, config.model).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     options = options | (ALL_ON_HOST_GPU_OPTIONS if config.parallel.offload_state == "all" else {})
     if offloads or config.parallel.offload_state != "none" or _may_fit(config, device, capacity_bytes):

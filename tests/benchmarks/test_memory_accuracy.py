@@ -171,8 +171,9 @@ def test_the_estimate_of_networks_beside_llama(accuracy):
     test_the_stored_estimates_are_todays(accuracy, rows)
     test_a_row_says_all_of_its_case(accuracy, rows)
     summary = accuracy.summary(rows)
-    assert {row["model"] for row in rows} == set(accuracy.NETWORKS)
-    assert (summary["configurations"], summary["failed"]) == (48, 0)
+    assert [row["model"] for row in sorted(rows, key=lambda row: row["index"])] == list(accuracy.NETWORKS[: len(rows)])
+    assert (summary["configurations"], summary["failed"]) == (len(rows), 0)
+    assert len(rows) >= 48
     assert summary["median_error_percent"] <= 3
     assert summary["underestimated_by_more_than_10_percent"] == summary["called_safe_and_above_capacity"] == 0
     assert summary["verdict_agreement"] >= 0.95

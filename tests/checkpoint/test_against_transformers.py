@@ -27,6 +27,7 @@ CASES = {
     "wide heads": {"head_dim": 10, "rms_norm_eps": 1e-6},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "yarn": {"rope_scaling": YARN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},

@@ -290,7 +290,7 @@ def test_flops_of_each_part_are_those_of_the_closed_form(name):
     D, F, H = model.hidden_size, model.intermediate_size, model.head_dim
     columns = {"query": model.num_heads * H, "key": model.num_kv_heads * H, "value": model.num_kv_heads * H}
     columns |= {"attention_out": model.num_heads * H, "mlp_gate": F, "mlp_up": F}
-    again = set(policy_of(parallel.remat).recompute)
+    again = set(policy_of(parallel.remat, model).recompute)
     attention = attention_flops_per_token(model, S, causal=True) / model.num_layers
     expected = {
         "matmuls": 6 * layer_matmul_parameters(model) * layers * tokens,

@@ -17,6 +17,7 @@ MISTRAL = {**HUB, "architectures": ["MistralForCausalLM"], "model_type": "mistra
 QWEN = {**HUB, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 2}
 QWEN2 = {**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10, "attention_bias": False}
+OLMO2 = {**HUB, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 
 
 F, S = "full_attention", "sliding_attention"
@@ -43,6 +44,7 @@ def test_both_dialects_say_the_same_network(dialect):
         "norm_eps": 1e-5,
         "qkv_bias": False,
         "qk_norm": None,
+        "block_norms": "before",
         "sliding_window": None,
         "full_attention_every": None,
         "full_attention_first": 0,
@@ -93,7 +95,7 @@ def test_mistral_has_defaults_of_its_own():
     [
         (
             {"architectures": ["Qwen2MoeForCausalLM"]},
-            r'architectures=\["Qwen2MoeForCausalLM"\]: jaxllm supports LlamaForCausalLM, .*and Qwen3ForCausalLM\.$',
+            r'architectures=\["Qwen2MoeForCausalLM"\]: jaxllm supports LlamaForCausalLM, .*and Olmo2ForCausalLM\.$',
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gemma"}, "model_type=gemma"),
@@ -143,6 +145,8 @@ def test_a_class_says_what_its_network_has():
     assert model_section(QWEN2, "") == model_section(HUB, "") | {"qkv_bias": True}
     assert model_section(QWEN3, "") == model_section({**HUB, "head_dim": 10}, "") | {"qk_norm": "head"}
     assert model_section(without(QWEN3, "head_dim"), "")["head_dim"] == 128
+    assert model_section(OLMO2, "") == model_section(HUB, "") | {"qk_norm": "width", "block_norms": "after"}
+    assert model_section(without(OLMO2, "rms_norm_eps"), "")["norm_eps"] == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,7 @@ def test_a_window_needs_a_class_that_has_it():
         hugging_face_config(section | {"full_attention_every": 2}, dtype="float32", max_position=128)
 
 
-@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3])
+@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3, OLMO2])
 def test_a_network_without_its_config_gets_the_class_that_computes_it(config):
     section = model_section(config, "")
     written = hugging_face_config(section, dtype="float32", max_position=128)
@@ -226,6 +230,7 @@ def test_a_network_that_transformers_lacks_is_named():
         {**MISTRAL, "sliding_window": 16},
         QWEN2,
         in_new_dialect(QWEN3),
+        in_new_dialect(OLMO2),
         {**QWEN2, "rope_scaling": YARN},
     ],
 )

@@ -402,6 +402,18 @@ def test_norms_of_heads_take_memory_bound_time_alone():
     )
 
 
+def test_norms_of_outputs_take_time_where_they_read_and_what_remat_repeats():
+    def terms(norms, remat):
+        return step(configured(8, model={"name": "olmo-2-7b", "block_norms": norms}, zero=3, remat=remat)).terms_s
+
+    both, before = terms("both", "selective"), terms("before", "selective")
+    # The MLP's output is kept too.
+    assert {name for name in both if both[name] > before[name] * (1 + 1e-4)} == {"memory_bound", "recomputation", "stacks"}
+    more = [terms(norms, "full")["recomputation"] - terms(norms, "selective")["recomputation"] for norms in ("both", "before")]
+    down = 2 * 4096 * 11008 / (2 * 4096 * (3 * 11008 + 4 * 4096))
+    assert more[0] == pytest.approx(more[1] * (1 + down), rel=0.1)
+
+
 def test_fp8_is_refused_where_the_chip_has_none():
     config = configured(8, model={"name": "llama-3.1-8b", "matmul_dtype": "fp8"})
     with pytest.raises(

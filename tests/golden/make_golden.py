@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {**SHAPE, "num_kv_heads": 2, "qkv_bias": True, "tie_embeddings": True},
     # Heads are narrower together than the model.
     "qwen3": {**SHAPE, "num_kv_heads": 2, "head_dim": 6, "qk_norm": "head", "norm_eps": 1e-2},
+    "olmo2": {**SHAPE, "num_kv_heads": 2, "head_dim": 6, "qk_norm": "width", "block_norms": "after", "norm_eps": 1e-2},
 }
 
 
@@ -90,7 +91,8 @@ def network_of(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
     import torch
     import transformers
 
-    kind = "Qwen2" if model.qkv_bias else "Qwen3" if model.qk_norm else "Llama"
+    of_norm = {None: "Llama", "head": "Qwen3", "width": "Olmo2"}
+    kind = "Qwen2" if model.qkv_bias else of_norm[model.qk_norm]
     config_class, network_class = (getattr(transformers, kind + end) for end in ("Config", "ForCausalLM"))
 
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -119,6 +121,8 @@ def network_of(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
             max_position_embeddings=longest,
             tie_word_embeddings=model.tie_embeddings,
             use_cache=False,
+            pad_token_id=None,
+            eos_token_id=None,
             attn_implementation="eager",
             dtype=torch.float32,
         )

@@ -13,34 +13,45 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 
-# jaxllm's path, Hugging Face's name, the letters of jaxllm's dims. L becomes one name per layer; dims on a side of D merge.
+# jaxllm's path, Hugging Face's name, the letters of jaxllm's dims; and what a network must have to have it, where not all do. L
+# becomes one name per layer; dims on a side of D merge.
 TABLE = (
     ("embedding", "model.embed_tokens.weight", "VD"),
-    ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "LD"),
+    ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "LD", "norms before"),
     ("layers.attention.query", "model.layers.{}.self_attn.q_proj.weight", "LDNH"),
     ("layers.attention.key", "model.layers.{}.self_attn.k_proj.weight", "LDKH"),
     ("layers.attention.value", "model.layers.{}.self_attn.v_proj.weight", "LDKH"),
-    ("layers.attention.query_bias", "model.layers.{}.self_attn.q_proj.bias", "LNH"),
-    ("layers.attention.key_bias", "model.layers.{}.self_attn.k_proj.bias", "LKH"),
-    ("layers.attention.value_bias", "model.layers.{}.self_attn.v_proj.bias", "LKH"),
-    ("layers.attention.query_norm.scale", "model.layers.{}.self_attn.q_norm.weight", "LH"),
-    ("layers.attention.key_norm.scale", "model.layers.{}.self_attn.k_norm.weight", "LH"),
+    ("layers.attention.query_bias", "model.layers.{}.self_attn.q_proj.bias", "LNH", "bias"),
+    ("layers.attention.key_bias", "model.layers.{}.self_attn.k_proj.bias", "LKH", "bias"),
+    ("layers.attention.value_bias", "model.layers.{}.self_attn.v_proj.bias", "LKH", "bias"),
+    ("layers.attention.query_norm.scale", "model.layers.{}.self_attn.q_norm.weight", "LH", "norms of heads"),
+    ("layers.attention.key_norm.scale", "model.layers.{}.self_attn.k_norm.weight", "LH", "norms of heads"),
+    ("layers.attention.query_norm.scale", "model.layers.{}.self_attn.q_norm.weight", "LNH", "norms of all heads"),
+    ("layers.attention.key_norm.scale", "model.layers.{}.self_attn.k_norm.weight", "LKH", "norms of all heads"),
     ("layers.attention.out", "model.layers.{}.self_attn.o_proj.weight", "LNHD"),
-    ("layers.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD"),
+    ("layers.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD", "norms before"),
+    ("layers.attention_post_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD", "norms after"),
+    ("layers.mlp_post_norm.scale", "model.layers.{}.post_feedforward_layernorm.weight", "LD", "norms after"),
     ("layers.mlp.gate", "model.layers.{}.mlp.gate_proj.weight", "LDF"),
     ("layers.mlp.up", "model.layers.{}.mlp.up_proj.weight", "LDF"),
     ("layers.mlp.down", "model.layers.{}.mlp.down_proj.weight", "LFD"),
     ("final_norm.scale", "model.norm.weight", "D"),
-    ("head", "lm_head.weight", "VD"),
+    ("head", "lm_head.weight", "VD", "head"),
 )
 
 
 def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
     """(jaxllm's path, Hugging Face's names, one per layer or a single one, jaxllm's dims without L) of every parameter."""
-    for ours, theirs, dims in TABLE:
-        bias, norm = not model.qkv_bias, not model.qk_norm
-        lacks = {"head": model.tie_embeddings, "_bias": bias, "query_norm": norm, "key_norm": norm}
-        if any(missing and part in ours for part, missing in lacks.items()):
+    has = {
+        "head": not model.tie_embeddings,
+        "bias": model.qkv_bias,
+        "norms of heads": model.qk_norm == "head",
+        "norms of all heads": model.qk_norm == "width",
+        "norms before": model.block_norms == "before",
+        "norms after": model.block_norms == "after",
+    }
+    for ours, theirs, dims, *needs in TABLE:
+        if not all(has[need] for need in needs):
             continue
         names = [theirs.format(layer) for layer in range(model.num_layers)] if dims[0] == "L" else [theirs]
         yield ours, names, dims.removeprefix("L")

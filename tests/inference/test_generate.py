@@ -83,8 +83,9 @@ def test_greedy_is_full_recomputation_token_for_token(generator, prompts, expect
     assert all(len(set(ids)) > NEW // 3 for ids in expected)
 
 
-def test_a_cache_holds_keys_with_their_biases_and_norms(shape, prompts):
-    model = Llama(shape.model_copy(update={"qkv_bias": True, "qk_norm": "head"}), rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("norms", [{"qk_norm": "head"}, {"qk_norm": "width", "block_norms": "both"}])
+def test_a_cache_holds_keys_with_their_biases_and_norms(shape, prompts, norms):
+    model = Llama(shape.model_copy(update={"qkv_bias": True, **norms}), rngs=nnx.Rngs(0))
     for number, vector in enumerate((model.layers.attention.key_bias, model.layers.attention.key_norm.scale)):
         vector[...] += jax.random.normal(jax.random.key(number), vector.shape)
     assert greedy(Generator(model), prompts[:2]) == recomputed(model, prompts[:2])

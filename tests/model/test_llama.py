@@ -100,6 +100,7 @@ def test_vocabulary_padding_changes_no_value(config, network, tokens):
         ("model.tie_embeddings=true",),
         ("model.head_dim=16", "model.num_kv_heads=1"),
         ("model.qkv_bias=true", "model.qk_norm=head"),
+        ("model.qk_norm=width", "model.block_norms=both"),
     ],
 )
 def test_every_parameter_is_named_and_counted(tiny_config, overrides):

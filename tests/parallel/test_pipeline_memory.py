@@ -64,7 +64,7 @@ def bytes_per_slot(config):
     model, parallel = config.model, config.parallel
     layers = -(-model.num_layers // (parallel.pipe * parallel.virtual_stages))
     ranks = {"context": parallel.context, "tensor": parallel.tensor}
-    held = bytes_per_token_and_layer(policy_of(parallel.remat), model, **ranks, blockwise=is_blockwise(config))
+    held = bytes_per_token_and_layer(policy_of(parallel.remat, model), model, **ranks, blockwise=is_blockwise(config))
     kept, offloaded = (sum(tensors.values()) for tensors in (held.kept, held.offloaded))
     return layers * config.train.sequence_length * kept, layers * config.train.sequence_length * offloaded
 
@@ -198,7 +198,7 @@ def test_offloaded_tensors_wait_in_the_host_and_move_behind_matmuls(capfd, sched
     assert slots == 4 * V + 4
     assert step.memory_analysis().host_temp_size_in_bytes == slots * bytes_per_slot(config)[1]
 
-    tensors = len(policy_of(config.parallel.remat).offload)
+    tensors = len(policy_of(config.parallel.remat, config.model).offload)
     copies = list(host_copies(Module(text, axis_sizes(config.parallel))))
     units = M * V + 3
     stores, loads = ([copy for copy in copies if copy.to_host is to_host] for to_host in (True, False))

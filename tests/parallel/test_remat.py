@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ConfigError
-from jaxllm.config.remat_policy import Policy, policy_of
+from jaxllm.config.remat_policy import policy_of
+from jaxllm.config.types import LAST_OUTPUT
 from jaxllm.cost_model.activations import bytes_per_token_and_layer
 from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
 from jaxllm.model.blockwise_attention import RESIDUALS, xla_kernel
@@ -106,7 +107,12 @@ MESHES = {
     "replicated keys": ("parallel.tensor=4",),
     "ring": ("parallel.context=2",),
 }
-NETWORKS = {"llama": (), "qwen": ("model.qk_norm=head", "model.qkv_bias=true")}
+NETWORKS = {
+    "llama": (),
+    "qwen": ("model.qk_norm=head", "model.qkv_bias=true"),
+    "olmo": ("model.qk_norm=width", "model.block_norms=after"),
+    "gemma": ("model.qk_norm=head", "model.block_norms=both"),
+}
 
 
 def one_block(config, function):
@@ -142,11 +148,12 @@ def one_block(config, function):
 
 
 @pytest.mark.parametrize("remat_name", REMATS)
-@pytest.mark.parametrize("blockwise", [False, True], ids=["plain", "blockwise"])
-def test_residuals_are_known_by_name(tiny_config, blockwise, remat_name):
+@pytest.mark.parametrize(("blockwise", "network"), [(False, "llama"), (True, "llama"), (True, "olmo")])
+def test_residuals_are_known_by_name(tiny_config, blockwise, network, remat_name):
     """Square weights, and an MLP as wide as the heads together: shapes would not tell a key from a value, nor gate from up."""
-    config = tiny_config(f"data.mask_documents={str(blockwise).lower()}", "model.intermediate_size=32", "model.num_kv_heads=4")
-    policy = policy_of(REMATS[remat_name])
+    sizes = ("model.intermediate_size=32", "model.num_kv_heads=4", *NETWORKS[network])
+    config = tiny_config(f"data.mask_documents={str(blockwise).lower()}", *sizes)
+    policy = policy_of(REMATS[remat_name], config.model)
     names = one_block(config, lambda block, *at: kept_names(remat(policy, block, True), *at, policy))
     attention = set() if blockwise else set(ATTENTION_RESULTS)
     assert set(jax.tree.leaves(names)) == {*policy.keep, *policy.offload} - attention
@@ -158,11 +165,12 @@ def test_residuals_are_known_by_name(tiny_config, blockwise, remat_name):
 
 @pytest.mark.parametrize("mesh", ["one", "tensor"])
 def test_networks_beside_llama_keep_the_same_tensors(tiny_config, mesh):
-    """By name, and no others. Queries and keys are kept as the norms read them."""
-    policy = policy_of("selective")
+    """By name, and no others, but for what norms read: queries and keys as they are before, and the MLP's output."""
     for network in NETWORKS.values():
         config = tiny_config("data.mask_documents=false", *MESHES[mesh], *network)
-        names = one_block(config, lambda block, *at: kept_names(remat(policy, block, True), *at))
+        policy = policy_of("selective", config.model)
+        assert ("mlp_down" in policy.keep) == (config.model.block_norms != "before")
+        names = one_block(config, lambda block, *at, policy=policy: kept_names(remat(policy, block, True), *at))
         assert set(jax.tree.leaves(names)) == {*policy.keep} - set(ATTENTION_RESULTS)
         assert None not in jax.tree.leaves(names, is_leaf=lambda x: x is None)
 
@@ -185,7 +193,8 @@ def test_gradients_of_biases_and_norms_are_summed_in_float32(tiny_config):
 @pytest.mark.parametrize("mesh", ["one", "tensor", "replicated keys"])
 def test_fp8_keeps_the_same_tensors(tiny_config, mesh):
     """No rounded copy, no scale, and no weight: those would fill a pipeline's ring."""
-    policy, sizes = policy_of("selective"), ("model.hidden_size=64", "data.mask_documents=false", *MESHES[mesh])
+    sizes = ("model.hidden_size=64", "data.mask_documents=false", *MESHES[mesh])
+    policy = policy_of("selective", tiny_config().model)
     for chosen in ("compute_dtype", "fp8"):
         config = tiny_config(*sizes, f"model.matmul_dtype={chosen}")
         names = one_block(config, lambda block, *at: kept_names(remat(policy, block, True), *at))
@@ -195,8 +204,8 @@ def test_fp8_keeps_the_same_tensors(tiny_config, mesh):
 
 def test_a_residual_is_the_tensor_it_is_named_for(tiny_config):
     """By value: the names of kept_names on the residuals of a block that runs, against the block's own tensors."""
-    policy = policy_of("selective")
     model = tiny_config("model.num_kv_heads=4").model
+    policy = policy_of("selective", model)
     with nnx.use_eager_sharding(False):
         graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(1)))
     weights = nnx.to_pure_dict(weights)
@@ -219,18 +228,19 @@ def test_a_residual_is_the_tensor_it_is_named_for(tiny_config):
         np.testing.assert_allclose(kept[name], array, atol=1e-6, err_msg=name)
 
 
-def test_what_cannot_be_offloaded_is_an_error():
-    policy = policy_of({"mlp_up": "offload"})
+def test_what_cannot_be_offloaded_is_an_error(tiny_config):
+    policy = policy_of({"mlp_up": "offload"}, tiny_config().model)
     with pytest.raises(RuntimeError, match="is its mlp_up"):
         kept_names(lambda w, h, side: jnp.sin(w * h), jnp.ones(3), jnp.ones(3), None, policy)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("remat_name", REMATS)
-@pytest.mark.parametrize("blockwise", [False, True], ids=["plain", "blockwise"])
-def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockwise):
-    config = tiny_config(*MESHES[mesh], f"data.mask_documents={str(blockwise).lower()}", "model.compute_dtype=bfloat16")
-    policy, parallel = policy_of(REMATS[remat_name]), config.parallel
+@pytest.mark.parametrize(("blockwise", "network"), [(False, "llama"), (True, "llama"), (True, "gemma")])
+def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockwise, network):
+    documents = f"data.mask_documents={str(blockwise).lower()}"
+    config = tiny_config(*MESHES[mesh], *NETWORKS[network], documents, "model.compute_dtype=bfloat16")
+    policy, parallel = policy_of(REMATS[remat_name], config.model), config.parallel
 
     def sizes(block, *at):
         block = remat(policy, block, True)
@@ -249,6 +259,7 @@ def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockw
 
 def test_names_in_the_config_are_the_models():
     assert (BLOCK_INPUT, "query", "key", "value", *RESIDUALS, "attention_out", "mlp_gate", "mlp_up") == BLOCK_TENSORS
+    assert LAST_OUTPUT == "mlp_down"
     assert ATTENTION_RESULTS == RESIDUALS
 
 
@@ -259,6 +270,7 @@ REFUSALS = {
     "parallel.remat.block_input=recompute": "is impossible, as all starts from it: use keep or offload.",
     "parallel.remat.attention_output=keep": "gains nothing alone: keep or offload attention_lse too.",
     "parallel.remat=fulll": "parallel.remat=fulll is not one of the choices: use ",
+    "parallel.remat={mlp_down: keep}": "parallel.remat.mlp_down has no effect with model.block_norms=before, as no backward ",
     "parallel.remat=3": "parallel.remat=3 is not ",
 }
 
@@ -274,7 +286,14 @@ def test_mistakes_are_refused(tiny_config, override):
 def test_a_mapping_can_be_given_on_the_command_line(tiny_config):
     config = tiny_config("parallel.remat={query: keep, mlp_up: keep}", "parallel.remat.mlp_up=offload")
     assert config.parallel.remat == {"query": "keep", "mlp_up": "offload"}
-    policy = policy_of(config.parallel.remat)
-    assert policy == Policy("mapping", ("block_input", "query"), ("mlp_up",), everything=False)
-    assert policy_of("offload").offload == policy_of("selective").keep == BLOCK_TENSORS
-    assert policy_of("full").recompute == BLOCK_TENSORS[1:]
+    policy = policy_of(config.parallel.remat, config.model)
+    assert (policy.keep, policy.offload) == (("block_input", "query"), ("mlp_up",))
+    assert set(policy.recompute) == set(BLOCK_TENSORS) - {"block_input", "query", "mlp_up"}
+
+
+@pytest.mark.parametrize(("network", "names"), [("llama", BLOCK_TENSORS), ("olmo", (*BLOCK_TENSORS, LAST_OUTPUT))])
+def test_policies_name_the_tensors_of_the_network(tiny_config, network, names):
+    model = tiny_config(*NETWORKS[network]).model
+    assert policy_of("offload", model).offload == policy_of("selective", model).keep == policy_of("none", model).keep == names
+    assert policy_of("full", model).recompute == names[1:]
+    assert policy_of({}, model).recompute == names[1:]
