@@ -10,85 +10,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_window import WINDOWS, Windows, can_say, read_window, window_keys
+from jaxllm.config.hf_kinds import (
+    KINDS,
+    MUST_BE,
+    ROPE_SCALINGS,
+    SAID,
+    SHAPE_KEYS,
+    SIZES,
+    TOKEN_IDS,
+    VARIANTS,
+    YARN_DEFAULTS,
+)
+from jaxllm.config.hf_window import can_say, read_window, window_keys
 
 CONFIG, MODEL = "config.json", "model.json"
-VARIANTS: dict[str, Any] = {"qkv_bias": False, "qk_norm": None, "block_norms": "before", **WINDOWS}
-"""Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
-SHAPE_KEYS = (
-    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
-    *("rope_theta", "rope_scaling", "tie_embeddings", "norm_eps"),
-    *VARIANTS,
-)
-"""Keys of the `model` section that define the network, as opposed to how it runs."""
-SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-}
-"""jaxllm's and Hugging Face's names of the sizes that each config.json has."""
-_ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
-ROPE_SCALINGS: dict[str, dict[str, str]] = {
-    "llama3": {**{key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}, **_ORIGINAL},
-    "linear": {"factor": "factor"},
-    "yarn": {**{key: key for key in ("factor", "beta_slow", "beta_fast", "attention_factor")}, **_ORIGINAL},
-}
-"""Names in the `rope_scaling` section and in config.json, by rope_type."""
-YARN_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
-"""What transformers takes for missing keys."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A network of transformers, by its model_type."""
-
-    architecture: str
-    defaults: dict[str, Any]
-    """transformers' defaults for keys that are missing in config.json, where the classes differ."""
-    variants: dict[str, Any] = field(default_factory=dict)
-    """What its class says about VARIANTS but WINDOWS, whatever config.json says."""
-    windows: Windows = "none"
-    """How it says which layers have a sliding window."""
-    ignores: tuple[str, ...] = ()
-    """Keys of MUST_BE that its class does not read."""
-
-
-_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
-KINDS = {
-    "llama": Kind("LlamaForCausalLM", {"num_key_value_heads": None, "max_position_embeddings": 2048}),
-    "mistral": Kind(
-        "MistralForCausalLM",
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        windows="all",
-    ),
-    "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, windows="switched", ignores=("attention_bias",)),
-    "qwen3": Kind("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, windows="switched"),
-    "olmo2": Kind(
-        "Olmo2ForCausalLM",
-        {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-        {"qk_norm": "width", "block_norms": "after"},
-    ),
-}
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""OLMo 2's class has defaults for them, and gives the padding id's embedding no gradient."""
-MUST_BE: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "hidden_act": ("silu", "swish", None),
-    "quantization_config": (None,),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "partial_rotary_factor": (None, 1),
-    "is_encoder_decoder": (None, False),
-}
-"""Keys that change the network, with the values that jaxllm supports."""
 
 
 def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -123,11 +62,16 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     head_dim = section["hidden_size"] // section["num_heads"] if head_dim is None else head_dim
     section["head_dim"] = _integer({"head_dim": head_dim}, "head_dim", where)
     section["norm_eps"] = _number(found, "rms_norm_eps", where, defaults.get("rms_norm_eps", 1e-6))
-    if (tied := found.get("tie_word_embeddings")) not in (True, False, None):
+    if (tied := found.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))) not in (True, False, None):
         raise ConfigError(f"{where} says tie_word_embeddings={_plain(tied)}: it should be true or false.")
     section["tie_embeddings"] = bool(tied)
-    section["rope_theta"], section["rope_scaling"] = _rope(found, kind, where)
     section |= VARIANTS | KINDS[kind].variants | read_window(found, defaults, KINDS[kind].windows, where)
+    if KINDS[kind].has_local_rope:
+        found, local_theta = _without_local_rope(found, defaults, where)
+        section["local_rope_theta"] = None if section["sliding_window"] is None else local_theta
+        scalar = _integer({**defaults, **found}, "query_pre_attn_scalar", where)
+        section["query_pre_attn_scalar"] = None if scalar == section["head_dim"] else scalar
+    section["rope_theta"], section["rope_scaling"] = _rope(found, kind, where)
     return {key: section[key] for key in SHAPE_KEYS}
 
 
@@ -151,10 +95,11 @@ def hugging_face_config(
     """
     original = dict(original or {})
     kind = _kind(original, "The original config.json") if original else _kind_of(model)
+    is_gemma = "hidden_act" in KINDS[kind].ignores
     config: dict[str, Any] = {
         "architectures": original.get("architectures") or [KINDS[kind].architecture],
         "model_type": kind,
-        "hidden_act": "silu",
+        **{key: allowed[0] for key, allowed in MUST_BE.items() if key == ("hidden_activation" if is_gemma else "hidden_act")},
         **({"use_sliding_window": False} if KINDS[kind].windows == "switched" else {}),
         **({"attention_bias": False} if kind != "qwen2" else {}),
         **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
@@ -182,6 +127,14 @@ def hugging_face_config(
     config["rope_theta"] = model["rope_theta"]
     config["rope_scaling"] = scaling if ours is not None else None
     config["rope_parameters"] = {**scaling, "rope_theta": model["rope_theta"]}
+    if KINDS[kind].has_local_rope:
+        local = model.get("local_rope_theta") or KINDS[kind].defaults["rope_local_base_freq"]
+        config["rope_local_base_freq"] = local
+        config["query_pre_attn_scalar"] = model.get("query_pre_attn_scalar") or model["head_dim"]
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
     config.pop("original_max_position_embeddings", None)
     return config
 
@@ -246,13 +199,31 @@ def _listed(names: Iterable[str]) -> str:
 def _kind_of(model: Mapping[str, Any]) -> str:
     """The kind of a network that came without a config.json."""
     variants = {key: model.get(key, value) for key, value in VARIANTS.items()}
-    windows = {key: variants[key] for key in WINDOWS}
-    kinds = ((name, {**VARIANTS, **kind.variants, **windows}) for name, kind in KINDS.items() if can_say(model, kind.windows))
-    kind = next((name for name, has in kinds if has == variants), None)
+    said = {key: variants[key] for key in SAID}
+    has_local = any(said[key] is not None for key in ("local_rope_theta", "query_pre_attn_scalar"))
+    able = [name for name, kind in KINDS.items() if can_say(model, kind.windows) and (kind.has_local_rope or not has_local)]
+    kind = next((name for name in able if {**VARIANTS, **KINDS[name].variants, **said} == variants), None)
     if kind is None:
         said = " and ".join(f"model.{key}={value}" for key, value in variants.items() if value != VARIANTS[key])
         raise ConfigError(f"transformers has no network with {said}: only jaxllm can load this model.")
     return kind
+
+
+def _without_local_rope(found: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], float]:
+    """(the config.json with the angles of full attention alone, theta of the layers with a window)"""
+    thetas, rope = {}, found.get("rope_parameters")
+    if "rope_local_base_freq" in found:
+        thetas["rope_local_base_freq"] = found["rope_local_base_freq"]
+    if isinstance(rope, Mapping) and any(isinstance(part, Mapping) for part in rope.values()):
+        full, local = (rope.get(key) or {} for key in ("full_attention", "sliding_attention"))
+        if local.get("rope_type", "default") != "default":
+            raise ConfigError(f"{where} scales the angles of layers with a window, which jaxllm does not: use another model.")
+        if "rope_theta" in local:
+            thetas["rope_parameters"] = local["rope_theta"]
+        found = {**found, "rope_parameters": full}
+    _refuse_disagreement(thetas, where)
+    theta = next(iter(thetas.values()), defaults["rope_local_base_freq"])
+    return found, _number({"rope_local_base_freq": theta}, "rope_local_base_freq", where)
 
 
 def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[str, Any] | None]:
@@ -265,7 +236,8 @@ def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[
     if "rope_theta" in found:
         thetas["rope_theta"] = found["rope_theta"]
     _refuse_disagreement(thetas, where)
-    theta = _number({"rope_theta": next(iter(thetas.values()), 10000.0)}, "rope_theta", where)
+    default = KINDS[kind].defaults.get("rope_theta", 10000.0)
+    theta = _number({"rope_theta": next(iter(thetas.values()), default)}, "rope_theta", where)
     scalings = {key: _scaling(value, found, kind, f"{where}: {key}") for key, value in dialects.items()}
     _refuse_disagreement(scalings, where)
     return theta, next(iter(scalings.values()), None)

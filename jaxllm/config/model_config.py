@@ -97,6 +97,16 @@ class ModelConfig(Section):
     """With sliding_window: the last of every so many layers attends to all positions (Gemma 3: 6)."""
     full_attention_first: int = Field(0, ge=0)
     """With sliding_window: so many layers at the start attend to all positions (max_window_layers of Qwen)."""
+    local_rope_theta: PositiveFloat | None = None
+    """rope_theta of the layers with a window, without rope_scaling (Gemma 3); default: as all others."""
+    query_pre_attn_scalar: PositiveInt | None = None
+    """Attention scores are divided by its square root; default: head_dim."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation of the feed-forward's gate. gelu_tanh: GELU by its approximation with tanh (Gemma)."""
+    scale_embeddings: Switch = False
+    """Embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
+    norm_plus_one: Switch = False
+    """RMSNorms multiply by 1 + scale, and scales begin at 0 (Gemma)."""
     tie_embeddings: Switch = False
     """Embedding and head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
@@ -161,7 +171,7 @@ class ModelConfig(Section):
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
                 f"use one of {list(divisors(self.num_heads))} key-value heads."
             )
-        for key in ("full_attention_every", "full_attention_first"):
+        for key in ("full_attention_every", "full_attention_first", "local_rope_theta"):
             if self.sliding_window is None and (value := getattr(self, key)):
                 raise refuse(f"model.{key}={value} has no effect without model.sliding_window: set that, or leave it out.")
         if self.head_dim % 2:

@@ -30,6 +30,7 @@ class Shape(Protocol):
     vocab_size: int
     qkv_bias: bool
     tie_embeddings: bool
+    norm_plus_one: bool
 
     @property
     def qk_norm(self) -> str | None: ...
@@ -80,7 +81,8 @@ class _Row:
     """Dims, a letter each. A bar ends those that a matmul sums over."""
     hugging_face: str
     output: str = ""
-    initial: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    initial: Literal["normal", "residual", "norm", "zeros"] = "normal"
+    """norm: what leaves the size of normalised tensors."""
     when: Callable[[Shape], bool] = lambda model: True
 
 
@@ -102,7 +104,7 @@ def norms_after(model: Shape) -> bool:
 
 
 def _norm(path: str, letters: str, hugging_face: str, when: Callable[[Shape], bool]) -> _Row:
-    return _Row(f"{LAYERS}{path}.scale", letters, hugging_face + ".weight", initial="ones", when=when)
+    return _Row(f"{LAYERS}{path}.scale", letters, hugging_face + ".weight", initial="norm", when=when)
 
 
 # Random numbers are drawn in this order.
@@ -129,7 +131,7 @@ _TABLE = (
     _Row("layers.mlp.up", "D|F", _MLP + "up_proj.weight", "mlp_up"),
     _Row("layers.mlp.down", "F|D", _MLP + "down_proj.weight", "mlp_down", "residual"),
     _norm("mlp_post_norm", "D", _LAYER + "post_feedforward_layernorm", norms_after),
-    _Row("final_norm.scale", "D", "model.norm.weight", initial="ones"),
+    _Row("final_norm.scale", "D", "model.norm.weight", initial="norm"),
     _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),
 )
 MATMUL_OUTPUTS = tuple(row.output for row in _TABLE if row.output)
@@ -157,7 +159,7 @@ def _parameters(model: Shape) -> tuple[ParameterSpec, ...]:
             row.path,
             tuple(_DIMS[letter] for letter in row.letters if letter != "|"),
             tuple(sizes[letter] for letter in row.letters if letter != "|"),
-            row.initial,
+            ("zeros" if model.norm_plus_one else "ones") if row.initial == "norm" else row.initial,
             row.hugging_face,
             max(0, row.letters.find("|")),
             row.output,

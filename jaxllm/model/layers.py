@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -26,6 +27,12 @@ from jaxllm.model.attention import Attend, xla_attention
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
     """Rows of the embedding. The table is cast to float32, so that gradients of a frequent token are added in float32."""
     return table_VD.astype(jnp.float32)[ids_BS].astype(table_VD.dtype)
+
+
+def scaled_embeddings(model: ModelConfig, h_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Embeddings as the first layer takes them: times sqrt(D), rounded to their dtype, if the network scales them. The map is
+    its own transpose."""
+    return h_BSD * jnp.asarray(math.sqrt(model.hidden_size), h_BSD.dtype) if model.scale_embeddings else h_BSD
 
 
 Matmul = Callable[[str, jax.Array, jax.Array], jax.Array]
@@ -97,17 +104,19 @@ def add_parameters(module: nnx.Module, model: ModelConfig, path: str, rngs: nnx.
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the dims of the scale, which are the last ones, in float32 (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * scale over the dims of the scale, which are the last ones, in float32 (Zhang and Sennrich, 2019). With
+    model.norm_plus_one the factor is 1 + scale."""
 
     scale: nnx.Param
 
     def __init__(self, model: ModelConfig, path: str, *, rngs: nnx.Rngs):
-        self.eps = model.norm_eps
+        self.eps, self.plus_one = model.norm_eps, model.norm_plus_one
         add_parameters(self, model, path, rngs)
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         x32, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        scale = 1 + scale if self.plus_one else scale
         normed = tuple(range(x.ndim - scale.ndim, x.ndim))
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=normed, keepdims=True) + self.eps)
         return (x32 * inverse_rms * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
@@ -159,29 +168,45 @@ def attention_factor(model: ModelConfig) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-Rotary = tuple[Float[Array, "B S H/2"], Float[Array, "B S H/2"]]
+Rotary = tuple[Float[Array, "*kinds B S H/2"], Float[Array, "*kinds B S H/2"]]
 """(cosines, sines)"""
 
 
 @jax.named_scope("rotary")
 def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
-    """Cosine and sine of every angle times attention_factor, float32: bfloat16 would round position 257 to 256."""
+    """Cosine and sine of every angle times attention_factor, float32: bfloat16 would round position 257 to 256. Where layers
+    have different angles, with a leading dim of their kinds."""
+    if model.local_rope_theta is not None and len(model.kinds) > 1:
+        tables = [_rotary_table(_of_window(model, window), positions_BS) for window in model.kinds]
+        return jax.lax.optimization_barrier((jnp.stack([cos for cos, _ in tables]), jnp.stack([sin for _, sin in tables])))
+    # The barrier keeps XLA from fusing cos and sin into every layer's rotation and computing them once per head.
+    return jax.lax.optimization_barrier(_rotary_table(_of_window(model, model.windows[0]), positions_BS))
+
+
+def _of_window(model: ModelConfig, window: int | None) -> ModelConfig:
+    """The model with the angles of the layers that have this window."""
+    if window is None or model.local_rope_theta is None:
+        return model
+    return model.model_copy(update={"rope_theta": model.local_rope_theta, "rope_scaling": None})
+
+
+def _rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
     angles = positions_BS.astype(jnp.float32)[..., None] * rotary_frequencies(model)[None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if (factor := attention_factor(model)) != 1:
         cos, sin = cos * factor, sin * factor
-    # The barrier keeps XLA from fusing cos and sin into every layer's rotation and computing them once per head.
-    return jax.lax.optimization_barrier((cos, sin))
+    return cos, sin
 
 
 @jax.named_scope("rotary")
-def rotate(x_BSNH: Float[Array, "B S N H"], rotary: Rotary) -> Float[Array, "B S N H"]:
-    """x with each pair (i, i + H/2) rotated by its angle. This is the order of pairs in Hugging Face's weights."""
+def rotate(x_BSNH: Float[Array, "B S N H"], rotary: Rotary, factor: float = 1.0) -> Float[Array, "B S N H"]:
+    """x with each pair (i, i + H/2) rotated by its angle, times `factor`. Hugging Face's weights have this order of pairs."""
     cos, sin = (table[:, :, None, None, :] for table in rotary)
     pairs = x_BSNH.astype(jnp.float32).reshape(*x_BSNH.shape[:-1], 2, -1)
     # (a, b) -> (a cos - b sin, b cos + a sin). The swap is a reversal, which fuses with the products; with a concatenation XLA
     # on CPU takes four times as long.
     turned = pairs * cos + jnp.flip(pairs, axis=-2) * jnp.concatenate([-sin, sin], axis=-2)
+    turned = turned if factor == 1 else turned * factor
     return turned.reshape(x_BSNH.shape).astype(x_BSNH.dtype)
 
 
@@ -199,6 +224,8 @@ class Attention(nnx.Module):
     key_norm: RMSNorm | None = None
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
+        # Kernels of attention divide scores by sqrt(head_dim).
+        self.query_factor = math.sqrt(model.head_dim / (model.query_pre_attn_scalar or model.head_dim))
         add_parameters(self, model, "layers.attention", rngs)
         if model.qk_norm is not None:
             self.query_norm = RMSNorm(model, "layers.attention.query_norm", rngs=rngs)
@@ -212,7 +239,7 @@ class Attention(nnx.Module):
         outputs = ops.gather_matmul(specs, x_BSD, weights, in_order=True)
         biases = (self.query_bias, self.key_bias, self.value_bias)
         q_BSNH, k_BSKH, v_BSKH = (x if bias is None else _add(x, bias) for x, bias in zip(outputs, biases, strict=True))
-        q_BSNH = _positioned("query", q_BSNH, self.query_norm, rotary)
+        q_BSNH = _positioned("query", q_BSNH, self.query_norm, rotary, self.query_factor)
         k_BSKH = _positioned("key", k_BSKH, self.key_norm, rotary)
         v_BSKH = checkpoint_name(v_BSKH, "value")
         with jax.named_scope("attend"):
@@ -226,22 +253,28 @@ def _add(x_BSNH: Float[Array, "B S N H"], bias: nnx.Param) -> Float[Array, "B S 
     return x_BSNH + broadcast.astype(x_BSNH.dtype)
 
 
-def _positioned(name: str, x_BSNH: Float[Array, "B S N H"], norm: RMSNorm | None, rotary: Rotary) -> Float[Array, "B S N H"]:
-    """Queries or keys, normalised and rotated. A norm's backward pass reads its input, so that has the name under which remat
-    keeps it; a rotation's reads nothing."""
+def _positioned(
+    name: str, x_BSNH: Float[Array, "B S N H"], norm: RMSNorm | None, rotary: Rotary, factor: float = 1.0
+) -> Float[Array, "B S N H"]:
+    """Queries or keys, normalised, rotated and multiplied by `factor`. A norm's backward pass reads its input, so that has the
+    name under which remat keeps it; a rotation's reads nothing."""
     if norm is None:
-        return checkpoint_name(rotate(x_BSNH, rotary), name)
-    return rotate(norm(checkpoint_name(x_BSNH, name)), rotary)
+        return checkpoint_name(rotate(x_BSNH, rotary, factor), name)
+    return rotate(norm(checkpoint_name(x_BSNH, name)), rotary, factor)
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)): SwiGLU with SiLU (Shazeer, 2020)."""
 
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
+        self.activation = ACTIVATIONS[model.activation]
         add_parameters(self, model, "layers.mlp", rngs)
 
     @jax.named_scope("mlp")
@@ -254,7 +287,7 @@ class SwiGLU(nnx.Module):
             checkpoint_name(ops.constrain(x_BSF, wide), name)
             for x_BSF, name in zip(outputs, ("mlp_gate", "mlp_up"), strict=True)
         )
-        product_BSF = ops.constrain(jax.nn.silu(gate_BSF) * up_BSF, wide)
+        product_BSF = ops.constrain(self.activation(gate_BSF) * up_BSF, wide)
         return ops.matmul_scatter("BSF,FD->BSD", product_BSF, self.down[...].astype(dtype), in_order=False)
 
 
@@ -273,7 +306,7 @@ class Block(nnx.Module):
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = Attention(model, rngs=rngs)
-        self.mlp = SwiGLU(model, rngs=rngs)
+        self.mlp = GatedMLP(model, rngs=rngs)
         if model.block_norms != "after":
             self.attention_norm = RMSNorm(model, "layers.attention_norm", rngs=rngs)
             self.mlp_norm = RMSNorm(model, "layers.mlp_norm", rngs=rngs)

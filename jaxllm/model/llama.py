@@ -23,7 +23,7 @@ from jaxllm.config.model_spec import parameters
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.display import table
 from jaxllm.model.attention import plain_attention
-from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table
+from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table, scaled_embeddings
 
 
 class BlockContext(NamedTuple):
@@ -35,7 +35,16 @@ class BlockContext(NamedTuple):
     """Number of each layer's kind (ModelConfig.kinds), or of one layer's kind; None if all are of the same."""
 
     def of_layer(self, number) -> BlockContext:
-        return self if self.kinds_L is None else self._replace(kinds_L=self.kinds_L[number])
+        return self if self.kinds_L is None else self.of_kind(self.kinds_L[number])
+
+    def of_kind(self, kind) -> BlockContext:
+        """What a layer of this kind reads; None if there is one kind."""
+        if kind is None:
+            return self
+        rotary = self.rotary
+        if rotary[0].ndim > 3:
+            rotary = rotary[0][kind], rotary[1][kind]
+        return self._replace(rotary=rotary, kinds_L=kind)
 
 
 BlockFunction = Callable[[Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
@@ -49,7 +58,7 @@ def scan_layers(
 
     def turn(h_BSD, layer):
         weights, kind = layer
-        return block(weights, h_BSD, block_context._replace(kinds_L=kind)), None
+        return block(weights, h_BSD, block_context.of_kind(kind)), None
 
     return jax.lax.scan(turn, h_BSD, (layers, block_context.kinds_L), unroll=unroll)[0]
 
@@ -105,7 +114,7 @@ class Llama(nnx.Module):
         block_context = BlockContext(rotary_table(self.config, positions_BS), segments_BS, layer_kinds(self.config))
         with jax.named_scope("embedding"):
             h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
-            h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
+            h_BSD = ops.constrain(scaled_embeddings(self.config, h_BSD), SHARDED_SEQUENCE)
         graph, layers = nnx.split(self.layers)
         h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, block_context)
         return self.final_norm(h_BSD)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.mesh import PIPE
-from jaxllm.model.layers import SHARDED_SEQUENCE, rotary_table
+from jaxllm.model.layers import SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.layer_stacking import flatten_layers
@@ -52,7 +52,8 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Ar
                 squares = jax.lax.psum(jnp.where(is_mine, squares, 0), PIPE)
             return h_BSD, squares
 
-        h_BSD = ops.constrain(ops.look_up(weights["embedding"], rows["tokens"]), SHARDED_SEQUENCE)
+        h_BSD = scaled_embeddings(model, ops.look_up(weights["embedding"], rows["tokens"]))
+        h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * stacking.virtual_stages))
         # The turns go through the layers in order; identity layers come last.
         squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], ctx.batch_axes)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh import PIPE
-from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
+from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.model.loss import VocabularySlice, sums_and_gradients
 from jaxllm.parallel.context import ParallelContext
@@ -122,10 +122,11 @@ class LlamaStage:
     @jax.named_scope("embedding")
     def look_up(self, microbatch: Microbatch) -> jax.Array:
         found_BSD = self._ops.look_up(self._weights["embedding"], microbatch.rows["tokens"])
-        return self._ops.constrain(found_BSD, SHARDED_SEQUENCE)
+        return self._ops.constrain(scaled_embeddings(self._model, found_BSD), SHARDED_SEQUENCE)
 
     @jax.named_scope("embedding_backward")
     def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: StageSums) -> StageSums:
+        dh_BSD = scaled_embeddings(self._model, dh_BSD)
         add = partial(add_over_ranks, ids_BS=microbatch.rows["tokens"], dh_BSD=dh_BSD, pipe=self._pipe, tensor=self._tensor)
         before_VD = sums.gradients["embedding"]
         if self._tap is None:

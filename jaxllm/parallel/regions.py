@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table
+from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel import accumulate
@@ -214,7 +214,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
             else:
                 look_up = partial(accumulate.look_up, ops, ctx.config.parallel.tensor, is_head=model.tie_embeddings)
                 h_BSD, head_sum = look_up(weights["embedding"], own_sum("embedding")[1], tokens)
-            h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
+            h_BSD = ops.constrain(scaled_embeddings(model, h_BSD), SHARDED_SEQUENCE)
         block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
         h_BSD, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
         if own is not None:
@@ -296,5 +296,6 @@ def _own_layers(
                 before = earlier["layers"][number] if earlier else _zeros(layer, model.compute_dtype)
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
             layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
-        h_BSD = blocks[model.layer_kinds[number]](layer, h_BSD, block_context._replace(kinds_L=None))
+        kind = model.layer_kinds[number] if len(blocks) > 1 else None
+        h_BSD = blocks[kind or 0](layer, h_BSD, block_context.of_kind(kind)._replace(kinds_L=None))
     return h_BSD, full or None

@@ -45,9 +45,14 @@ def test_both_dialects_say_the_same_network(dialect):
         "qkv_bias": False,
         "qk_norm": None,
         "block_norms": "before",
+        "norm_plus_one": False,
+        "activation": "silu",
+        "scale_embeddings": False,
         "sliding_window": None,
         "full_attention_every": None,
         "full_attention_first": 0,
+        "local_rope_theta": None,
+        "query_pre_attn_scalar": None,
     }
     assert tuple(section) == SHAPE_KEYS
 
@@ -95,7 +100,7 @@ def test_mistral_has_defaults_of_its_own():
     [
         (
             {"architectures": ["Qwen2MoeForCausalLM"]},
-            r'architectures=\["Qwen2MoeForCausalLM"\]: jaxllm supports LlamaForCausalLM, .*and Olmo2ForCausalLM\.$',
+            r'architectures=\["Qwen2MoeForCausalLM"\]: jaxllm supports LlamaForCausalLM, .*and Gemma3ForCausalLM\.$',
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gemma"}, "model_type=gemma"),

@@ -37,6 +37,13 @@ CASES: dict[str, dict[str, Any]] = {
     # Heads are narrower together than the model.
     "qwen3": {**SHAPE, "num_kv_heads": 2, "head_dim": 6, "qk_norm": "head", "norm_eps": 1e-2},
     "olmo2": {**SHAPE, "num_kv_heads": 2, "head_dim": 6, "qk_norm": "width", "block_norms": "after", "norm_eps": 1e-2},
+    "mistral": {**SHAPE, "num_kv_heads": 2, "sliding_window": 12},
+    # Three kinds of numbers differ from Llama's defaults at once: angles, scores and activations.
+    "gemma3": {
+        **{**SHAPE, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "tie_embeddings": True, "qk_norm": "head"},
+        **{"block_norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "scale_embeddings": True},
+        **{"sliding_window": 12, "full_attention_every": 2, "local_rope_theta": 100.0, "query_pre_attn_scalar": 12},
+    },
 }
 
 
@@ -64,7 +71,7 @@ def draw_weights(case: str) -> dict[str, np.ndarray]:
     for name, shape in shapes_of_theirs(case_config(case).model).items():
         normal = rng.standard_normal(shape)
         if len(shape) == 1:
-            value = 1 + 0.2 * normal
+            value = (not case_config(case).model.norm_plus_one) + 0.2 * normal
         elif name == "model.embed_tokens.weight":
             value = 0.3 * normal
         else:
@@ -91,9 +98,10 @@ def network_of(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
     import torch
     import transformers
 
-    of_norm = {None: "Llama", "head": "Qwen3", "width": "Olmo2"}
-    kind = "Qwen2" if model.qkv_bias else of_norm[model.qk_norm]
-    config_class, network_class = (getattr(transformers, kind + end) for end in ("Config", "ForCausalLM"))
+    of_norm = {None: "Mistral" if model.sliding_window else "Llama", "head": "Qwen3", "width": "Olmo2"}
+    kind = "Gemma3" if model.norm_plus_one else "Qwen2" if model.qkv_bias else of_norm[model.qk_norm]
+    config_class = getattr(transformers, kind + ("TextConfig" if kind == "Gemma3" else "Config"))
+    network_class = getattr(transformers, kind + "ForCausalLM")
 
     rope: dict[str, Any] = {"rope_type": "default"}
     longest = S
@@ -106,6 +114,16 @@ def network_of(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position,
         }
+    windows: dict[str, Any] = {}
+    if kind == "Mistral":
+        windows = {"sliding_window": model.sliding_window}
+    if kind == "Gemma3":
+        rope = {**rope, "rope_theta": model.rope_theta}
+        local = {"rope_type": "default", "rope_theta": model.local_rope_theta}
+        windows = {"sliding_window": model.sliding_window, "query_pre_attn_scalar": model.query_pre_attn_scalar}
+        windows |= {"sliding_window_pattern": model.full_attention_every}
+        windows |= {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    angles = {} if kind == "Gemma3" else {"rope_theta": model.rope_theta, "rope_scaling": rope}
     network = network_class(
         config_class(
             vocab_size=model.vocab_size,
@@ -116,8 +134,8 @@ def network_of(model: ModelConfig, weights: dict[str, np.ndarray]) -> Any:
             num_key_value_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             rms_norm_eps=model.norm_eps,
-            rope_theta=model.rope_theta,
-            rope_scaling=rope,
+            **angles,
+            **windows,
             max_position_embeddings=longest,
             tie_word_embeddings=model.tie_embeddings,
             use_cache=False,

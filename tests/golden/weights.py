@@ -32,6 +32,10 @@ TABLE = (
     ("layers.mlp_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD", "norms before"),
     ("layers.attention_post_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD", "norms after"),
     ("layers.mlp_post_norm.scale", "model.layers.{}.post_feedforward_layernorm.weight", "LD", "norms after"),
+    ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "LD", "norms both"),
+    ("layers.attention_post_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD", "norms both"),
+    ("layers.mlp_norm.scale", "model.layers.{}.pre_feedforward_layernorm.weight", "LD", "norms both"),
+    ("layers.mlp_post_norm.scale", "model.layers.{}.post_feedforward_layernorm.weight", "LD", "norms both"),
     ("layers.mlp.gate", "model.layers.{}.mlp.gate_proj.weight", "LDF"),
     ("layers.mlp.up", "model.layers.{}.mlp.up_proj.weight", "LDF"),
     ("layers.mlp.down", "model.layers.{}.mlp.down_proj.weight", "LFD"),
@@ -49,6 +53,7 @@ def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
         "norms of all heads": model.qk_norm == "width",
         "norms before": model.block_norms == "before",
         "norms after": model.block_norms == "after",
+        "norms both": model.block_norms == "both",
     }
     for ours, theirs, dims, *needs in TABLE:
         if not all(has[need] for need in needs):

@@ -1,0 +1,104 @@
+"""The networks of transformers that jaxllm computes, and what their config.json means. No JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.config.hf_window import WINDOWS, Windows
+
+SAID: dict[str, Any] = {**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None}
+"""VARIANTS that a config.json says. The others are those of its class."""
+VARIANTS: dict[str, Any] = {
+    **{"qkv_bias": False, "qk_norm": None, "block_norms": "before", "norm_plus_one": False, "activation": "silu"},
+    **{"scale_embeddings": False},
+    **SAID,
+}
+"""Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
+SHAPE_KEYS = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("rope_theta", "rope_scaling", "tie_embeddings", "norm_eps"),
+    *VARIANTS,
+)
+"""Keys of the `model` section that define the network, as opposed to how it runs."""
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+"""jaxllm's and Hugging Face's names of the sizes that each config.json has."""
+_ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
+ROPE_SCALINGS: dict[str, dict[str, str]] = {
+    "llama3": {**{key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}, **_ORIGINAL},
+    "linear": {"factor": "factor"},
+    "yarn": {**{key: key for key in ("factor", "beta_slow", "beta_fast", "attention_factor")}, **_ORIGINAL},
+}
+"""Names in the `rope_scaling` section and in config.json, by rope_type."""
+YARN_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+"""What transformers takes for missing keys."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A network of transformers, by its model_type."""
+
+    architecture: str
+    defaults: dict[str, Any]
+    """transformers' defaults for keys that are missing in config.json, where the classes differ."""
+    variants: dict[str, Any] = field(default_factory=dict)
+    """VARIANTS of its class."""
+    windows: Windows = "none"
+    """How it says which layers have a sliding window."""
+    ignores: tuple[str, ...] = ()
+    """Keys of MUST_BE that its class does not read."""
+    has_local_rope: bool = False
+    """Whether layers with a window have angles of their own."""
+
+
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+KINDS = {
+    "llama": Kind("LlamaForCausalLM", {"num_key_value_heads": None, "max_position_embeddings": 2048}),
+    "mistral": Kind(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        windows="all",
+    ),
+    "qwen2": Kind("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, windows="switched", ignores=("attention_bias",)),
+    "qwen3": Kind("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, windows="switched"),
+    "olmo2": Kind(
+        "Olmo2ForCausalLM",
+        {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        {"qk_norm": "width", "block_norms": "after"},
+    ),
+    "gemma3_text": Kind(
+        "Gemma3ForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+            **{"sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
+            **{"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        },
+        {"qk_norm": "head", "block_norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "scale_embeddings": True},
+        windows="pattern",
+        ignores=("hidden_act",),
+        has_local_rope=True,
+    ),
+}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""OLMo 2's class has defaults for them, and gives the padding id's embedding no gradient."""
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", "swish", None),
+    "hidden_activation": ("gelu_pytorch_tanh", None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
+    "quantization_config": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (None, 1),
+    "is_encoder_decoder": (None, False),
+}
+"""Keys that change the network, with the values that jaxllm supports."""
