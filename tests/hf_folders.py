@@ -47,6 +47,12 @@ HUB: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """A config.json as in the hub's folders."""
+GEMMA3: dict[str, Any] = {
+    **HUB,
+    **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh"},
+    **{"head_dim": 10, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 7},
+    **{"rope_local_base_freq": 50.0, "tie_word_embeddings": True, "pad_token_id": None},
+}
 
 
 def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,6 +60,9 @@ def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(config)
     rope = config.pop("rope_scaling", None) or {"rope_type": "default"}
     config["rope_parameters"] = {**rope, "rope_theta": config.pop("rope_theta", 10000.0)}
+    if "rope_local_base_freq" in config:
+        local = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq")}
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     config["dtype"] = config.pop("torch_dtype", "float32")
     return config
 
@@ -70,8 +79,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         vocab_size=config["vocab_size"],
         tie_embeddings=config["tie_word_embeddings"],
         qkv_bias=config["model_type"] == "qwen2",
-        qk_norm={"qwen3": "head", "olmo2": "width"}.get(config["model_type"]),
-        block_norms="after" if config["model_type"] == "olmo2" else "before",
+        qk_norm={"qwen3": "head", "olmo2": "width", "gemma3_text": "head"}.get(config["model_type"]),
+        block_norms={"olmo2": "after", "gemma3_text": "both"}.get(config["model_type"], "before"),
     )
 
 

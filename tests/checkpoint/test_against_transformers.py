@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hf_folders import HUB, LLAMA3_ROPE, in_new_dialect, random_weights, read_folder, write_folder
+from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, in_new_dialect, random_weights, read_folder, write_folder
 
 import jaxllm
 from jaxllm.checkpoint import hf_convert
@@ -29,8 +29,15 @@ CASES = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "gemma3 linear": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "yarn": {"rope_scaling": YARN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "mistral window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9},
+    "qwen2 window": {
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        **{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    },
+    "gemma3": GEMMA3,
 }
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hf_folders import HUB, LLAMA3_ROPE, in_new_dialect, random_weights, write_folder
+from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, in_new_dialect, random_weights, write_folder
 from tiny import TINY
 
 from jaxllm.config import ConfigError, ModelConfig, load_config
@@ -209,7 +209,37 @@ def test_a_window_needs_a_class_that_has_it():
         hugging_face_config(section | {"full_attention_every": 2}, dtype="float32", max_position=128)
 
 
-@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3, OLMO2])
+@pytest.mark.parametrize("dialect", [dict, in_new_dialect])
+def test_gemma_has_angles_of_its_own_in_windows(dialect):
+    section = model_section(dialect({**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}), "")
+    assert ModelConfig.model_validate(section).windows == (9, None, 9)
+    assert (section["rope_theta"], section["local_rope_theta"], section["query_pre_attn_scalar"]) == (20000.0, 50.0, 7)
+    assert section["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    by_class = model_section(without(GEMMA3, "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "head_dim"), "")
+    assert (by_class["rope_theta"], by_class["local_rope_theta"], by_class["query_pre_attn_scalar"]) == (1e6, 1e4, None)
+    assert (by_class["head_dim"], model_section(without(GEMMA3, "tie_word_embeddings"), "")["tie_embeddings"]) == (256, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0, which jaxllm does not support"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ({"hidden_activation": "relu"}, "hidden_activation=relu"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},
+            r'architectures=\["Gemma3ForConditionalGeneration"\]: jaxllm supports',
+        ),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "scales the angles of layers with a window"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 5}}}, "rope_local_base_freq and rope_parameters disagree"),
+    ],
+)
+def test_what_a_gemma_may_not_be(change, sentence):
+    with pytest.raises(ConfigError, match=f"^config.json.*{sentence}"):
+        model_section({**GEMMA3, **change}, "config.json")
+
+
+@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3, OLMO2, GEMMA3, {**MISTRAL, "sliding_window": 16}])
 def test_a_network_without_its_config_gets_the_class_that_computes_it(config):
     section = model_section(config, "")
     written = hugging_face_config(section, dtype="float32", max_position=128)
@@ -236,6 +266,8 @@ def test_a_network_that_transformers_lacks_is_named():
         QWEN2,
         in_new_dialect(QWEN3),
         in_new_dialect(OLMO2),
+        GEMMA3,
+        in_new_dialect(GEMMA3),
         {**QWEN2, "rope_scaling": YARN},
     ],
 )

@@ -12,7 +12,12 @@ from jaxllm.cost_model.flops import (
     train_flops_per_token,
 )
 
+# Gemma 3's from 4B on: the published counts without the vision tower and its projection, 416,866,032 + 1,152 (D + 1).
 PUBLISHED_PARAMETERS = {
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
+    "gemma-3-12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
+    "gemma-3-27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
@@ -23,6 +28,7 @@ PUBLISHED_PARAMETERS = {
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
     "olmo-2-1b": 1_484_916_736,

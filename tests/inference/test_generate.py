@@ -91,6 +91,29 @@ def test_a_cache_holds_keys_with_their_biases_and_norms(shape, prompts, norms):
     assert greedy(Generator(model), prompts[:2]) == recomputed(model, prompts[:2])
 
 
+@pytest.mark.parametrize(
+    "windows",
+    [
+        {"sliding_window": 5},
+        {"sliding_window": 7, "full_attention_every": 2, "local_rope_theta": 50.0, "norm_plus_one": True},
+    ],
+    ids=["all layers", "some layers"],
+)
+def test_a_cache_is_as_long_as_the_window(shape, prompts, windows):
+    model = Llama(shape.model_copy(update=windows), rngs=nnx.Rngs(0))
+    generator, caches = Generator(model), []
+    start = generator._start
+
+    def watched(*arguments, **options):
+        ids_B, made = start(*arguments, **options)
+        caches.extend(made)
+        return ids_B, made
+
+    generator._start = watched
+    assert greedy(generator, prompts) == recomputed(model, prompts)
+    assert [cache.k_LBTKH.shape[2] for cache in caches] == [windows["sliding_window"], 32][: len(model.config.kinds)]
+
+
 def test_a_prompt_among_others_is_continued_as_if_it_were_alone(generator, prompts, expected):
     assert [greedy(generator, [prompt])[0] for prompt in prompts] == expected
 

@@ -266,18 +266,23 @@ def test_step_time_falls_with_the_window(context):
 
 ROWS, LENGTH = 24, 16
 NETWORK = ("model.sliding_window=5", "model.num_layers=4", "model.vocab_size=258", "model.num_kv_heads=2")
-KINDS = {"all": (), "every": ("model.full_attention_every=2",), "first": ("model.full_attention_first=1",)}
+GEMMA = (
+    *("model.local_rope_theta=100.0", "model.query_pre_attn_scalar=3", "model.activation=gelu_tanh"),
+    *("model.scale_embeddings=true", "model.norm_plus_one=true", "model.block_norms=both", "model.qk_norm=head"),
+    *("model.tie_embeddings=true", "model.full_attention_every=2", "model.initializer_std=0.2"),
+)
+KINDS = {"all": (), "gemma": GEMMA, "first": ("model.full_attention_first=1",)}
 CASES = [
     # data, context, tensor, pipe; ZeRO; microbatches; which layers attend to all; whether documents are masked
     ((8, 1, 1, 1), 1, 1, "all", 1, "parallel.remat=selective"),
-    ((4, 1, 2, 1), 1, 2, "every", 0, "parallel.remat=none"),
+    ((4, 1, 2, 1), 1, 2, "gemma", 0, "parallel.remat=none"),
     ((3, 1, 1, 1), 0, 2, "first", 1, "model.scan_layers=false"),
-    ((2, 2, 2, 1), 3, 2, "every", 1, "parallel.remat=full"),
+    ((2, 2, 2, 1), 3, 2, "gemma", 1, "parallel.remat=full"),
     ((1, 4, 1, 1), 2, 2, "all", 1, "parallel.remat=offload"),
     ((2, 4, 1, 1), 3, 1, "first", 0, "parallel.context_method=all_gather parallel.remat=selective"),
     ((1, 1, 2, 2), 1, 4, "first", 1, "parallel.remat=full"),
-    ((1, 2, 1, 2), 2, 2, "every", 0, "parallel.overlap_passes=true"),
-    ((2, 1, 1, 2), 3, 2, "every", 1, "parallel.schedule=interleaved parallel.virtual_stages=2"),
+    ((1, 2, 1, 2), 2, 2, "gemma", 0, "parallel.overlap_passes=true"),
+    ((2, 1, 1, 2), 3, 2, "gemma", 1, "parallel.schedule=interleaved parallel.virtual_stages=2"),
     ((2, 1, 1, 2), 1, 2, "all", 0, "parallel.schedule=gpipe"),
 ]
 
