@@ -51,6 +51,7 @@ MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 NETWORKS = (
     *8 * ("qwen2.5-0.5b", "qwen3-8b", "qwen2.5-14b", "qwen3-0.6b", "mistral-nemo-12b", "qwen3-32b"),
     *2 * ("olmo-2-1b", "olmo-2-7b", "olmo-2-13b", "olmo-2-32b"),
+    *2 * ("gemma-3-1b", "mistral-7b-v0.1", "gemma-3-4b", "gemma-3-27b", "gemma-3-12b"),
 )
 """The network beside Llama of each index, so that later ones do not change the draws of earlier ones."""
 NETWORKS_SEED, NETWORKS_COUNT = 457, len(NETWORKS)

@@ -45,9 +45,15 @@ def first_seen(window: int, length: int, distance: int) -> int:
     return max(0, distance * length - window + 1)
 
 
-def takes_cudnn(model: ModelConfig) -> bool:
+def widest_head(capability: Capability) -> int:
+    """The largest head size of cuDNN's backward pass (cuDNN documentation, Attention, support matrix of 9.18)."""
+    return 256 if capability is not None and capability[0] == 9 else 128
+
+
+def takes_cudnn(model: ModelConfig, capability: Capability = HOPPER) -> bool:
     """Whether attention uses cuDNN on a GPU that has it. model/attention.py applies the same rule to a present GPU."""
-    return model.attention != "xla" and model.compute_dtype == "bfloat16" and model.head_dim % 8 == 0 and model.head_dim <= 128
+    is_narrow = model.head_dim % 8 == 0 and model.head_dim <= widest_head(capability)
+    return model.attention != "xla" and model.compute_dtype == "bfloat16" and is_narrow
 
 
 def packed_documents(config: Config, capability: Capability = HOPPER) -> int | None:
@@ -59,7 +65,7 @@ def packed_documents(config: Config, capability: Capability = HOPPER) -> int | N
     each document (by cudnn-frontend's source; not tried).
     """
     model, parallel = config.model, config.parallel
-    if not config.data.mask_documents or not takes_cudnn(model) or model.attention == "cudnn_halves":
+    if not config.data.mask_documents or not takes_cudnn(model, capability) or model.attention == "cudnn_halves":
         return None
     if capability is None or capability < HOPPER or config.run.deterministic:
         return None

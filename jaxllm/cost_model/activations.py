@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config, ModelConfig
-from jaxllm.config.attention import takes_cudnn, window_shares
+from jaxllm.config.attention import HOPPER, Capability, takes_cudnn, window_shares
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import Policy
 from jaxllm.config.types import ITEMSIZE
@@ -15,11 +15,11 @@ Bytes = dict[str, float]
 """Name of a tensor -> bytes."""
 
 
-def is_blockwise(config: Config) -> bool:
+def is_blockwise(config: Config, capability: Capability = HOPPER) -> bool:
     """Whether attention on a GPU has ATTENTION_RESULTS to keep: cuDNN's, any over context ranks, and any with a window. Plain
     XLA on one context rank has none."""
     has_window = any(window_shares(config.model, config.train.sequence_length))
-    return config.parallel.context > 1 or has_window or takes_cudnn(config.model)
+    return config.parallel.context > 1 or has_window or takes_cudnn(config.model, capability)
 
 
 RING_MIN_ROWS = 4096

@@ -44,7 +44,8 @@ class LayerCompute:
         self.config, self.model, self.parallel, self.gpu = config, model, parallel, gpu
         self.fitted = fitted
         self.policy = policy_of(parallel.remat, model)
-        self.fuses_attention = takes_cudnn(model)
+        self.fuses_attention = takes_cudnn(model, gpu.chip.compute_capability)
+        self.is_blockwise = is_blockwise(config, gpu.chip.compute_capability)
         self.windows = window_shares(model, config.train.sequence_length)
         self.P, self.d, self.c, self.t = parallel.pipe, int(parallel.data), parallel.context, parallel.tensor
         self.V, self.M, self.S = parallel.virtual_stages, config.num_microbatches, config.train.sequence_length
@@ -151,7 +152,7 @@ class LayerCompute:
         keys = self.S if window is None else min(self.S, window + XLA_ROWS)
         scores_s = self.moved_s(4 * 4 * self.rows * keys * heads)
         square_s = flops_per_key * keys / self.matmul_flops
-        return 2 * square_s + scores_s, (5 if is_blockwise(self.config) else 4) * square_s + 2 * scores_s
+        return 2 * square_s + scores_s, (5 if self.is_blockwise else 4) * square_s + 2 * scores_s
 
     def keys_per_query(self, window: int | None) -> float:
         """Keys that a rank multiplies with each of its queries, in the mean."""
@@ -208,5 +209,5 @@ class LayerCompute:
         if self.policy.everything:
             return set(), False, False
         again = set(self.policy.recompute)
-        attention = not is_blockwise(self.config) or bool(again & set(ATTENTION_RESULTS))
+        attention = not self.is_blockwise or bool(again & set(ATTENTION_RESULTS))
         return again & set(self.matmuls), attention, True

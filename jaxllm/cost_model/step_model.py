@@ -8,7 +8,7 @@ from functools import cached_property
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.types import MASTER_ON_HOST
-from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method, is_blockwise
+from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_compute import LayerCompute
@@ -307,8 +307,7 @@ class StepModel(LayerCompute):
     @cached_property
     def bytes_per_token(self) -> ActivationBytes:
         """What the policy keeps and offloads of a layer; the policy names tensors (not `none`)."""
-        blockwise = is_blockwise(self.config)
-        return bytes_per_token_and_layer(self.policy, self.model, context=self.c, tensor=self.t, blockwise=blockwise)
+        return bytes_per_token_and_layer(self.policy, self.model, context=self.c, tensor=self.t, blockwise=self.is_blockwise)
 
     # ------------------------------------------------------------------------------------- once a microbatch, once a step
 

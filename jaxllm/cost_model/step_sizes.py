@@ -147,7 +147,7 @@ class StepSizes:
     def _held(self):
         p = self.parallel
         return bytes_per_token_and_layer(
-            self.policy, self.model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(self.config)
+            self.policy, self.model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(self.config, self.capability)
         )
 
     def _scaled(self, per_token: dict[str, float]) -> dict[str, float]:
@@ -158,7 +158,7 @@ class StepSizes:
     def scores(self) -> float:
         """Elements of one layer's score matrices, if plain XLA computes them; else 0."""
         m, p = self.model, self.parallel
-        if is_blockwise(self.config):
+        if is_blockwise(self.config, self.capability):
             return 0
         return self.tokens * self.local_length * m.num_heads / p.tensor
 

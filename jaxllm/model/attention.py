@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ConfigError, ModelConfig
+from jaxllm.config.attention import widest_head
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.model import cudnn_attention
 
@@ -75,8 +76,8 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
         return f"it needs Ampere (compute capability 8.0) or newer and {device.device_kind} has {has}"
     if model.compute_dtype != "bfloat16":
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
-    if model.head_dim % 8 or model.head_dim > 128:
-        return f"it takes head sizes that are multiples of 8 up to 128 and model.head_dim is {model.head_dim}"
+    if model.head_dim % 8 or model.head_dim > (widest := widest_head(capability)):
+        return f"it takes head sizes that are multiples of 8 up to {widest} here and model.head_dim is {model.head_dim}"
     return cudnn_attention.why_not()
 
 
