@@ -111,8 +111,9 @@ class StepSizes:
             return self._scaled(self._held.kept)
         # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
         # and the sequence that enters the matmuls, gathered unless a ring gathers it again; queries, keys, values, attention's
-        # output; SwiGLU's products. Of norms of a half's output or of heads the same three as of its input's.
+        # output; the gated MLP's products, of which GELU computes some again. Of norms of a half's output or of heads the same three as of its input's.
         u, norms = self.units, self.model.block_norms
+        products = (4, 4) if self.model.activation == "gelu_tanh" else (6, 3)
         normed = {"block_input": 2 * u["split"] * (norms != "after"), "block_output": 2 * u["split"] * (norms != "before")}
         of_heads = (u["query"] + u["key"]) * (self.model.qk_norm is not None)
         if self.has_own_layers:
@@ -124,7 +125,7 @@ class StepSizes:
                 # Of each halving a half of the queries, and of the keys and values.
                 levels = halvings(self.causal_block_length)
                 of_attention["attention_halves"] = levels * (u["query"] / 2 + u["key"])
-            return {**of_halves, **of_attention, "mlp_products": 3 * u["mlp"]}
+            return {**of_halves, **of_attention, "mlp_products": products[1] * u["mlp"]}
         input_bytes = u["split" if rings_tensor(self.config, self.capability) else "whole"]
         return {
             **{name: FLOAT32 / self.itemsize * 3 * size for name, size in normed.items()},
@@ -136,7 +137,7 @@ class StepSizes:
             "attention_output": u["query"],
             "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
             "mlp_input": input_bytes,
-            "mlp_products": 6 * u["mlp"],
+            "mlp_products": products[0] * u["mlp"],
         }
 
     @cached_property

@@ -263,7 +263,9 @@ def _positioned(
     return rotate(norm(checkpoint_name(x_BSNH, name)), rotary, factor)
 
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+# GELU is computed again in the backward pass: without remat, autodiff would keep two more tensors of this width in each layer
+# (Gemma 3 1B with 32,768 tokens on two A100s: 92 GiB, not 81).
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.checkpoint(partial(jax.nn.gelu, approximate=True))}
 
 
 class GatedMLP(nnx.Module):

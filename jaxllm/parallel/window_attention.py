@@ -26,8 +26,6 @@ from jaxllm.config.attention import chunks_in_reach, first_seen
 from jaxllm.model.blockwise_attention import NOTHING, Kernel, Mask, Partial, merge
 from jaxllm.parallel.ring_attention import BlockwiseAttention, as_batch, as_sequences
 
-barrier = jax.lax.optimization_barrier
-
 
 def window_attention(kernel: Kernel, axis_name: str, c: int, window: int) -> BlockwiseAttention:
     """Attention on one of `c` ranks.
@@ -42,12 +40,10 @@ def window_attention(kernel: Kernel, axis_name: str, c: int, window: int) -> Blo
         q, k, v, segments = (as_batch(x) for x in (q_BSNH, k_BSKH, v_BSKH, segments_BS))
         exchange = Exchange(axis_name, c, window, q_BSNH.shape[1] // 2)
         keys = (jnp.concatenate([k_BSKH, v_BSKH], axis=2), segments_BS)
-        arrived = exchange.fetch(1, keys)
+        arrived = exchange.fetch(1, keys) if exchange.reach else None
         found = kernel.forward(q, k, v, Mask(True, segments, segments, window))
         for distance in range(1, exchange.reach + 1):
-            # Without a barrier XLA could send the keys of all distances at once, and keep them.
-            found, keys = barrier((found, keys))
-            following = exchange.fetch(distance + 1, keys)
+            (found, keys), following = exchange.fetch_after(found, distance, keys)
             q_here, q_segments, old = (exchange.queries(distance, x) for x in (q, segments, found))
             k_here, v_here, mask, is_there = exchange.block(distance, arrived, q_segments)
             o, lse = kernel.forward(q_here, k_here, v_here, mask)
@@ -63,12 +59,11 @@ def window_attention(kernel: Kernel, axis_name: str, c: int, window: int) -> Blo
         (q, *results, segments), k, v = of_queries, as_batch(k_BSKH), as_batch(v_BSKH)
         exchange = Exchange(axis_name, c, window, q_BSNH.shape[1] // 2)
         keys = (jnp.concatenate([k_BSKH, v_BSKH], axis=2), segments_BS)
-        arrived = exchange.fetch(1, keys)
+        arrived = exchange.fetch(1, keys) if exchange.reach else None
         dq, *own = kernel.backward(q, k, v, *results, Mask(True, segments, segments, window))
         dq, dkv_BSKH = dq.astype(jnp.float32), as_sequences(jnp.concatenate(own, axis=2).astype(jnp.float32))
         for distance in range(1, exchange.reach + 1):
-            dq, keys = barrier((dq, keys))
-            following = exchange.fetch(distance + 1, keys)
+            (dq, keys), following = exchange.fetch_after(dq, distance, keys)
             q_here, *results_here, q_segments = (exchange.queries(distance, x) for x in of_queries)
             k_here, v_here, mask, is_there = exchange.block(distance, arrived, q_segments)
             gradients = kernel.backward(q_here, k_here, v_here, *results_here, mask)
@@ -100,14 +95,20 @@ class Exchange:
         """`tree` with the chunks of `queries` replaced."""
         return new if distance < self._c else jax.tree.map(lambda x, part: x.at[1::2].set(part), tree, new)
 
+    def fetch_after(self, done: Any, distance: int, keys: Any) -> tuple[tuple[Any, Any], Any]:
+        """((done, keys), keys of the next distance), of which the transfer begins after `done`: XLA could otherwise send the
+        keys of all distances at once, and keep them."""
+        if distance == self.reach:
+            return (done, keys), None
+        done, keys = jax.lax.optimization_barrier((done, keys))
+        return (done, keys), self.fetch(distance + 1, keys)
+
     def fetch(self, distance: int, keys: Any) -> Any:
-        """What is seen of the chunks at this distance before ours; zeros where there is none. None past the reach.
+        """What is seen of the chunks at this distance before ours; zeros where there is none.
 
         Args:
           keys: ours: arrays [B, S, ...], or None.
         """
-        if distance > self.reach:
-            return None
         return jax.tree.map(lambda x: self._move(distance, self._seen(distance, x)), keys)
 
     def block(self, distance: int, arrived: Any, q_segments) -> tuple[jax.Array, jax.Array, Mask, jax.Array]:

@@ -29,7 +29,7 @@ import jax
 import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
-from jaxllm.config.attention import HOPPER, Capability
+from jaxllm.config.attention import HOPPER, Capability, window_shares
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
@@ -211,6 +211,9 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     if device.platform == "cpu":
         return {}
     options: dict[str, Any] = _collective_options(config, compute_capability(device))
+    if config.parallel.context > 1 and any(window_shares(config.model, config.train.sequence_length)):
+        # Ranks send both ways along the sequence at once.
+        options = options | MORE_AT_ONCE
     options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config, compute_capability(device)) else {})
     offloads = bool(policy_of(config.parallel.remat, config.model).offload)
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})

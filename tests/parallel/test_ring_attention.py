@@ -392,7 +392,7 @@ class Compiled:
         c, N, K, H = self.c, self.N, self.K, self.H
         mesh = Mesh(np.array(gpu_devices(hosts=1, gpus_per_host=c)).reshape(1, 1, c, 1), AXES, axis_types=AUTO)
         heads, along = P(None, None, TENSOR), P(None, CONTEXT)
-        attend = METHODS[method](cudnn_attention.cudnn_kernel(), CONTEXT, c)
+        attend = maker(method)(cudnn_attention.cudnn_kernel(), CONTEXT, c)
         attend = tensor_shard_map(attend, (heads, heads, heads, P()), heads)
 
         def local(h, segments, cotangent):
