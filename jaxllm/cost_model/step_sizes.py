@@ -111,7 +111,8 @@ class StepSizes:
             return self._scaled(self._held.kept)
         # What autodiff keeps of the plain block: for each half the float32 stream, its normed copy before and after the scale,
         # and the sequence that enters the matmuls, gathered unless a ring gathers it again; queries, keys, values, attention's
-        # output; the gated MLP's products, of which GELU computes some again. Of norms of a half's output or of heads the same three as of its input's.
+        # output; the MLP's products, of which GELU computes some again. Of norms of a half's output or of heads the same three
+        # as of its input's.
         u, norms = self.units, self.model.block_norms
         products = (4, 4) if self.model.activation == "gelu_tanh" else (6, 3)
         normed = {"block_input": 2 * u["split"] * (norms != "after"), "block_output": 2 * u["split"] * (norms != "before")}
