@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -92,13 +93,14 @@ def cudnn_kernel(most_documents: int | None = None) -> Kernel:
     )
 
 
-def largest_error(queries_per_key: int, head_dim: int, packs: bool | None) -> float:
+def largest_error(queries_per_key: int, head_dim: int, packs: bool | None, has_windows: bool = False) -> float:
     """The largest relative error of this machine's output and gradients against plain XLA's, in the Euclidean norm, for a small
     batch: without documents, without a mask, and with documents of all lengths, short ones, and one a sequence. bfloat16 rounds
     to about 0.005; a wrong mask or layout gives 0.1 and more. Infinite if cuDNN has no such kernel.
 
     Args:
       packs: how documents are masked: packed or by halves. None: not at all.
+      has_windows: whether windows are compared too.
     """
     S, starts = 512, ((70, 300, 301, 318, 350), range(20, 512, 20), ())
     heads = (2 * queries_per_key, 2, 2, 2 * queries_per_key)
@@ -108,13 +110,17 @@ def largest_error(queries_per_key: int, head_dim: int, packs: bool | None) -> fl
     masks = [Mask(True), Mask(False)]
     if packs is not None:
         masks += [Mask(True, segments_BS, segments_BS) for segments_BS in documents]
+    if has_windows:
+        # In the causal block, and cutting one of earlier keys.
+        masks += [replace(mask, window=100) for mask in masks if mask.causal]
+        masks += [replace(masks[-1], causal=False, window=window, distance=S) for window in (600, 400)]
 
     def answers(kernel: Kernel):
         def run(q, k, v, do):
             found = []
             for mask in masks:
-                o, lse = kernel.forward(q, k, v, mask)
-                found += [o, *kernel.backward(q, k, v, o, lse, do, mask)]
+                o, lse = within_window(kernel).forward(q, k, v, mask)
+                found += [o, *within_window(kernel).backward(q, k, v, o, lse, do, mask)]
             return found
 
         return [x.astype(jnp.float32) for x in jax.jit(run)(*arrays)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.attention import packed_documents, power_of_four
+from jaxllm.config.attention import packed_documents, power_of_four, window_shares
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.model.cudnn_attention import largest_error
 
@@ -48,11 +48,12 @@ def require_right_attention(config: Config, attention: str, mesh: jax.sharding.M
     if config.data.mask_documents:
         packs = packed_documents(config, compute_capability(device)) is not None
     heads = (model.num_heads // model.num_kv_heads, model.head_dim)
+    has_windows = any(window_shares(model, config.train.sequence_length))
     with jax.default_device(jax.local_devices()[0]):
-        error = largest_error(*heads, packs=packs)
+        error = largest_error(*heads, packs=packs, has_windows=has_windows)
         if error < ATTENTION_TOLERANCE:
             return
-        halves_are_right = packs and largest_error(*heads, packs=False) < ATTENTION_TOLERANCE
+        halves_are_right = packs and largest_error(*heads, packs=False, has_windows=has_windows) < ATTENTION_TOLERANCE
     raise ConfigError(
         f"cuDNN's attention is off by {100 * error:.1f}% on this machine, so its version and JAX {jax.__version__} do not fit "
         f"together: set model.attention={'cudnn_halves' if halves_are_right else 'xla'}, or install other versions."

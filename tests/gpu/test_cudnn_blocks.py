@@ -1,5 +1,7 @@
 """Compares cuDNN's blocks, and a complete ring of them computed in turn, with the float32 xla kernel on one NVIDIA GPU."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jaxllm.config.attention import HOPPER
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.model.attention import xla_attention
-from jaxllm.model.blockwise_attention import NOTHING, Mask, Partial, merge, xla_kernel
+from jaxllm.model.blockwise_attention import NOTHING, Mask, Partial, merge, within_window, xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.parallel.zigzag import blocks
 
@@ -52,10 +54,12 @@ def run_block(kernel, dtype, arrays, mask, of_all):
 
 @pytest.mark.parametrize(("N", "K", "H"), [(8, 8, 64), (8, 2, 128)])
 @pytest.mark.parametrize("mean", [None, 30, 400])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 100), (False, 600), (False, 513), (False, 400)]
+)
 @pytest.mark.parametrize("most", [pytest.param(None, id="halves"), pytest.param(64, id="packed")])
-def test_a_block_equals_the_float32_one(N, K, H, mean, causal, most):
-    """With and without documents, on and off the diagonal. The backward's lse is not the block's own."""
+def test_a_block_equals_the_float32_one(N, K, H, mean, causal, window, most):
+    """With and without documents and windows, on and off the diagonal. The backward's lse is not the block's own."""
     if most and compute_capability(jax.devices()[0]) < HOPPER:
         pytest.skip("cuDNN packs documents from Hopper on")
     S = 512
@@ -67,8 +71,9 @@ def test_a_block_equals_the_float32_one(N, K, H, mean, causal, most):
     else:
         whole = documents(2 * S, mean)
         mask = Mask(False, whole[:, S:], whole[:, :S])
+    mask = replace(mask, window=window, distance=0 if causal else S)
     others = Partial(inputs[3].astype(jnp.float32), jnp.full((B, S, N), 5.0))
-    ours = run_block(cudnn_kernel(most), jnp.bfloat16, inputs, mask, others)
+    ours = run_block(within_window(cudnn_kernel(most)), jnp.bfloat16, inputs, mask, others)
     theirs = run_block(xla_kernel(), jnp.float32, inputs, mask, others)
     assert ours[1].dtype == jnp.float32
     # A bfloat16 log-sum-exp would be off by 0.02 here.

@@ -256,7 +256,7 @@ def test_a_run_has_room_for_the_documents_of_its_data(config):
 )
 def test_wrong_numbers_of_cudnn_stop_a_run_with_what_works(config, monkeypatch, packed_error, halves_error, advice):
     monkeypatch.setattr(
-        attention_check, "largest_error", lambda group, head_dim, packs: packed_error if packs else halves_error
+        attention_check, "largest_error", lambda group, head_dim, packs, has_windows: packed_error if packs else halves_error
     )
     mesh = SimpleNamespace(devices=np.array([H100]))
     with pytest.raises(ConfigError, match=f"cuDNN's attention is off by .*% on this machine.*set .*{advice}"):

@@ -3,6 +3,7 @@ outside is neither computed nor sent.
 """
 
 import functools
+import re
 from functools import partial
 
 import jax
@@ -11,8 +12,22 @@ import numpy as np
 import pytest
 from kernel_cases import compare_kernels, documents, kernel_inputs
 from meshes import Run, assert_close, unequal_batch
-from test_ring_attention import GQA, MHA, H, S, assert_near, equations, over_context, traced, with_gradients
+from test_context_compiled import MODEL
+from test_ring_attention import (
+    GQA,
+    MHA,
+    H,
+    S,
+    assert_near,
+    equations,
+    needs_gpu_compiler,
+    over_context,
+    traced,
+    with_gradients,
+)
 
+from jaxllm.compile.aot import compile_step, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.compile.jaxpr_flops import matmul_flops
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.attention import chunks_in_reach, first_seen, window_shares
@@ -20,6 +35,7 @@ from jaxllm.cost_model.flops import attention_flops_per_token, causal_pairs
 from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import FITTED
+from jaxllm.mesh import axis_sizes
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import xla_attention
 from jaxllm.model.blockwise_attention import NOTHING, Mask, Partial, documents_by_halves, within_window, xla_kernel
@@ -225,6 +241,22 @@ def test_a_rank_sends_what_others_see_and_no_more(c, window):
     assert sent(traced("ring", c, 64, gradient=False)) == (c - 1) * 2 * length * 2 * H
 
 
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_all_that_a_step_sends_lies_behind_matmuls():
+    """Compiled for eight H100s, where each chunk sees the one before it."""
+    chosen = load_config(
+        {"model": MODEL, "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 2}},
+        ["parallel.context=8", "parallel.data=1", "model.sliding_window=512", "data.mask_documents=false"],
+    ).resolve(8)
+    text = compile_step(chosen, gpu_devices(hosts=1, gpus_per_host=8)).as_text()
+    assert set(re.findall(r'mask_type": ?"(\w+)"', text)) == {"CAUSAL"}
+    assert {"0", "512"} == set(re.findall(r'sliding_window_length": ?"?(\d+)', text))
+    found = [c for c in Module(text, axis_sizes(chosen.parallel)).collectives() if c.kind == "collective-permute"]
+    assert {shape[1] for c in found for _, shape in c.buffers} == {511}
+    assert all(c.asynchronous and c.spans_matmul for c in found)
+
+
 def sent(jaxpr):
     """Elements that a rank sends."""
     return sum(e.invars[0].aval.size * times for e, times in equations(jaxpr) if e.primitive.name == "ppermute")
@@ -286,6 +318,9 @@ CASES = [
     ((2, 1, 1, 2), 1, 2, "all", 0, "parallel.schedule=gpipe"),
 ]
 
+DEFAULT = (3, 5, 8)
+"""Every kind, every axis, several ranks and microbatches."""
+
 
 @pytest.fixture(scope="module")
 def make_run(tiny_config):
@@ -319,7 +354,11 @@ def one_device(make_run):
     return gradients
 
 
-@pytest.mark.parametrize(("mesh", "zero", "microbatches", "kinds", "packed", "more"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "zero", "microbatches", "kinds", "packed", "more"),
+    [pytest.param(*case, marks=() if number in DEFAULT else pytest.mark.slow) for number, case in enumerate(CASES)],
+    ids=str,
+)
 def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, microbatches, kinds, packed, more):
     run = make_run(mesh, kinds, packed, *more.split(), zero=zero, microbatches=microbatches)
     loss, gradients = run.gradients()
