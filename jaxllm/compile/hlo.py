@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -124,6 +124,8 @@ class Module:
 
     text: str
     axes: Mapping[str, int]
+    branch_shares: Sequence[float] = ()
+    """Share of its runs in which a conditional with so many branches takes each; of another conditional all branches count."""
     computations: dict[str, list[Instruction]] = field(init=False)
     entry: str = field(init=False)
     _flops: dict[str, int] = field(init=False, default_factory=dict)
@@ -197,7 +199,7 @@ class Module:
 
     def flops(self, computation: str) -> int:
         """FLOPs of the matmuls and fused attention in one run of a computation: 2 per product. A loop without a trip count
-        counts as one iteration, a conditional as all its branches, and an instruction without shapes as nothing."""
+        counts as one iteration, a conditional by branch_shares, and an instruction without shapes as nothing."""
         if computation not in self._flops:
             among = self.computations.get(computation, [])
             types = {instruction.name: instruction.result for instruction in among}
@@ -215,8 +217,14 @@ class Module:
             return matmul_flops(instruction, types)
         if "fmha" in target:
             return attention_flops(instruction, target, types)
-        inside = sum(self.flops(name) for name in instruction.called)
-        return inside * trip_count(instruction)
+        inside = sum(share * self.flops(name) for name, share in self._shares(instruction))
+        return round(inside * trip_count(instruction))
+
+    def _shares(self, instruction: Instruction) -> list[tuple[str, float]]:
+        """(computation, share of the instruction's runs that run it)"""
+        called = instruction.called
+        known = instruction.op == "conditional" and len(called) == len(self.branch_shares)
+        return list(zip(called, self.branch_shares if known else [1.0] * len(called), strict=True))
 
     def walk(self, computation: str | None = None, executed: int = 1, loops: tuple[int, ...] = ()) -> Iterator[_Occurrence]:
         """Every instruction that a computation runs, in order, with those of its loops and calls; default: of the entry."""
@@ -229,8 +237,8 @@ class Module:
                 for name in instruction.called:
                     yield from self.walk(name, executed * trips, (*loops, trips))
             elif instruction.op in RUNNING:
-                for name in instruction.called:
-                    yield from self.walk(name, executed, loops)
+                for name, share in self._shares(instruction):
+                    yield from self.walk(name, max(1, round(share * executed)), loops)
 
     def _collective(self, kind: str, occurrence: _Occurrence) -> Collective:
         start = occurrence.instruction

@@ -17,8 +17,8 @@ too, with that rank's heads. Both ways the sum is that of all devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 Axes = frozenset[str]
@@ -32,23 +32,27 @@ class Visit:
     """jax.extend.core.JaxprEqn."""
     executed: int
     """How often each rank runs it, with scans multiplied out. A `while`, whose iteration count is unknown, counts as one
-    iteration; each branch of a `cond` counts as if it were taken."""
+    iteration; each branch of a `cond` counts as if it were taken (`branches`)."""
     loops: tuple[int | None, ...]
     """Iterations of the enclosing loops, outermost first; None for a `while`."""
     ranks: int
     """How many ranks run it: the product of the manual mesh axes."""
+    branches: tuple[tuple[int, int], ...] = ()
+    """(number, how many there are) of the branches that it is in, outermost first."""
 
 
 def walk(jaxpr: Any) -> Iterator[Visit]:
     """Yields all equations of a Jaxpr or ClosedJaxpr and of the programs they call, in order; a call comes before its body."""
-    yield from _walk(_open(jaxpr), 1, (), 1, frozenset())
+    yield from _walk(_open(jaxpr), Visit(None, 1, (), 1), frozenset())
 
 
-def matmul_flops(jaxpr: Any, manual: Axes = frozenset()) -> int:
-    """FLOPs of all matmuls (dot_general, scaled_matmul; a multiply and an add are two) in one run, over all ranks. A `cond`
-    counts as its most expensive branch. Kernels of other libraries, such as cuDNN's attention, are not counted.
+def matmul_flops(jaxpr: Any, branch_shares: Sequence[float] = (), manual: Axes = frozenset()) -> int:
+    """FLOPs of all matmuls (dot_general, scaled_matmul; a multiply and an add are two) in one run, over all ranks. Kernels of
+    other libraries, such as cuDNN's attention, are not counted.
 
     Args:
+      branch_shares: share of its runs in which a `cond` of so many branches takes each. Another counts as its most expensive
+        branch.
       manual: mesh axes that are manual around the program already.
 
     Raises:
@@ -62,8 +66,11 @@ def matmul_flops(jaxpr: Any, manual: Axes = frozenset()) -> int:
             # [B, M, K] with [B, N, K].
             total += 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
         split = _newly_manual(equation, manual)
-        inner = [matmul_flops(program, manual | split.keys()) for program in _programs(equation)]
-        once = max(inner) if equation.primitive.name == "cond" else sum(inner)
+        inner = [matmul_flops(program, branch_shares, manual | split.keys()) for program in _programs(equation)]
+        once = sum(inner)
+        if equation.primitive.name == "cond":
+            shares = branch_shares if len(inner) == len(branch_shares) else None
+            once = round(sum(map(math.prod, zip(shares, inner, strict=True)))) if shares else max(inner)
         trips = _trip_count(equation)
         if trips is None and once:
             raise ValueError("A matmul runs in a `while` loop, whose iteration count is unknown: use a scan.")
@@ -78,14 +85,15 @@ def dot_flops(equation: Any) -> int:
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
 
 
-def _walk(jaxpr: Any, executed: int, loops: tuple[int | None, ...], ranks: int, manual: Axes) -> Iterator[Visit]:
+def _walk(jaxpr: Any, at: Visit, manual: Axes) -> Iterator[Visit]:
     for equation in jaxpr.eqns:
-        yield Visit(equation, executed, loops, ranks)
-        trips, split = _trip_count(equation), _newly_manual(equation, manual)
-        inside = loops if trips == 1 else (*loops, trips)
-        for program in _programs(equation):
-            more = math.prod(split.values())
-            yield from _walk(program, executed * (trips or 1), inside, ranks * more, manual | split.keys())
+        yield replace(at, equation=equation)
+        trips, split, programs = _trip_count(equation), _newly_manual(equation, manual), list(_programs(equation))
+        loops = at.loops if trips == 1 else (*at.loops, trips)
+        for number, program in enumerate(programs):
+            branches = (*at.branches, (number, len(programs))) if equation.primitive.name == "cond" else at.branches
+            inside = Visit(None, at.executed * (trips or 1), loops, at.ranks * math.prod(split.values()), branches)
+            yield from _walk(program, inside, manual | split.keys())
 
 
 def _trip_count(equation: Any) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +93,13 @@ def origin(argument: str, op_name: str) -> str:
     return backward + "/".join(informative[-2:] or words[-1:]) if words else op_name.rsplit("/", 1)[-1]
 
 
-def kernel_flops(jaxpr: Any) -> int:
+def kernel_flops(jaxpr: Any, branch_shares: Sequence[float] = ()) -> int:
     """FLOPs of cuDNN's attention in one step of all devices, by its shapes (q [B, S, N, H], k [B, T, K, H]): 4 B S T N H
     forward and 10 backward, which recomputes the scores; half of that under a causal mask, and less in a window. Documents by
     halves divide it into rectangles, which count in full; packed ones count as one a sequence, as in hlo_text.attention_flops.
+
+    Args:
+      branch_shares: as matmul_flops has them; of another conditional all branches count.
     """
     total = 0
     for visit in walk(jaxpr):
@@ -106,5 +109,6 @@ def kernel_flops(jaxpr: Any) -> int:
             parameters = visit.equation.params
             is_causal = "CAUSAL" in str(parameters.get("mask_type", "")).upper()
             pairs = causal_pairs(S, parameters["sliding_window_length"]) * T / S if is_causal else S * T
-            total += round((4 if match[1] == "fwd" else 10) * B * N * H * pairs) * visit.executed * visit.ranks
+            share = math.prod(branch_shares[b] if count == len(branch_shares) else 1 for b, count in visit.branches)
+            total += round((4 if match[1] == "fwd" else 10) * B * N * H * pairs * share) * visit.executed * visit.ranks
     return total

@@ -32,6 +32,7 @@ from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_flops, largest_results
 from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.attention import branch_shares
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
@@ -228,11 +229,12 @@ def _compile(
     text: str = compiled.as_text() or ""
     memory: Any = compiled.memory_analysis()
     sizes = axis_sizes(config.parallel)
-    module = Module(text, sizes)
+    shares = branch_shares(config.model, config.train.sequence_length)
+    module = Module(text, sizes, shares)
     collectives = grouped(module.collectives(), sizes)
     workspace = 0 if on_device or gpu is None else packed_workspace(config, gpu)
     size = total_bytes(memory) + workspace
-    fused_flops = kernel_flops(step.jaxpr)
+    fused_flops = kernel_flops(step.jaxpr, shares)
     overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.multiplies_fp8)) if gpu else ()
     again = None if real is None or capacity is None else _with_real_memory(config, real, size, capacity, workspace)
     fits = None if capacity is None else size <= capacity
@@ -259,7 +261,7 @@ def _compile(
         trace_s=trace_s,
         hlo_instructions=sum(map(len, module.computations.values())),
         hlo_bytes=len(text),
-        executed_flops=matmul_flops(without_dead_code(step.jaxpr)) + fused_flops,
+        executed_flops=matmul_flops(without_dead_code(step.jaxpr), shares) + fused_flops,
         attention_kernel_flops=fused_flops,
         compiled_flops=len(devices) * module.flops(module.entry),
         model_flops=config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length),
@@ -290,7 +292,7 @@ def _with_real_memory(
     memory: Any = compiled.memory_analysis()
     total = total_bytes(memory) + workspace
     changed = repeated > 0 or total < demand
-    module = Module(text, axis_sizes(config.parallel))
+    module = Module(text, axis_sizes(config.parallel), branch_shares(config.model, config.train.sequence_length))
     flops = len(devices) * module.flops(module.entry)
     return RealMemory(changed, repeated, memory.temp_size_in_bytes, total, total <= capacity, compile_s, flops)
 

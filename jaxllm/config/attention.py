@@ -35,6 +35,13 @@ def window_shares(model: ModelConfig, sequence_length: int) -> dict[int | None, 
     return {window: count / len(windows) for window, count in Counter(windows).items()}
 
 
+def branch_shares(model: ModelConfig, sequence_length: int) -> tuple[float, ...]:
+    """Share of the layers that take each branch of a conditional around attention; () if layers do not differ in it."""
+    if len(set(effective_windows(model.kinds, sequence_length))) == 1:
+        return ()
+    return tuple(model.layer_kinds.count(kind) / model.num_layers for kind in range(len(model.kinds)))
+
+
 def chunks_in_reach(window: int, length: int, context: int) -> int:
     """How many of 2 x `context` chunks of `length` a chunk of queries sees before its own, at most."""
     return min(2 * context - 1, -(-(window - 1) // length))

@@ -108,3 +108,18 @@ def test_matmuls_with_scales_for_blocks_count():
     operands = [((1, 32, 64), e4m3), ((1, 96, 64), e4m3), ((1, 32, 2), e8m0), ((1, 96, 2), e8m0)]
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
     assert matmul_flops(jax.make_jaxpr(jax.nn.scaled_matmul)(*shapes)) == 2 * 32 * 96 * 64
+
+
+def test_branches_count_by_their_share_of_the_runs():
+    shapes = [jnp.zeros((8, n)) for n in (4, 16)]
+
+    def switch(kind, x, y):
+        return jax.lax.switch(kind, [lambda x, y: (x @ x.T).sum(), lambda x, y: (y @ y.T).sum()], x, y)
+
+    program = jax.make_jaxpr(switch)(0, *shapes)
+    few, many = 2 * 8 * 8 * 4, 2 * 8 * 8 * 16
+    assert (matmul_flops(program), matmul_flops(program, (0.75, 0.25))) == (many, 0.75 * few + 0.25 * many)
+    assert [visit.branches for visit in walk(program) if visit.equation.primitive.name == "dot_general"] == [
+        ((0, 2),),
+        ((1, 2),),
+    ]
