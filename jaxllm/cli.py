@@ -60,7 +60,7 @@ def callback(
         bool, typer.Option("--version", help="Print jaxllm's version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Trains Llama, Qwen and Mistral models with JAX."""
+    """Trains Llama, Qwen, Gemma, OLMo and Mistral models with JAX."""
 
 
 @app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))

@@ -33,8 +33,9 @@ from jaxllm.cost_model.precision import Row, precision_table
 from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.display import readable
 from jaxllm.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.model.attention import plain_attention
 from jaxllm.model.layers import Block, Ops, rotary_table
-from jaxllm.model.llama import BlockContext, apply_block
+from jaxllm.model.llama import BlockContext, apply_block, layer_kinds
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.vjp_residuals import extract
@@ -230,8 +231,9 @@ def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
         weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
         positions_BS = jnp.zeros((1, sequence_length), jnp.int32)
         h_BSD = jnp.zeros((1, sequence_length, model.hidden_size), model.compute_dtype)
-        side = BlockContext(rotary_table(model, positions_BS), None)
-        return extract(jax.vjp(partial(apply_block, graph, Ops()), weights, h_BSD, side)[1])
+        side = BlockContext(rotary_table(model, positions_BS), None, layer_kinds(model)).of_layer(0)
+        block = partial(apply_block, graph, Ops(attend=plain_attention(model)))
+        return extract(jax.vjp(block, weights, h_BSD, side)[1])
 
     with nnx.use_eager_sharding(False):
         leaves = jax.tree.leaves(jax.eval_shape(kept))

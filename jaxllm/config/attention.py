@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
-from jaxllm.config.checks import causal_block_length
+from jaxllm.config.checks import causal_block_length, effective_windows
 from jaxllm.config.config import Config
 from jaxllm.config.model_config import ModelConfig
 
@@ -22,11 +21,6 @@ SHORTER_DOCUMENTS = "shorter_documents"
 TOKENS_PER_DOCUMENT = 128
 """Least mean length of the documents of a sequence for which attention is compiled if nothing else is known. Chosen, not
 measured: web pages have several times as many. A run counts the documents of its data."""
-
-
-def effective_windows(windows: Iterable[int | None], sequence_length: int) -> tuple[int | None, ...]:
-    """Those that are shorter than the sequence; None in the place of the others."""
-    return tuple(window if window is not None and window < sequence_length else None for window in windows)
 
 
 def window_shares(model: ModelConfig, sequence_length: int) -> dict[int | None, float]:

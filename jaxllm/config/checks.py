@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_config import ModelConfig
@@ -23,6 +24,16 @@ def sequence_unit(context: int, tensor: int) -> int:
 def causal_block_length(sequence_length: int, context: int) -> int:
     """Tokens of a causal block of attention: a sequence, or one of the two chunks that each context rank has."""
     return sequence_length // (2 * context if context > 1 else 1)
+
+
+def effective_windows(windows: Iterable[int | None], sequence_length: int) -> tuple[int | None, ...]:
+    """Sliding windows that are shorter than the sequence; None in the place of the others."""
+    return tuple(window if window is not None and window < sequence_length else None for window in windows)
+
+
+def repeats(kinds: Sequence[int | None], length: int) -> bool:
+    """Whether each chunk of `length` layers has the same kinds of layers in the same order."""
+    return all(kind == kinds[at % length] for at, kind in enumerate(kinds))
 
 
 def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:

@@ -18,7 +18,15 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxllm.config.batch_schedule import Phase, phase_at, phases_of, sequences_before
-from jaxllm.config.checks import check_all_on_host, check_batch_schedule, check_diloco, check_remat, check_split
+from jaxllm.config.checks import (
+    check_all_on_host,
+    check_batch_schedule,
+    check_diloco,
+    check_remat,
+    check_split,
+    effective_windows,
+    repeats,
+)
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_yaml, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
@@ -59,7 +67,8 @@ class Config(Section):
             raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
         check_split(model, parallel, train.sequence_length)
         check_remat(model, parallel)
-        if parallel.context > 1 and parallel.pipe > 1 and not self.stages_are_alike:
+        windows = effective_windows(model.windows, train.sequence_length)
+        if parallel.context > 1 and parallel.pipe > 1 and not repeats(windows, self.chunk_layers):
             raise refuse(
                 f"model.sliding_window is on some of the layers, in another order in each chunk of {self.chunk_layers} layers, "
                 f"and with parallel.pipe={parallel.pipe} and context={parallel.context} all stages send at the same time: set "
@@ -89,12 +98,6 @@ class Config(Section):
         rows = [(section, "\n".join(f"{key}: {value}" for key, value in keys.items())) for section, keys in changed.items()]
         tokens = f"{self.total_tokens:,} tokens in {self.train.steps:,} steps; what differs from the defaults"
         return table(rows, left=2, caption=tokens)
-
-    @property
-    def stages_are_alike(self) -> bool:
-        """Whether each chunk of layers has the same kinds of layers in the same order."""
-        kinds, length = self.model.layer_kinds, self.chunk_layers
-        return all(kinds[at] == kinds[at % length] for at in range(len(kinds)))
 
     @property
     def step_tokens(self) -> int:

@@ -95,6 +95,11 @@ def hugging_face_config(
     """
     original = dict(original or {})
     kind = _kind(original, "The original config.json") if original else _kind_of(model)
+    if not can_say(model, KINDS[kind].windows):
+        raise ConfigError(
+            f"{KINDS[kind].architecture} cannot have windows of {model.get('sliding_window')} positions on these layers: only "
+            f"jaxllm can load this model."
+        )
     is_gemma = "hidden_act" in KINDS[kind].ignores
     config: dict[str, Any] = {
         "architectures": original.get("architectures") or [KINDS[kind].architecture],
@@ -128,7 +133,11 @@ def hugging_face_config(
     config["rope_scaling"] = scaling if ours is not None else None
     config["rope_parameters"] = {**scaling, "rope_theta": model["rope_theta"]}
     if KINDS[kind].has_local_rope:
-        local = model.get("local_rope_theta") or KINDS[kind].defaults["rope_local_base_freq"]
+        local = model.get("local_rope_theta") or model["rope_theta"]
+        if model.get("local_rope_theta") is None and model.get("sliding_window") and ours is not None:
+            raise ConfigError(
+                f"{KINDS[kind].architecture} does not scale the angles of layers with a window: set model.local_rope_theta."
+            )
         config["rope_local_base_freq"] = local
         config["query_pre_attn_scalar"] = model.get("query_pre_attn_scalar") or model["head_dim"]
         config["rope_parameters"] = {
@@ -216,6 +225,8 @@ def _without_local_rope(found: Mapping[str, Any], defaults: Mapping[str, Any], w
         thetas["rope_local_base_freq"] = found["rope_local_base_freq"]
     if isinstance(rope, Mapping) and any(isinstance(part, Mapping) for part in rope.values()):
         full, local = (rope.get(key) or {} for key in ("full_attention", "sliding_attention"))
+        if not isinstance(full, Mapping) or not isinstance(local, Mapping):
+            raise ConfigError(f"{where} says rope_parameters={_plain(rope)}: it should have an object for each kind of layer.")
         if local.get("rope_type", "default") != "default":
             raise ConfigError(f"{where} scales the angles of layers with a window, which jaxllm does not: use another model.")
         if "rope_theta" in local:
@@ -231,7 +242,7 @@ def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[
     dialects = {key: found[key] for key in ("rope_scaling", "rope_parameters") if found.get(key)}
     for key, value in dialects.items():
         if not isinstance(value, Mapping) or any(isinstance(part, Mapping) for part in value.values()):
-            raise ConfigError(f"{where} says {key}={_plain(value)}: jaxllm supports one rotary embedding for all layers.")
+            raise ConfigError(f"{where} says {key}={_plain(value)}: it should be an object with the angles of all layers.")
     thetas = {key: value["rope_theta"] for key, value in dialects.items() if "rope_theta" in value}
     if "rope_theta" in found:
         thetas["rope_theta"] = found["rope_theta"]

@@ -35,14 +35,13 @@ def read_window(found: Mapping[str, Any], defaults: Mapping[str, Any], windows: 
         window = None
     if window is None or not isinstance(layers, int):
         return _nothing_slides(types, where)
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ConfigError(f"{where} says sliding_window={window}: it should be a whole number of at least 1.")
+    _require_whole("sliding_window", window, 1, where)
     if windows == "none":
         raise ConfigError(f"{where} says sliding_window={window}, which its class does not read: remove it.")
     if isinstance(longest, int) and window >= longest and windows != "pattern":
         return dict(WINDOWS)
     if not types:
-        types = _default_types(said, windows, layers)
+        types = _default_types(said, windows, layers, where)
     if len(types) != layers:
         raise ConfigError(f"{where} says num_hidden_layers={layers} and layer_types for {len(types)}: get the file again.")
     if SLIDING not in types:
@@ -60,8 +59,11 @@ def window_keys(model: Mapping[str, Any], windows: Windows, config: Mapping[str,
     window = model.get("sliding_window")
     every, first = model.get("full_attention_every"), model.get("full_attention_first") or 0
     layers = model["num_layers"]
+    if window is None and windows == "pattern":
+        # The class reads sliding_window even where no layer has one.
+        return {"layer_types": [FULL] * layers}
     if window is None:
-        is_on = windows in ("all", "pattern") or (windows == "switched" and config.get("use_sliding_window"))
+        is_on = windows == "all" or (windows == "switched" and config.get("use_sliding_window"))
         longest, theirs = config.get("max_position_embeddings"), config.get("sliding_window")
         if not is_on or theirs is None or (isinstance(longest, int) and theirs >= longest):
             return {}
@@ -102,24 +104,29 @@ def _nothing_slides(types: list[str], where: str) -> dict[str, Any]:
     return dict(WINDOWS)
 
 
-def _default_types(said: Mapping[str, Any], windows: Windows, layers: int) -> list[str]:
+def _require_whole(key: str, value: Any, least: int, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{where} says {key}={str(value)[:80]}: it should be a whole number of at least {least}.")
+
+
+def _default_types(said: Mapping[str, Any], windows: Windows, layers: int, where: str) -> list[str]:
     """layer_types as transformers fills them in."""
     if windows == "pattern":
         every = said["sliding_window_pattern"]
+        _require_whole("sliding_window_pattern", every, 1, where)
         return [FULL if (number + 1) % every == 0 else SLIDING for number in range(layers)]
     first = said["max_window_layers"] if windows == "switched" else 0
+    _require_whole("max_window_layers", first, 0, where)
     return [FULL if number < first else SLIDING for number in range(layers)]
 
 
 def _order(types: list[str], where: str) -> tuple[int | None, int]:
     """(full_attention_every, full_attention_first)"""
-    is_full = [of_layer == FULL for of_layer in types]
+    is_full, layers = [of_layer == FULL for of_layer in types], range(len(types))
     first = is_full.index(False)
-    if not any(is_full[first:]):
-        return None, first
-    every = is_full.index(True) + 1
-    if is_full == [(number + 1) % every == 0 for number in range(len(types))]:
-        return every, 0
+    for every in (None, *layers[2:], len(types)):
+        if is_full == [number < first or bool(every and (number + 1) % every == 0) for number in layers]:
+            return every, first
     raise ConfigError(
         f"{where} says layer_types in an order that jaxllm does not support: it takes a full layer every so many layers, or "
         f"full layers at the start."

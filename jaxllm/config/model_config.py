@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.types import PositiveFloat, PositiveInt, Section, Switch, divisors
+from jaxllm.config.types import Count, PositiveFloat, PositiveInt, Section, Switch, divisors
 
 
 class RopeScaling(Section):
@@ -95,7 +95,7 @@ class ModelConfig(Section):
     nothing is computed or sent."""
     full_attention_every: PositiveInt | None = None
     """With sliding_window: the last of every so many layers attends to all positions (Gemma 3: 6)."""
-    full_attention_first: int = Field(0, ge=0)
+    full_attention_first: Count = 0
     """With sliding_window: so many layers at the start attend to all positions (max_window_layers of Qwen)."""
     local_rope_theta: PositiveFloat | None = None
     """rope_theta of the layers with a window, without rope_scaling (Gemma 3); default: as all others."""
@@ -171,9 +171,16 @@ class ModelConfig(Section):
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
                 f"use one of {list(divisors(self.num_heads))} key-value heads."
             )
-        for key in ("full_attention_every", "full_attention_first", "local_rope_theta"):
-            if self.sliding_window is None and (value := getattr(self, key)):
-                raise refuse(f"model.{key}={value} has no effect without model.sliding_window: set that, or leave it out.")
+        of_windows = {"full_attention_every": "null", "full_attention_first": 0, "local_rope_theta": "null"}
+        if self.sliding_window is None and (given := [key for key in of_windows if getattr(self, key)]):
+            fix = " and ".join(f"model.{key}={of_windows[key]}" for key in given)
+            raise refuse(f"model.{given[0]}={getattr(self, given[0])} has no effect without model.sliding_window: set {fix}.")
+        if self.sliding_window is not None and not any(self.windows):
+            raise refuse(
+                f"model.sliding_window={self.sliding_window} is on none of {self.num_layers} layers with full_attention_every="
+                f"{self.full_attention_every} and full_attention_first={self.full_attention_first}: change these, or set "
+                f"model.sliding_window=null."
+            )
         if self.head_dim % 2:
             raise refuse(
                 f"model.head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs: make it {self.head_dim + 1}."

@@ -4,7 +4,8 @@ A tensor counts as often as kernels beside XLA's matmuls must read or write it. 
 flops.py, in elements of the compute dtype:
 
     norms     18 D              forward each half reads the residual and the update and writes the sum and its norm; backward
-                                each half reads three tensors and writes the gradient and the norm that the weights need
+                                each half reads three tensors and writes the gradient and the norm that the weights need;
+                                with norms after the halves as much more as BLOCK_NORM_MOVES has
     swiglu    9 F               3 forward; backward gate, up and the gradient in, two gradients and the product out
     rotary    4 H (N + K)       queries and keys, in and out, in both directions
 
@@ -19,6 +20,7 @@ from jaxllm.config import Config
 from jaxllm.cost_model.flops import attention_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.kernel_rates import KernelRates
+from jaxllm.cost_model.layer_compute import BLOCK_NORM_MOVES
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import FITTED
 
@@ -42,7 +44,7 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
         "head_matmuls": 6 * tokens * columns * model.hidden_size / rates.matmul_flops_per_s,
         "attention_forward": attention / rates.attention_forward_flops_per_s,
         "attention_backward": 2.5 * attention / rates.attention_backward_flops_per_s,
-        "norms": moved(18 * D),
+        "norms": moved(18 * D * sum(BLOCK_NORM_MOVES[model.block_norms]) / sum(BLOCK_NORM_MOVES["before"])),
         "swiglu": moved(9 * F),
         "rotary": moved(4 * (query + key)),
         "loss": moved(columns, times=10, itemsize=1),

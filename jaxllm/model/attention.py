@@ -76,7 +76,8 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
         return f"it needs Ampere (compute capability 8.0) or newer and {device.device_kind} has {has}"
     if model.compute_dtype != "bfloat16":
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
-    if model.head_dim % 8 or model.head_dim > (widest := widest_head(capability)):
+    widest = widest_head(capability)
+    if model.head_dim % 8 or model.head_dim > widest:
         return f"it takes head sizes that are multiples of 8 up to {widest} here and model.head_dim is {model.head_dim}"
     return cudnn_attention.why_not()
 

@@ -104,7 +104,7 @@ def xla_kernel(max_rows: int = 512, max_scores: int = 2**26) -> Kernel:
 
 def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int, max_scores: int) -> Partial:
     B, _, N, H = q_BSNH.shape
-    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], max_rows, max_scores)
+    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], mask.window, max_rows, max_scores)
     q_BSNH, mask = _tied(q_BSNH, mask)
     keys = (k_BTKH, v_BTKH, mask.k_segments_BT)
 
@@ -130,7 +130,7 @@ def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int, max_score
 def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, *, max_rows: int, max_scores: int) -> Gradients:
     B, _, N, H = q_BSNH.shape
     K = k_BTKH.shape[2]
-    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], max_rows, max_scores)
+    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], mask.window, max_rows, max_scores)
     q_BSNH, mask = _tied(q_BSNH, mask)
     keys = (k_BTKH, v_BTKH, mask.k_segments_BT)
     # Sum of dP P over all keys, from o and do (FlashAttention's D).
@@ -213,9 +213,10 @@ def _where(condition, x, other: float):
     return x if condition is None else jnp.where(condition, x, other)
 
 
-def _tile_rows(q_shape, T: int, max_rows: int, max_scores: int) -> int:
+def _tile_rows(q_shape, T: int, window: int | None, max_rows: int, max_scores: int) -> int:
     B, rows, N, _ = q_shape
-    while rows % 2 == 0 and (rows > max_rows or B * N * rows * T > max_scores):
+    keys = T if window is None else min(T, max_rows + window - 1)
+    while rows % 2 == 0 and (rows > max_rows or B * N * rows * keys > max_scores):
         rows //= 2
     return rows
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
+from jaxllm.config.checks import repeats
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
@@ -117,7 +118,7 @@ class ParallelContext:
         if kinds is None:
             return None
         by_stage = self.stacking.stored(kinds).reshape(self.stacking.virtual_stages, self.stacking.stages, -1)
-        if self.config.stages_are_alike:
+        if repeats(self.config.model.layer_kinds, self.stacking.chunk):
             return by_stage[:, 0].reshape(-1)
         return by_stage[:, jax.lax.axis_index(PIPE)].reshape(-1)
 

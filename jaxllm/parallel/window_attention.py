@@ -104,7 +104,7 @@ class Exchange:
         return (done, keys), self.fetch(distance + 1, keys)
 
     def fetch(self, distance: int, keys: Any) -> Any:
-        """What is seen of the chunks at this distance before ours; zeros where there is none.
+        """What is seen of the chunks at this distance before ours; where there is none, anything finite.
 
         Args:
           keys: ours: arrays [B, S, ...], or None.

@@ -26,6 +26,7 @@ from jaxllm.config import (
     divisors,
     sequence_unit,
 )
+from jaxllm.config.checks import effective_windows, repeats
 from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
@@ -139,6 +140,8 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
         return BEYOND_HOST
     if not all_have_layers(model.num_layers, mesh.pipe):
         return f"{model.num_layers} layers leave a stage of pipe without one"
+    if not any(_sends_alike(config, mesh, virtual_stages) for _, virtual_stages in schedules(model.num_layers, mesh.pipe)):
+        return "layers of several kinds are in another order in each stage, beside context"
     if config.parallel.offload_state == "all" and mesh.pipe > 1:
         return "offload_state=all does not work with pipe > 1"
     if (G := config.train.global_batch_sequences) % mesh.data:
@@ -174,7 +177,7 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
         if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
             continue
-        if overlaps and schedule == GPIPE:
+        if (overlaps and schedule == GPIPE) or not _sends_alike(config, mesh, virtual_stages):
             continue
         even = microbatches
         if virtual_stages > 1:
@@ -182,6 +185,13 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
         uneven = tuple(size for size in microbatches if size not in even)
         for zero in zeros:
             yield Group(mesh, zero, schedule, virtual_stages, remats, even, uneven)
+
+
+def _sends_alike(config: Config, mesh: Mesh, virtual_stages: int) -> bool:
+    """Whether stages with context ranks have the same kinds of layers in the same order, as Config requires."""
+    chunk = math.ceil(config.model.num_layers / (mesh.pipe * virtual_stages))
+    windows = effective_windows(config.model.windows, config.train.sequence_length)
+    return mesh.pipe == 1 or mesh.context == 1 or repeats(windows, chunk)
 
 
 @cache

@@ -124,7 +124,7 @@ def test_mistral_has_defaults_of_its_own():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=null: it should be a number"),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters and rope_theta disagree"),
         ({"rope_parameters": {**LLAMA3_ROPE}, "rope_scaling": {"rope_type": "default"}}, "rope_parameters disagree"),
-        ({"rope_parameters": {"full": {"rope_theta": 1.0}}}, "one rotary embedding for all layers"),
+        ({"rope_parameters": {"full": {"rope_theta": 1.0}}}, "it should be an object with the angles of all layers"),
         ({"rope_theta": "big"}, "rope_theta=big: it should be a number above 0"),
         ({"rope_theta": float("inf")}, "rope_theta=Infinity: it should be a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN: it should be a number above 0"),
@@ -160,7 +160,8 @@ def test_a_class_says_what_its_network_has():
         ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types with sliding_attention and no sliding"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types with linear_attention"),
         ({"use_sliding_window": True, "layer_types": [S, S]}, "num_hidden_layers=3 and layer_types for 2"),
-        ({"use_sliding_window": True, "layer_types": [F, S, F]}, "layer_types in an order that jaxllm does not support"),
+        ({"use_sliding_window": True, "num_hidden_layers": 5, "layer_types": [S, F, F, S, S]}, "layer_types in an order that"),
+        ({"use_sliding_window": True, "max_window_layers": None}, "max_window_layers=None: it should be a whole number"),
         ({"attention_bias": True}, "attention_bias=true"),
     ],
 )
@@ -190,6 +191,7 @@ def test_a_window_that_no_layer_has_changes_nothing(change):
         ({}, (None, None, 16)),
         ({"layer_types": [F, S, S]}, (None, 16, 16)),
         ({"layer_types": [S, F, S]}, (16, None, 16)),
+        ({"layer_types": [F, S, F]}, (None, 16, None)),
         ({"layer_types": [S, S, S]}, (16, 16, 16)),
     ],
 )
@@ -207,6 +209,26 @@ def test_a_window_needs_a_class_that_has_it():
     assert hugging_face_config(section, dtype="float32", max_position=128)["model_type"] == "mistral"
     with pytest.raises(ConfigError, match=r"no network with model\.sliding_window=16 and model\.full_attention_every=2: only"):
         hugging_face_config(section | {"full_attention_every": 2}, dtype="float32", max_position=128)
+    for original, change in ((MISTRAL, {"full_attention_every": 2}), (HUB, {})):
+        with pytest.raises(ConfigError, match="cannot have windows of 16 positions on these layers"):
+            hugging_face_config(section | change, dtype="float32", max_position=128, original=original)
+
+
+@pytest.mark.parametrize("change", [{"sliding_window": None, "full_attention_every": None, "local_rope_theta": None}, {}])
+def test_gemmas_whose_layers_have_the_same_angles_or_no_windows(change):
+    section = model_section(GEMMA3, "") | {"local_rope_theta": None} | change
+    for max_position in (128, 32768):
+        written = hugging_face_config(section, dtype="float32", max_position=max_position)
+        assert written["rope_local_base_freq"] == section["rope_theta"]
+        assert written["layer_types"] == ([F] * 3 if change else [S, F, S])
+        read = ModelConfig.model_validate(model_section(written, ""))
+        assert (read.windows, read.local_rope_theta or read.rope_theta) == ((None,) * 3 if change else (9, None, 9), 20000.0)
+    scaled = section | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    if not change:
+        with pytest.raises(
+            ConfigError, match=r"does not scale the angles of layers with a window: set model\.local_rope_theta"
+        ):
+            hugging_face_config(scaled, dtype="float32", max_position=128)
 
 
 @pytest.mark.parametrize("dialect", [dict, in_new_dialect])
@@ -231,6 +253,9 @@ def test_gemma_has_angles_of_its_own_in_windows(dialect):
             r'architectures=\["Gemma3ForConditionalGeneration"\]: jaxllm supports',
         ),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "scales the angles of layers with a window"),
+        ({"rope_parameters": {"sliding_attention": 5, "full_attention": {}}}, "it should have an object for each kind"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0: it should be a whole number of at least 1"),
+        ({"sliding_window_pattern": "6"}, "sliding_window_pattern=6: it should be a whole number"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 5}}}, "rope_local_base_freq and rope_parameters disagree"),
     ],
 )
