@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from jaxllm.config.hf_window import WINDOWS, Windows
+Windows = Literal["none", "all", "switched", "pattern"]
+"""What a class of transformers can say: nothing; one window for all layers; with use_sliding_window, one for the layers that
+layer_types names or from max_window_layers on; or one for layer_types, by default with a full layer every
+sliding_window_pattern."""
 
+WINDOWS = {"sliding_window": None, "full_attention_every": None, "full_attention_first": 0}
+"""Keys of the `model` section, with the values of a network without windows."""
 SAID: dict[str, Any] = {**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None}
 """VARIANTS that a config.json says. The others are those of its class."""
 VARIANTS: dict[str, Any] = {

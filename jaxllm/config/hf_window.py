@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.hf_kinds import WINDOWS, Windows
 
-Windows = Literal["none", "all", "switched", "pattern"]
-"""What a class of transformers can say: nothing; one window for all layers; with use_sliding_window, one for the layers that
-layer_types names or from max_window_layers on; or one for layer_types, by default with a full layer every
-sliding_window_pattern."""
-
-WINDOWS = {"sliding_window": None, "full_attention_every": None, "full_attention_first": 0}
-"""Keys of the `model` section, with the values of a network without windows."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

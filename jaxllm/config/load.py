@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from jaxllm.config import hf_config
 from jaxllm.config.errors import ConfigError, why_not_yaml
+from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
 from jaxllm.config.sections import RunConfig
 
 
@@ -92,7 +92,7 @@ def _apply(override: str, values: dict[str, Any]) -> None:
 def take_named(values: dict[str, Any]) -> None:
     """Fills in the shape that model.name refers to, and for a folder also weights and tokenizer. Keys in `values` win."""
     model, name = values["model"], values["model"]["name"]
-    if set(hf_config.SHAPE_KEYS) - hf_config.VARIANTS.keys() <= model.keys():
+    if set(SHAPE_KEYS) - VARIANTS.keys() <= model.keys():
         # The config of an earlier run has the shape already, and the folder may no longer exist.
         return
     if isinstance(name, str) and name not in published_models():
@@ -105,9 +105,12 @@ def take_named(values: dict[str, Any]) -> None:
 
 def _of_folder(path: Path) -> tuple[Mapping[str, Any], list[Path]]:
     """The shape of the model in a folder, and the folders that may have its tokenizer."""
+    # Only a folder needs to read Hugging Face's config.json.
+    from jaxllm.config.hf_config import folder_shape
+
     # For a checkpoint, the shape is in its run directory.
     home = path.parent.parent if path.parent.name == "checkpoints" else path
-    if (shape := hf_config.folder_shape(path)) is None and (home / "config.yaml").is_file():
+    if (shape := folder_shape(path)) is None and (home / "config.yaml").is_file():
         shape = read_yaml(home / "config.yaml").get("model")
     if not isinstance(shape, Mapping):
         raise ConfigError(
@@ -129,7 +132,7 @@ def _take(values: dict[str, Any], shape: Mapping[str, Any], tokenizers: Sequence
     train, data = values.get("train"), values.setdefault("data", {})
     if isinstance(train, dict):
         train.setdefault("init_from", values["model"]["name"])
-    values["model"] = {**{key: shape[key] for key in hf_config.SHAPE_KEYS if key in shape}, **values["model"]}
+    values["model"] = {**{key: shape[key] for key in SHAPE_KEYS if key in shape}, **values["model"]}
     found = [home for home in tokenizers if (home / "tokenizer.json").is_file()]
     if isinstance(data, dict) and found and _reads_texts(data):
         data.setdefault("tokenizer", str(found[0]))

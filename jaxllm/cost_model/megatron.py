@@ -84,8 +84,8 @@ def megatron_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Model FLOPs of forward and backward per token, as Megatron-LM logs them: the full square of attention, with the head.
 
     12 L D^2 ((1 + K / N + S / D) N H / D + 3 F / (2 D) + V / (2 L D)) (num_floating_point_operations in
-    megatron/training/training.py; later versions take half the square). Its V is the padded vocabulary; here it is not padded. It
-    knows no windows.
+    megatron/training/training.py; later versions take half the square). Its V is the padded vocabulary; here it is not padded.
+    Windows are not counted.
     """
     full = model.model_copy(update={"sliding_window": None})
     return float(train_flops_per_token(full, sequence_length, causal=False))
