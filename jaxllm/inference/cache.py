@@ -59,7 +59,7 @@ def prefill(
     def run_layers(block, layers, h_BSD, block_context):
         def layer(h_BSD, numbered):
             weights, kind = numbered
-            return block(weights, h_BSD, block_context.of_kind(kind)), kept.pop()
+            return block(weights, h_BSD, block_context.of_kind(kind))[0], kept.pop()
 
         h_BSD, of_all_layers = jax.lax.scan(layer, h_BSD, (layers, block_context.kinds_L))
         kept.append(of_all_layers)
@@ -115,7 +115,7 @@ def decode(
         def layer(carry, numbered):
             h_B1D, at["caches"] = carry
             at["layer"], weights, kind = numbered
-            h_B1D = block(weights, h_B1D, block_context.of_kind(kind))
+            h_B1D, _ = block(weights, h_B1D, block_context.of_kind(kind))
             return (h_B1D, at["caches"]), None
 
         kinds = model.config.layer_kinds

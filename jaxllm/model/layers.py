@@ -293,12 +293,19 @@ class GatedMLP(nnx.Module):
         return ops.matmul_scatter("BSF,FD->BSD", product_BSF, self.down[...].astype(dtype), in_order=False)
 
 
+Losses = dict[str, jax.Array]
+"""Float32 scalars by name."""
+
+
 class Block(nnx.Module):
     """h + attention(norm(h)), then h + mlp(norm(h)). model.block_norms says whether the norms are there, or after each half:
     h + norm(attention(h)), or both.
 
     Between the two halves, and between blocks, the sequence dim is sharded over the tensor axis. It is gathered before each
     half, and the half's partial sums are reduce-scattered, in Ops.gather_matmul and matmul_scatter.
+
+    Returns (h, losses): losses of the block's own by name, float32 sums over tokens, which the objective adds like those of the
+    targets. This block has none; a router would.
     """
 
     attention_norm: RMSNorm | None = None
@@ -316,7 +323,9 @@ class Block(nnx.Module):
             self.attention_post_norm = RMSNorm(model, "layers.attention_post_norm", rngs=rngs)
             self.mlp_post_norm = RMSNorm(model, "layers.mlp_post_norm", rngs=rngs)
 
-    def __call__(self, h_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
+    def __call__(
+        self, h_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops
+    ) -> tuple[Float[Array, "B S D"], Losses]:
         x_BSD = ops.constrain(_normed(h_BSD, self.attention_norm), SHARDED_SEQUENCE)
         update_BSD = checkpoint_name(self.attention(x_BSD, rotary, segments_BS, ops), "attention_out")
         update_BSD = _normed(update_BSD, self.attention_post_norm)
@@ -325,7 +334,7 @@ class Block(nnx.Module):
         x_BSD = ops.constrain(_normed(h_BSD, self.mlp_norm), SHARDED_SEQUENCE)
         update_BSD = _normed(checkpoint_name(self.mlp(x_BSD, ops), "mlp_down"), self.mlp_post_norm)
         with jax.named_scope("residual"):
-            return h_BSD + update_BSD
+            return h_BSD + update_BSD, {}
 
 
 def _normed(x_BSD: Float[Array, "B S D"], norm: RMSNorm | None) -> Float[Array, "B S D"]:

@@ -23,7 +23,17 @@ from jaxllm.config.model_spec import parameters
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.display import table
 from jaxllm.model.attention import plain_attention
-from jaxllm.model.layers import SHARDED_SEQUENCE, Block, Ops, RMSNorm, Rotary, parameter, rotary_table, scaled_embeddings
+from jaxllm.model.layers import (
+    SHARDED_SEQUENCE,
+    Block,
+    Losses,
+    Ops,
+    RMSNorm,
+    Rotary,
+    parameter,
+    rotary_table,
+    scaled_embeddings,
+)
 
 
 class BlockContext(NamedTuple):
@@ -47,18 +57,18 @@ class BlockContext(NamedTuple):
         return self._replace(rotary=rotary, kinds_L=kind)
 
 
-BlockFunction = Callable[[Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
+BlockFunction = Callable[[Any, Float[Array, "B S D"], BlockContext], tuple[Float[Array, "B S D"], Losses]]
 RunLayers = Callable[[BlockFunction, Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
 
 
 def scan_layers(
     block: BlockFunction, layers: Any, h_BSD: Float[Array, "B S D"], block_context: BlockContext, *, unroll: int | bool = 1
 ):
-    """Applies block(layer, h, block_context) for each layer in turn; `layers` is a tree of arrays with a leading layer dim."""
+    """h after block(layer, h, block_context) for each layer in turn; `layers` is a tree of arrays with a leading layer dim."""
 
     def turn(h_BSD, layer):
         weights, kind = layer
-        return block(weights, h_BSD, block_context.of_kind(kind)), None
+        return block(weights, h_BSD, block_context.of_kind(kind))[0], None
 
     return jax.lax.scan(turn, h_BSD, (layers, block_context.kinds_L), unroll=unroll)[0]
 

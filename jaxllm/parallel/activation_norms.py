@@ -41,7 +41,7 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Ar
 
         def layer(h_BSD, number):
             read = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), weights["layers"])
-            h_BSD = block(gather(read) if gather else read, h_BSD, block_context.of_layer(number))
+            h_BSD, _ = block(gather(read) if gather else read, h_BSD, block_context.of_layer(number))
             return h_BSD, jnp.sum(jnp.square(h_BSD.astype(jnp.float32)))
 
         def turn(h_BSD, number):

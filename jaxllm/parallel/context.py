@@ -117,10 +117,13 @@ class ParallelContext:
         kinds = layer_kinds(self.config.model)
         if kinds is None:
             return None
-        by_stage = self.stacking.stored(kinds).reshape(self.stacking.virtual_stages, self.stacking.stages, -1)
-        if repeats(self.config.model.layer_kinds, self.stacking.chunk):
-            return by_stage[:, 0].reshape(-1)
-        return by_stage[:, jax.lax.axis_index(PIPE)].reshape(-1)
+        is_same = repeats(self.config.model.layer_kinds, self.stacking.chunk)
+        return self.rows_here(kinds, 0 if is_same else None)
+
+    def rows_here(self, values_L: jax.Array, stage: int | None = None) -> jax.Array:
+        """The values of the rank's layers, 0 for identity layers; or those of a stage. Call it in a region."""
+        by_stage = self.stacking.stored(values_L).reshape(self.stacking.virtual_stages, self.stacking.stages, -1)
+        return by_stage[:, jax.lax.axis_index(PIPE) if stage is None else stage].reshape(-1)
 
     @property
     def access(self) -> WeightAccess:

@@ -48,6 +48,7 @@ import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.config.remat_policy import Policy
+from jaxllm.model.layers import Losses
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.host_layers import HostSums
@@ -93,6 +94,8 @@ class Pass(NamedTuple):
     block_context: BlockContext
     slot: Any
     """Slot of the ring."""
+    losses_scale: Any = None
+    """Backward: the gradient of the objective by a loss of a layer's own, for each of the rank's layers."""
 
 
 class BackwardCarry(NamedTuple):
@@ -151,15 +154,17 @@ class LayerLoop:
         return Ring(structure.unflatten(room), on_host)
 
     def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
-        """(h, ring, weights): the chunk's output; the ring with its residuals, if there is a ring; and, where weights are
-        gathered, those of the rank's layer number `then`, for the pass that follows, or if they are kept those of all layers.
+        """(h, losses, ring, weights): the chunk's output; the sums of its layers' own losses; the ring with its residuals, if
+        there is a ring; and, where weights are gathered, those of the rank's layer number `then`, for the pass that follows, or
+        if they are kept those of all layers.
         """
         turn, kept = self._forward_turn(layers, ahead, then), None
         if self._keeps:
             kept = jax.tree.map(lambda w: jnp.zeros((self.length, *w.shape), w.dtype), self._weights_shape(layers))
-        carry = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring, kept)
-        h_BSD, weights, ring, kept = self._scan(turn, carry)
-        return h_BSD, ring, kept if self._keeps else weights
+        losses = jax.tree.map(jnp.zeros_like, self._losses_shape(layers, ahead))
+        carry = (ahead.x_BSD, losses, self._gathered(layers, ahead.chunk * self.length), ring, kept)
+        h_BSD, losses, weights, ring, kept = self._scan(turn, carry)
+        return h_BSD, losses, ring, kept if self._keeps else weights
 
     def backward(
         self, layers: Tree, back: Pass, ring: Ring, sums: Tree, weights: Tree = None, valid: Any = True, adds: bool = False
@@ -186,14 +191,15 @@ class LayerLoop:
         forward, backward = self._forward_turn(layers, ahead), self._backward_turn(layers, back, valid)
 
         def turn(number, carry):
-            (h_BSD, weights, ring, _), behind = carry
+            (h_BSD, losses, weights, ring, _), behind = carry
             at = self.length - 1 - number
             # The read before the write: without an order XLA copies the ring in every turn.
             ring, read = jax.lax.optimization_barrier((ring, self._from_ring(ring, back.slot, at)))
-            return forward(number, (h_BSD, weights, ring, None)), backward(at, behind, read)
+            return forward(number, (h_BSD, losses, weights, ring, None)), backward(at, behind, read)
 
-        before = (ahead.x_BSD, self._gathered(layers, ahead.chunk * self.length), ring, None)
-        (h_BSD, _, after, _), behind = self._scan(turn, (before, self._before_backward(layers, back, ring, sums)))
+        losses = jax.tree.map(jnp.zeros_like, self._losses_shape(layers, ahead))
+        before = (ahead.x_BSD, losses, self._gathered(layers, ahead.chunk * self.length), ring, None)
+        (h_BSD, _, _, after, _), behind = self._scan(turn, (before, self._before_backward(layers, back, ring, sums)))
         return (h_BSD, after), self._after_backward(back.chunk, behind, valid)
 
     def _scan(self, turn, carry, *, reverse: bool = False):
@@ -210,7 +216,7 @@ class LayerLoop:
         first, gather, last = ahead.chunk * self.length, self._access.gather, self.length - 1
 
         def turn(number, carry):
-            h_BSD, weights, ring, kept = carry
+            h_BSD, losses, weights, ring, kept = carry
             following, block_context = None, ahead.block_context.of_layer(first + number)
             if gather is None:
                 weights = self._read(layers, first + number)
@@ -220,9 +226,11 @@ class LayerLoop:
             if kept is not None:
                 kept = _write(kept, number, weights)
             if ring is None:
-                return self._block(weights, h_BSD, block_context), following, None, kept
-            h_BSD, vjp = jax.vjp(self._block, weights, h_BSD, block_context)
-            return h_BSD, following, ring.write(ahead.slot * self.length + number, extract(vjp)), kept
+                h_BSD, own = self._block(weights, h_BSD, block_context)
+            else:
+                (h_BSD, own), vjp = jax.vjp(self._block, weights, h_BSD, block_context)
+                ring = ring.write(ahead.slot * self.length + number, extract(vjp))
+            return h_BSD, jax.tree.map(jnp.add, losses, own), following, ring, kept
 
         return turn
 
@@ -230,7 +238,7 @@ class LayerLoop:
         first, last = back.chunk * self.length, self.length - 1
         gather, on_host = self._access.gather, self._access.on_host
         shapes, block_context = self._weights_shape(layers), back.block_context.of_layer(0)
-        template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, block_context)[1], shapes, back.x_BSD)
+        (_, own), template = jax.eval_shape(lambda w, h: jax.vjp(self._block, w, h, block_context), shapes, back.x_BSD)
 
         def turn(number, carry: BackwardCarry, read: Tree) -> BackwardCarry:
             dh_BSD, weights, kept, pending, sums, squares = carry
@@ -243,7 +251,8 @@ class LayerLoop:
                 due = self._access.scatter(pending) if self._access.scatter else pending
                 if not on_host:
                     sums = self._add(sums, behind, due, valid)
-            gradients, dh_BSD, _ = restore(template, here, back.block_context.of_layer(first + number), kept)(dh_BSD)
+            vjp = restore(template, here, back.block_context.of_layer(first + number), kept)
+            gradients, dh_BSD, _ = vjp((dh_BSD, {name: back.losses_scale[name][first + number] for name in own}))
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
             if on_host:
@@ -326,14 +335,18 @@ class LayerLoop:
         weights = _row(layers, number)
         return self._access.gather(weights) if self._access.gather else weights
 
+    def _losses_shape(self, layers: Tree, ahead: Pass) -> Tree:
+        block = partial(self._block, block_context=ahead.block_context.of_layer(0))
+        return jax.eval_shape(lambda w, h: block(w, h)[1], self._weights_shape(layers), ahead.x_BSD)
+
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
     def run(
         self, layers: Tree, own: Accumulators | None, h_BSD: jax.Array, block_context: BlockContext, adds: bool = False
-    ) -> tuple[jax.Array, Tree]:
-        """(h, the layers' full weights if they are kept): all layers, as one function with gradients of its own. Those of the
-        layers are added to their accumulators, or scattered with these, as in `backward`."""
+    ) -> tuple[jax.Array, Losses, Tree]:
+        """(h, losses, the layers' full weights if they are kept): all layers, as one function with gradients of its own. Those
+        of the layers are added to their accumulators, or scattered with these, as in `backward`."""
         keeps, behind = self._keeps, copy.copy(self)
         if keeps:
             # The backward pass reads the full weights that the forward pass kept.
@@ -341,18 +354,19 @@ class LayerLoop:
 
         @jax.custom_vjp
         def stack(layers, own, h_BSD, block_context):
-            h_BSD, _, weights = self.forward(layers, Pass(0, h_BSD, block_context, 0))
-            return h_BSD, weights if keeps else None
+            h_BSD, losses, _, weights = self.forward(layers, Pass(0, h_BSD, block_context, 0))
+            return h_BSD, losses, weights if keeps else None
 
         def stack_forward(layers, own, h_BSD, block_context):
             ring = self.new_ring(1, layers, h_BSD, block_context)
-            h_BSD, ring, weights = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
+            h_BSD, losses, ring, weights = self.forward(layers, Pass(0, h_BSD, block_context, 0), ring)
             layers, last = (weights, None) if keeps else (layers, weights)
-            return (h_BSD, weights if keeps else None), (layers, own.sums, block_context, ring, last)
+            return (h_BSD, losses, weights if keeps else None), (layers, own.sums, block_context, ring, last)
 
         def stack_backward(saved, cotangents):
             layers, sums, block_context, ring, last = saved
-            back = Pass(0, cotangents[0], block_context, 0)
+            scales = jax.tree.map(lambda x: jnp.broadcast_to(x, self.length), cotangents[1])
+            back = Pass(0, cotangents[0], block_context, 0, scales)
             dh_BSD, sums, squares = behind.backward(layers, back, ring, sums, last, adds=adds)
             sums = sums.complete() if behind._access.on_host else sums
             return None, Accumulators(sums, squares), dh_BSD, None

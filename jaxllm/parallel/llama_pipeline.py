@@ -6,6 +6,7 @@ the vocabulary, of the embedding and of the head.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,6 +106,9 @@ class LlamaStage:
         self._model, self._pipe, self._tensor, self._ops = model, parallel.pipe, parallel.tensor, ctx.ops
         self._weights, self._scale, self._tap = weights, scale, stage_tap
         self._kinds = ctx.kinds_here()
+        # An identity layer has no losses of its own.
+        scales = scale * ctx.rows_here(jnp.ones(model.num_layers, jnp.float32))
+        self._losses_scale = defaultdict(lambda: scales)
         self._head = "embedding" if model.tie_embeddings else "head"
         self._z_loss_weight = train.z_loss_weight
         network = nnx.merge(ctx.graph, weights)
@@ -138,7 +142,8 @@ class LlamaStage:
     @jax.named_scope("stage_forward")
     def forward(self, unit: Unit, h_BSD: jax.Array, ring: Ring | None, following: jax.Array | None):
         then = None if following is None else following * self._loop.length + self._loop.length - 1
-        return self._loop.forward(self._weights["layers"], self._pass(unit, h_BSD), ring, then)
+        h_BSD, _, ring, handed_over = self._loop.forward(self._weights["layers"], self._pass(unit, h_BSD), ring, then)
+        return h_BSD, ring, handed_over
 
     @jax.named_scope("stage_backward")
     def backward(self, unit: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, handed_over: Tree, valid: jax.Array):
@@ -186,7 +191,7 @@ class LlamaStage:
         return BlockContext(rotary_table(self._model, rows["positions"]), rows.get("segments"), self._kinds)
 
     def _pass(self, unit: Unit, x_BSD: jax.Array) -> Pass:
-        return Pass(unit.chunk, x_BSD, self._block_context(unit.microbatch.rows), unit.slot)
+        return Pass(unit.chunk, x_BSD, self._block_context(unit.microbatch.rows), unit.slot, self._losses_scale)
 
     def _accumulate(self, found: tuple[jax.Array, Tree, Any], microbatch: Microbatch, sums: StageSums):
         dh_BSD, layers, new = found

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
+from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy
 from jaxllm.parallel import accumulate
@@ -186,7 +186,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
     network = nnx.merge(ctx.graph, ctx.table)
     norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
     of_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
-    run_layers: Callable[..., tuple[jax.Array, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
+    run_layers: Callable[..., tuple[jax.Array, Losses, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
     loss_options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
 
     def sums(
@@ -216,7 +216,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
                 h_BSD, head_sum = look_up(weights["embedding"], own_sum("embedding")[1], tokens)
             h_BSD = ops.constrain(scaled_embeddings(model, h_BSD), SHARDED_SEQUENCE)
         block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
-        h_BSD, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
+        h_BSD, own_losses, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
         if own is not None:
             h_BSD, norm_sum = own_sum("final_norm", h_BSD)
             final_norm = accumulate.accumulated(final_norm, norm_sum)
@@ -230,6 +230,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
                 h_BSD, head_sum = own_sum("head", h_BSD)
             losses = accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, *loss_options)
         objective, loss = losses
+        objective = sum((scale * x for x in own_losses.values()), start=objective)
         return objective, (loss, {**rest, "layers": kept} if kept is not None else None)
 
     return sums
@@ -246,8 +247,8 @@ def _stacked_layers(
     block_context: BlockContext,
     *,
     tap: GradSquareNorms | None,
-) -> tuple[jax.Array, Tree | None]:
-    """(h, the layers' full weights if the phase keeps them)"""
+) -> tuple[jax.Array, Losses, Tree | None]:
+    """(h, sums of the layers' own losses, the layers' full weights if the phase keeps them)"""
     model, block, zero = ctx.config.model, partial(apply_block, graph, ctx.ops), ctx.zero
     access = zero.access(phase) if zero and zero.once else ctx.access
     policy = policy_of(ctx.config.parallel.remat, model)
@@ -265,8 +266,8 @@ def _own_layers(
     earlier: Params | None,
     h_BSD: jax.Array,
     block_context: BlockContext,
-) -> tuple[jax.Array, list[Tree] | None]:
-    """(h, the layers' full weights if the phase keeps them)"""
+) -> tuple[jax.Array, Losses, list[Tree] | None]:
+    """(h, sums of the layers' own losses, the layers' full weights if the phase keeps them)"""
     model, ops, zero = ctx.config.model, ctx.ops, ctx.zero
     # Where matmuls add to what is reduced next, XLA's scheduler starts the transfers too late to hide them.
     in_matmuls = accumulators is not None and earlier is None and adds_in_matmuls(model)
@@ -280,7 +281,7 @@ def _own_layers(
 
     blocks = [block_of(kind) for kind in range(len(model.kinds))]
     token: Any = 0.0
-    full, inputs = [], []
+    full, inputs, losses = [], [], {}
     for number, layer in enumerate(layers):
         inputs.append(h_BSD)
         if zero and phase.gathers:
@@ -297,5 +298,6 @@ def _own_layers(
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
             layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
         kind = model.layer_kinds[number] if len(blocks) > 1 else None
-        h_BSD = blocks[kind or 0](layer, h_BSD, block_context.of_kind(kind)._replace(kinds_L=None))
-    return h_BSD, full or None
+        h_BSD, own = blocks[kind or 0](layer, h_BSD, block_context.of_kind(kind)._replace(kinds_L=None))
+        losses = {name: x + losses.get(name, 0.0) for name, x in own.items()}
+    return h_BSD, losses, full or None

@@ -13,6 +13,7 @@ import pytest
 from meshes import Run, assert_close, unequal_batch
 
 from jaxllm.model import layers
+from jaxllm.parallel.parameters import merge_model
 
 ROWS, S = 24, 16
 NETWORK = ("model.head_dim=16", "model.num_layers=3", "model.vocab_size=258")
@@ -96,6 +97,47 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, m
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     # Of a key bias's gradient little is left: without the rotation, softmax would not see the bias.
     assert_close(run.plain(gradients), expected[1], 1e-5)
+
+
+@pytest.fixture
+def own_losses(monkeypatch):
+    """Blocks with a loss of their own, as routers have: the square of what they return."""
+    plain = layers.Block.__call__
+
+    def call(self, h_BSD, *others):
+        h_BSD, losses = plain(self, h_BSD, *others)
+        return h_BSD, losses | {"square": 0.05 * jnp.sum(jnp.square(h_BSD.astype(jnp.float32)))}
+
+    monkeypatch.setattr(layers.Block, "__call__", call)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case == 5 else pytest.mark.slow, id=str(CASES[case][0])) for case in (1, 2, 5, 8, 10)],
+)
+def test_losses_of_blocks_have_gradients(make_run, own_losses, case):
+    """In a loop and with arrays of their own, sent once, on the host, in pipelines with an identity layer."""
+    mesh, zero, microbatches, network, more = CASES[case]
+    run, one = make_run(mesh, network, *more.split(), zero=zero, microbatches=microbatches), make_run((1, 1, 1, 1), network)
+    rows = {name: jnp.asarray(x[0]) for name, x in one.batch(0).items()}
+
+    def objective(params):
+        own, model = [], merge_model(one.config, params)
+
+        def run_layers(block, layers, h_BSD, block_context):
+            for number in range(one.config.model.num_layers):
+                h_BSD, losses = block(jax.tree.map(lambda x, n=number: x[n], layers), h_BSD, block_context)
+                own.append(losses["square"])
+            return h_BSD
+
+        h_BSD = model.hidden(*(rows.get(name) for name in ("tokens", "positions", "segments")), run_layers=run_layers)
+        log_p = jax.nn.log_softmax(jnp.einsum("BSD,VD->BSV", h_BSD, model.head_matrix())[..., : one.config.model.vocab_size])
+        loss_BS = -jnp.take_along_axis(log_p, rows["targets"][..., None], axis=-1)[..., 0]
+        return (jnp.sum(jnp.where(rows["mask"], loss_BS, 0.0)) + sum(own)) / rows["mask"].sum().astype(jnp.float32)
+
+    expected = one.plain(jax.jit(jax.grad(objective))(one.state.params))
+    assert_close(one.plain(one.gradients()[1]), expected, 1e-5)
+    assert_close(run.plain(run.gradients()[1]), expected, 1e-5)
 
 
 def test_the_noise_scale_has_the_same_gradients(make_run, one_device):

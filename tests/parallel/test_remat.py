@@ -184,7 +184,7 @@ def test_gradients_of_biases_and_norms_are_summed_in_float32(tiny_config):
     weights = jax.tree.map(lambda w: w.astype(model.compute_dtype), nnx.to_pure_dict(weights))
     h_BSD = jnp.zeros((2, 16, 32), model.compute_dtype)
     side = BlockContext(rotary_table(model, jnp.tile(jnp.arange(16)[None], (2, 1))), None)
-    block = lambda weights: apply_block(graph, Ops(), weights, h_BSD, side).astype(jnp.float32).sum()  # noqa: E731
+    block = lambda weights: apply_block(graph, Ops(), weights, h_BSD, side)[0].astype(jnp.float32).sum()  # noqa: E731
     text = str(jax.make_jaxpr(jax.grad(block))(weights))
     sums = re.findall(r":(\w+)\[[\d,]*\] = reduce_sum", text)
     assert len(sums) > 5

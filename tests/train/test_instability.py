@@ -296,7 +296,7 @@ def expected_norms(run):
 
     def run_layers(block, layers, h_BSD, side):
         for number in range(run.config.model.num_layers):
-            h_BSD = block(jax.tree.map(lambda x, n=number: x[n], layers), h_BSD, side)
+            h_BSD, _ = block(jax.tree.map(lambda x, n=number: x[n], layers), h_BSD, side)
             found.append(jnp.sqrt(jnp.mean(jnp.square(h_BSD))))
         return h_BSD
 
