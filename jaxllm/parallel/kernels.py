@@ -38,15 +38,13 @@ def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
         masked = f", up to {most} documents packed" if most else ", documents by halves"
     # A ring of one rank computes its local block alone. jax.nn's attention would do it too, but a remat policy cannot keep its
     # log-sum-exp, and the backward pass would run the kernel again.
-    make, method = ring_attention, ""
-    if c > 1:
-        method = f" {context_method(config)}"
-        make = {" ring": ring_attention, " all_gather": all_gather_attention}[method]
+    how = method = context_method(config) if c > 1 else ""
+    make = all_gather_attention if method == "all_gather" else ring_attention
     found: dict[int | None, BlockwiseAttention] = {None: make(kernel, CONTEXT, c)}
     if window := next(filter(None, windows), None):
         found[window] = window_attention(within_window(kernel), CONTEXT, c, window)
-        method = f" in windows of {window:,}" + (f" and{method or ' over all'}" if None in windows else "")
-    return f"{name}{method}{masked}", by_kind([found[window] for window in windows])
+        how = f"in windows of {window:,}" + (f" and {method or 'over all'}" if None in windows else "")
+    return f"{name} {how}".strip() + masked, by_kind([found[window] for window in windows])
 
 
 def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:

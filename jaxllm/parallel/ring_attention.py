@@ -70,7 +70,7 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> BlockwiseAttention
         if c == 1:
             return kernel.forward(*own)
         visitor = hop((jnp.stack([k_BSKH, v_BSKH]), segments_BS))
-        found = split(kernel.forward(*own))
+        found = _split(kernel.forward(*own))
         if c > 2:
             (found, visitor), _ = jax.lax.scan(turn, (found, visitor), jnp.arange(1, c - 1))
         return _join(*meet(found, visitor, c - 1))
@@ -128,8 +128,8 @@ def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> BlockwiseAtt
 
     def gather(k_BSKH, v_BSKH, segments_BS) -> Keys:
         """Chunks in the order of the sequence: [2c, 2, B, Lc, K, H] and [2c, B, Lc]."""
-        keys = jax.lax.all_gather(jnp.stack(split(jnp.stack([k_BSKH, v_BSKH]), axis=2)), axis_name)
-        segments = None if segments_BS is None else jax.lax.all_gather(jnp.stack(split(segments_BS)), axis_name)
+        keys = jax.lax.all_gather(jnp.stack(_split(jnp.stack([k_BSKH, v_BSKH]), axis=2)), axis_name)
+        segments = None if segments_BS is None else jax.lax.all_gather(jnp.stack(_split(segments_BS)), axis_name)
         return jax.tree.map(lambda x: jnp.concatenate([x[:, 0], x[::-1, 1]]), (keys, segments))
 
     def product(chunks: Keys, turn):
@@ -147,7 +147,7 @@ def all_gather_attention(kernel: Kernel, axis_name: str, c: int) -> BlockwiseAtt
             q, q_segments = _either(q_BSNH, is_low), _either(segments_BS, is_low)
             return _merge_either(found, kernel.forward(q, k, v, Mask(False, q_segments, k_segments)), is_low), None
 
-        found = split(_each_half_forward(kernel, q_BSNH, k_BSKH, v_BSKH, segments_BS))
+        found = _split(_each_half_forward(kernel, q_BSNH, k_BSKH, v_BSKH, segments_BS))
         return _join(*jax.lax.scan(turn, found, jnp.arange(2 * c - 1))[0])
 
     def backward(q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS):
@@ -251,8 +251,8 @@ def _each_half_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN,
 
 def _high_on_low_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, segments_BS):
     """Float32 gradients of our high queries with our own low keys."""
-    q, o, lse, do, q_segments = (split(x)[1] for x in (q_BSNH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
-    k, v, k_segments = (split(x)[0] for x in (k_BSKH, v_BSKH, segments_BS))
+    q, o, lse, do, q_segments = (_split(x)[1] for x in (q_BSNH, o_BSNH, lse_BSN, do_BSNH, segments_BS))
+    k, v, k_segments = (_split(x)[0] for x in (k_BSKH, v_BSKH, segments_BS))
     gradients = kernel.backward(q, k, v, o, lse, do, Mask(False, q_segments, k_segments))
     dq, dk, dv = (g.astype(jnp.float32) for g in gradients)
     return _join(jnp.zeros_like(dq), dq), *(_join(x, jnp.zeros_like(x)) for x in (dk, dv))
@@ -261,14 +261,14 @@ def _high_on_low_backward(kernel: Kernel, q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BS
 # --------------------------------------------------------------- halves, and choices among them; None (no segments) stays None
 
 
-def split(tree: Any, axis: int = 1) -> tuple[Any, Any]:
+def _split(tree: Any, axis: int = 1) -> tuple[Any, Any]:
     """(low, high) of the arrays in `tree`."""
     half = lambda x, part: jax.lax.slice_in_dim(x, part * x.shape[axis] // 2, (part + 1) * x.shape[axis] // 2, axis=axis)  # noqa: E731
     return tuple(jax.tree.map(partial(half, part=part), tree) for part in (0, 1))
 
 
 def _unbatch(tree: Any) -> tuple[Any, Any]:
-    return split(tree, axis=0)
+    return _split(tree, axis=0)
 
 
 def _join(low: Any, high: Any, axis: int = 1) -> Any:
@@ -290,7 +290,7 @@ def _choose(is_first, first: Any, second: Any) -> Any:
 
 
 def _either(x, is_low):
-    return _choose(is_low, *split(x))
+    return _choose(is_low, *_split(x))
 
 
 def _from_either(x, is_low):
@@ -314,11 +314,11 @@ def _two_products(q_BSNH, visitor: Keys, segments_BS, lower):
 
 
 def _high_and_either(x, is_low):
-    return _join(split(x)[1], _either(x, is_low), axis=0)
+    return _join(_split(x)[1], _either(x, is_low), axis=0)
 
 
 def _low_and_either(x, is_low):
-    return _join(split(x)[0], _either(x, is_low), axis=0)
+    return _join(_split(x)[0], _either(x, is_low), axis=0)
 
 
 def _from_high_and_either(x, is_low):
