@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
+
+from jaxllm.untrusted import shown
 
 
 class ConfigError(ValueError):
@@ -27,14 +28,6 @@ def refuse(sentence: str) -> PydanticCustomError:
 def line_of(error: BaseException) -> str:
     """The error's message on one line without its full stop, for use inside a sentence."""
     return " ".join(str(error).split()).rstrip(".")
-
-
-def why_not_yaml(error: Exception) -> str:
-    """Why yaml.safe_load failed, in a few words, with the line number if known."""
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start} is not UTF-8"
-    return f"line {mark.line + 1}: {problem}" if problem and mark else line_of(error)
 
 
 def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
@@ -69,10 +62,10 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
         return f"{path} is missing: set it in the config{override}{hint}."
     if kind == "literal_error":
         choices = _literal_choices(root, where) or str(first.get("ctx", {}).get("expected")).replace("'", "")
-        return f"{path}={_plain(given)} is not one of the choices: use {choices}."
+        return f"{path}={shown(given)} is not one of the choices: use {choices}."
     if path == "parallel.data":
-        return f"{path}={_plain(given)} is not valid: it should be a whole number of at least 1, or auto."
-    return f"{path}={_plain(given)} is not valid: {_expectation(first)}."
+        return f"{path}={shown(given)} is not valid: it should be a whole number of at least 1, or auto."
+    return f"{path}={shown(given)} is not valid: {_expectation(first)}."
 
 
 def _expectation(error: Mapping[str, Any]) -> str:
@@ -121,8 +114,3 @@ def _literal_choices(root: type[BaseModel], where: Sequence[str | int]) -> str |
         annotation = get_args(annotation)[0]
     choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
     return ", ".join(choices) or None
-
-
-def _plain(value: Any) -> str:
-    """A value as the user wrote it in YAML."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

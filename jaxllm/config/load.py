@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from jaxllm.config.errors import ConfigError, why_not_yaml
+from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
 from jaxllm.config.sections import RunConfig
+from jaxllm.untrusted import RefusedInput, parse_yaml, shown
+from jaxllm.untrusted import read_yaml as read_any_yaml
 
 
 def config_folder() -> Path:
@@ -54,9 +54,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
             hint = "give the path of a YAML recipe such as configs/quickstart.yaml."
         raise ConfigError(f"There is no config file {path}: {hint}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML ({why_not_yaml(error)}): fix it.") from None
+        values = read_any_yaml(path)
+    except RefusedInput as error:
+        raise ConfigError(f"{path} cannot be read as YAML ({error}): fix it.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: write model:, train: and so on at the left margin.")
     return values
@@ -66,11 +66,11 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")
     if not separator or len(keys) < 2 or not all(keys):
-        raise ConfigError(f"Cannot read the override {override!r}: write section.key=value, such as train.steps=100.")
+        raise ConfigError(f"Cannot read the override {shown(override)!r}: write section.key=value, such as train.steps=100.")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"Cannot read the value of {override!r}: quote it, or write it as YAML.") from None
+        value = parse_yaml(text)
+    except RefusedInput as error:
+        raise ConfigError(f"Cannot read the value of {shown(override)!r} ({error}): quote it, or write it as YAML.") from None
     if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
         # YAML reads 3e-4 as a string, because it has no dot.
         try:
@@ -83,7 +83,7 @@ def _apply(override: str, values: dict[str, Any]) -> None:
         if child is None:
             child = {}
         if not isinstance(child, Mapping):
-            raise ConfigError(f"{override!r} does not name a key: {key} has no keys below it.")
+            raise ConfigError(f"{shown(override)!r} does not name a key: {key} has no keys below it.")
         node[key] = dict(child)
         node = node[key]
     node[keys[-1]] = value

@@ -16,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import yaml
-
-from jaxllm.config.errors import ConfigError, why_not_yaml
+from jaxllm.config.errors import ConfigError
 from jaxllm.display import readable
+from jaxllm.untrusted import RefusedInput, read_yaml
 
 MIB = 2**20
 TERA = 1e12
@@ -238,9 +237,9 @@ def find_gpu(name: str) -> Gpu:
 
 def _gpu_from_file(path: Path) -> Gpu:
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or why_not_yaml(error)
+        given = read_yaml(path)
+    except (OSError, RefusedInput) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read as the description of a GPU: {reason}.") from None
     if not isinstance(given, dict) or not isinstance(given.get("like"), str) or given["like"] not in GPUS:
         raise ConfigError(f"{path} does not say which GPU it is like: write like: and one of {', '.join(GPUS)}.")

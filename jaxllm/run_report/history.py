@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from jaxllm.config import AUTO, Config, ConfigError, load_config
-from jaxllm.config.errors import why_not_yaml
 from jaxllm.train.json_lines import read_lines
+from jaxllm.untrusted import RefusedInput, read_yaml
 
 SMOOTH_SHARE = 0.02
 """Window of the smoothed loss, as a share of the run's steps."""
@@ -197,9 +196,9 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config:
     """The run's shape, mesh and batch. The training texts need not be present, and the log settings are dropped."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or why_not_yaml(error)
+        values = read_yaml(path)
+    except (OSError, RefusedInput) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read as a config ({reason}): get it from a copy of the run.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: it is not the config of a run.")

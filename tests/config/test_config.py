@@ -152,7 +152,7 @@ def test_files_that_are_not_recipes(tmp_path):
     with pytest.raises(ConfigError, match="holds no sections"):
         load_config(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("model: [\n")
-    with pytest.raises(ConfigError, match=r"broken.yaml is not YAML \(line 2: .*\): fix it\.$"):
+    with pytest.raises(ConfigError, match=r"broken.yaml cannot be read as YAML \(line 2: .*\): fix it\.$"):
         load_config(tmp_path / "broken.yaml")
 
 

@@ -1,0 +1,349 @@
+"""The one door for what comes from outside: JSON, YAML, .npy and text, from files, messages and the environment.
+
+Size, depth and expansion are bounded before anything is built; duplicate keys and what YAML 1.1 reads in a surprising way are
+refused; `checked` turns the result into the type that says what it may hold. A refusal is a phrase without a full stop, such as
+"line 3: the key steps is there twice": the caller knows the file and what to do about it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import reprlib
+import stat
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+RECIPE_BYTES, JSON_BYTES = MIB, 64 * MIB
+"""Limits of files. A recipe has a few KiB; the largest JSON of a model is its tokenizer's, with up to 33 MiB, or the index of
+a trillion parameters, with 20 MiB."""
+DEPTH = 64
+YAML_NODES = 50_000
+"""Keys and values of a YAML file, with aliases expanded. PyYAML builds about 30,000 per second."""
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+
+T = TypeVar("T")
+Whole = Annotated[int, Field(strict=True, ge=0, le=INT64)]
+"""A whole number that any array can hold."""
+Text = Annotated[str, Field(strict=True, max_length=4096)]
+"""A name, a path or a sentence."""
+
+
+class RefusedInput(ValueError):
+    """Why a file or a message is not taken: a phrase, for use inside a sentence."""
+
+
+def read_bytes(path: Path, at_most: int = JSON_BYTES) -> bytes:
+    """Reads a regular file; never a device, a pipe or a socket, which may not end.
+
+    Raises:
+      OSError: it cannot be read.
+      RefusedInput: it is no regular file, or larger than `at_most` bytes.
+    """
+    # Opening a pipe for reading would wait for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise RefusedInput("it is not a regular file")
+        if found.st_size > at_most:
+            raise RefusedInput(_too_large(at_most))
+        content = file.read(at_most + 1)
+    return _bounded(content, at_most)
+
+
+def read_text(path: Path, at_most: int = JSON_BYTES) -> str:
+    """Raises as read_bytes does, and RefusedInput if the file is not UTF-8."""
+    return _decoded(read_bytes(path, at_most))
+
+
+def read_json(path: Path, at_most: int = JSON_BYTES) -> Any:
+    """Raises as read_bytes and parse_json do."""
+    return parse_json(read_bytes(path, at_most), at_most)
+
+
+def read_yaml(path: Path, at_most: int = RECIPE_BYTES) -> Any:
+    """Raises as read_bytes and parse_yaml do."""
+    return parse_yaml(read_text(path, at_most), at_most)
+
+
+def read_npy(path: Path, dtype: type[np.generic], dims: int = 1) -> np.ndarray:
+    """Reads an array of a .npy file, without pickles. Its size is compared with the file's before any memory is taken.
+
+    Args:
+      dtype: the kind of its numbers, such as np.integer.
+
+    Raises:
+      OSError: it cannot be read.
+      RefusedInput: the file is something else, has other numbers or dims, or is shorter or longer than it says.
+    """
+    # Who reads a recipe alone, needs no NumPy.
+    import numpy as np
+    from numpy.lib import format as npy
+
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise RefusedInput("it is not a regular file")
+    with open(path, "rb") as file:
+        try:
+            version = npy.read_magic(file)
+            read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+            shape, fortran, found = read_header(file, max_header_size=10_000)
+        except (ValueError, KeyError, SyntaxError, TypeError, RecursionError, MemoryError):
+            raise RefusedInput("it is not a .npy file") from None
+        if not np.issubdtype(found, dtype) or found.hasobject or len(shape) != dims or fortran:
+            raise RefusedInput(f"it holds {found} of shape {list(shape)}, not {dtype.__name__} in {dims} dims")
+        size = os.fstat(file.fileno()).st_size - file.tell()
+        if min((0, *shape)) < 0 or math.prod(shape) * found.itemsize != size:
+            raise RefusedInput(f"it says {math.prod(shape):,} numbers and has {size:,} bytes")
+        return np.fromfile(file, found).reshape(shape)
+
+
+def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, lenient: bool = False) -> Any:
+    """Parses a JSON value.
+
+    Args:
+      lenient: take NaN, Infinity and duplicate keys (the last wins) as Python does. For lines of data and metrics, of which
+        there are millions: only their depth and size matter.
+
+    Raises:
+      RefusedInput: it is not JSON, not UTF-8, too large or too deep, has a key twice or a number that is not finite.
+    """
+    text = _decoded(_bounded(content, at_most)) if isinstance(content, bytes) else _bounded(content, at_most)
+    try:
+        if lenient:
+            return json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_not_json, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
+        raise RefusedInput(f"not JSON ({error.msg.removesuffix(' at')} at {where})") from None
+    except RecursionError:
+        raise RefusedInput(_TOO_DEEP) from None
+    except RefusedInput:
+        raise
+    except ValueError:
+        # Python converts no whole number of more than 4,300 digits.
+        raise RefusedInput(_TOO_MANY_DIGITS) from None
+    if any(depth > DEPTH for depth in _depths(value)):
+        raise RefusedInput(_TOO_DEEP)
+    return value
+
+
+def parse_yaml(text: str, at_most: int = RECIPE_BYTES) -> Any:
+    """Parses one YAML document of maps, lists, texts, numbers, true, false and null.
+
+    What YAML 1.1 alone reads as a number, a switch or a date (1:30 as 90, 010 as 8, yes as true, 2026-01-01) stays text, as in
+    YAML 1.2, so that it is refused where a number or a switch belongs, and right where text does.
+
+    Raises:
+      RefusedInput: it is not YAML, too large, too deep or too long, has a key twice, or an alias that contains itself.
+    """
+    try:
+        loader = _Loader(_bounded(text, at_most))
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            if _expanded(node, {}) > YAML_NODES:
+                raise RefusedInput(f"its aliases expand to more than {YAML_NODES:,} values")
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        reason = f"line {mark.line + 1}: {problem}" if problem and mark else " ".join(str(error).split()).rstrip(".")
+        raise RefusedInput(shown(reason, 200)) from None
+    except RefusedInput:
+        raise
+    except ValueError:
+        raise RefusedInput(_TOO_MANY_DIGITS) from None
+
+
+def checked(value: Any, kind: type[T]) -> T:
+    """The value as a pydantic model, a dataclass or another type.
+
+    Raises:
+      RefusedInput: it is something else; names the first key that is wrong.
+    """
+    try:
+        return cast(T, _adapter(kind).validate_python(value))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            raise RefusedInput(f"it has no {where}") from None
+        wish = re.sub(r"^(Input|Value|Dictionary|Object) should", "it should", first["msg"])
+        raise RefusedInput(f"{where or 'it'} is {shown(first['input'])}: {wish}") from None
+
+
+def whole_number(text: str, at_least: int = 0, at_most: int = INT32) -> int:
+    """The number that a variable of the environment or an option holds, in ASCII digits.
+
+    Raises:
+      RefusedInput: the text is not a whole number between the two.
+    """
+    is_short = re.fullmatch(r"[0-9]{1,20}", text)
+    if is_short is None or not at_least <= int(text) <= at_most:
+        limit = f"of at least {at_least}" if at_most == INT32 else f"from {at_least} to {at_most:,}"
+        raise RefusedInput(f"it should be a whole number {limit}")
+    return int(text)
+
+
+def shown(value: Any, at_most: int = 80) -> str:
+    """A value for a message: one line of printable characters, with its middle left out if it is long."""
+    text = value if isinstance(value, str) else _bounded_text(value)
+    if len(text) > at_most:
+        text = f"{text[: at_most * 2 // 3]} ... {text[len(text) - at_most // 4 :]}"
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+# ------------------------------------------------------------------------------------------------------------- JSON
+
+
+_TOO_MANY_DIGITS = "a number has thousands of digits"
+_TOO_DEEP = f"it nests deeper than {DEPTH} levels"
+
+
+def _too_large(at_most: int) -> str:
+    return f"it is larger than {at_most // MIB} MiB" if at_most >= MIB else f"it is larger than {at_most // KIB} KiB"
+
+
+B = TypeVar("B", bytes, str)
+
+
+def _bounded(content: B, at_most: int) -> B:
+    if len(content) > at_most:
+        raise RefusedInput(_too_large(at_most))
+    return content
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RefusedInput(f"byte {error.start} is not UTF-8") from None
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RefusedInput(f"the key {shown(next(n for n in names if names.count(n) > 1))} is there twice")
+    return found
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise RefusedInput(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise RefusedInput(f"the number {shown(text, 30)} is too large")
+    return value
+
+
+def _depths(value: Any) -> Iterator[int]:
+    """The depth of every map and list of a parsed value, without recursion."""
+    left = [(value, 1)]
+    while left:
+        node, depth = left.pop()
+        if isinstance(node, (dict, list)):
+            yield depth
+            inner = node.values() if isinstance(node, dict) else node
+            left += [(part, depth + 1) for part in inner if isinstance(part, (dict, list))]
+
+
+def _bounded_text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() < 512 else f"a number of {value.bit_length()} bits"
+    return _SHORT.repr(value) if isinstance(value, (dict, list, tuple)) else str(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+@lru_cache(maxsize=256)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+# ------------------------------------------------------------------------------------------------------------- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with bounds, without duplicate keys, and with the scalars of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._depth = self._nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        self._nodes += 1
+        if self._depth > DEPTH:
+            raise RefusedInput(_TOO_DEEP)
+        if self._nodes > YAML_NODES:
+            raise RefusedInput(f"it has more than {YAML_NODES:,} values")
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise RefusedInput(f"line {key.start_mark.line + 1}: the key {shown(key.value)} is there twice")
+                seen.add(key.value)
+        return node
+
+
+_SCALARS = {
+    # A leading zero means base 8 in YAML 1.1, and nothing in 1.2.
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+|[-+]?0b[01_]+", "-+0123456789"),
+    "float": (
+        r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "null": (r"~|null|Null|NULL|", "~nN\0"),
+    "merge": (r"<<", "<"),
+}
+for _tag, (_pattern, _first) in _SCALARS.items():
+    _characters = [*_first.replace("\0", ""), *([""] if "\0" in _first else [])]
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _characters)
+
+
+def _expanded(node: Node, known: dict[int, int]) -> int:
+    """Number of keys and values below a node, where each alias counts as what it stands for."""
+    if (found := known.get(id(node))) is not None:
+        if found == 0:
+            raise RefusedInput(f"line {node.start_mark.line + 1}: an alias contains itself")
+        return found
+    known[id(node)] = 0
+    if isinstance(node, MappingNode):
+        count = 1 + sum(_expanded(key, known) + _expanded(value, known) for key, value in node.value)
+    elif isinstance(node, ScalarNode):
+        count = 1
+    else:
+        count = 1 + sum(_expanded(one, known) for one in node.value)
+    known[id(node)] = count
+    return count

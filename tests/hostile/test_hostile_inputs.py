@@ -1,0 +1,16 @@
+"""Every input that a red team of November 2026 found not handled: each ends in one sentence and code 2, or is taken rightly."""
+
+import hostile_configs
+import pytest
+from hostile import Case, run
+
+CASES = [*hostile_configs.CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_one_sentence_or_taken_rightly(case: Case, tmp_path, monkeypatch):
+    run(case, tmp_path, monkeypatch)
+
+
+def test_each_name_is_one_case():
+    assert len({case.name for case in CASES}) == len(CASES)
