@@ -21,8 +21,8 @@ MANY_PARAMETERS = {
     "cli_models.py": "the same",
 }
 
-STEP_MODULES, STEP_LINES, STEP_CHAIN = 20, 3_000, 10
-"""Import closure of the train step: modules (ten are the config's), their lines, longest chain. Before: 61, 12,754, 17."""
+STEP_MODULES, STEP_LINES, STEP_CHAIN = 21, 3_000, 10
+"""Import closure of the train step: modules (eleven are the config's, with the door for what comes from outside), their lines, longest chain. Before: 61, 12,754, 17."""
 LOOP_CHAIN = 22
 
 ENVIRONMENT = {
