@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import shlex
 import signal
 import sys
@@ -17,6 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from jaxllm import __version__
+from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
 from jaxllm.cli_options import (
     AsJson,
@@ -32,8 +31,6 @@ from jaxllm.cli_options import (
     print_report,
 )
 from jaxllm.config import ConfigError, json_schema
-from jaxllm.runtime import exit_codes
-from jaxllm.stderr import print_sentence
 
 app = typer.Typer(
     add_completion=False,
@@ -359,27 +356,13 @@ def schema() -> None:
 
 
 def main() -> None:
+    open_standard_streams()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
-    except ConfigError as error:
-        print(f"jaxllm: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, *exit_codes.FULL):
-            raise
-        # The reader of a pipe may stop early.
-        if error.errno != errno.EPIPE:
-            print_sentence(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.")
-        # The rest in the buffers would fail again at exit.
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        sys.exit(exit_codes.exit_code_for(error))
+    with ending_in_one_sentence():
+        code = app(standalone_mode=False)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,24 @@ import sys
 import threading
 from contextlib import suppress
 
+LONGEST_WORD = 300
+"""Characters: a path or a value that is longer loses its middle."""
+
+
+def one_line(sentence: str) -> str:
+    """The sentence as it is safe to print: control characters escaped, and no word longer than LONGEST_WORD. It may quote what
+    comes from outside."""
+    half = LONGEST_WORD // 2
+    words = [word if len(word) <= LONGEST_WORD else f"{word[:half]}...{word[-half:]}" for word in sentence.split(" ")]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in " ".join(words))
+
 
 def print_sentence(sentence: str) -> None:
     """Prints one sentence to standard error, as the command line does."""
     # Bypasses sys.stderr, whose lock a stuck main thread may hold. The reader may be gone: the process is mostly about to exit,
     # and must not fail because of it.
     with suppress(OSError):
-        os.write(2, f"jaxllm: {sentence}\n".encode())
+        os.write(2, f"jaxllm: {one_line(sentence)}\n".encode())
 
 
 def flush() -> None:

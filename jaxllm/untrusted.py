@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import stat
 from collections.abc import Iterator
 from functools import lru_cache
@@ -109,6 +108,21 @@ def read_npy(path: Path, dtype: type[np.generic], dims: int = 1) -> np.ndarray:
         return np.fromfile(file, found).reshape(shape)
 
 
+def read_lines(path: Path, at_most: int = MIB) -> Iterator[bytes]:
+    """Yields each line of a file without its end. A line of more than `at_most` bytes is left out, and never held in memory.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        while line := file.readline(at_most + 1):
+            if len(line) <= at_most or line.endswith(b"\n"):
+                yield line.rstrip(b"\r\n")
+                continue
+            while line and not line.endswith(b"\n"):
+                line = file.readline(at_most)
+
+
 def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, lenient: bool = False) -> Any:
     """Parses a JSON value.
 
@@ -179,6 +193,9 @@ def checked(value: Any, kind: type[T]) -> T:
         return cast(T, _adapter(kind).validate_python(value))
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "jaxllm":
+            # A sentence of the config's own checks.
+            raise RefusedInput(first["msg"].rstrip(".")) from None
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
             raise RefusedInput(f"it has no {where}") from None
@@ -264,16 +281,20 @@ def _depths(value: Any) -> Iterator[int]:
 
 
 def _bounded_text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, int):
-        return str(value) if value.bit_length() < 512 else f"a number of {value.bit_length()} bits"
-    return _SHORT.repr(value) if isinstance(value, (dict, list, tuple)) else str(value)
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"a number of {value.bit_length()} bits"
+    return json.dumps(_beginning(value, depth=3), default=str, ensure_ascii=False)
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+def _beginning(value: Any, depth: int) -> Any:
+    """The first few parts of a map or a list: all of it may be larger than memory."""
+    if isinstance(value, (dict, list, tuple)) and depth == 0:
+        return "..."
+    if isinstance(value, dict):
+        return {shown(str(key), 40): _beginning(part, depth - 1) for key, part in list(value.items())[:8]}
+    if isinstance(value, (list, tuple)):
+        return [_beginning(part, depth - 1) for part in value[:8]]
+    return value[:200] if isinstance(value, str) else value
 
 
 @lru_cache(maxsize=256)

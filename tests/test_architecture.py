@@ -21,9 +21,10 @@ MANY_PARAMETERS = {
     "cli_models.py": "the same",
 }
 
-STEP_MODULES, STEP_LINES, STEP_CHAIN = 21, 3_000, 10
-"""Import closure of the train step: modules (eleven are the config's, with the door for what comes from outside), their lines, longest chain. Before: 61, 12,754, 17."""
-LOOP_CHAIN = 22
+STEP_MODULES, STEP_LINES, STEP_CHAIN = 21, 3_200, 11
+"""Import closure of the train step: modules (eleven are the config's, one the door for what comes from outside), their lines,
+longest chain. Before: 61, 12,754, 17."""
+LOOP_CHAIN = 23
 
 ENVIRONMENT = {
     "runtime/distributed.py": "start-up; it hands the variables to launchers.py",

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.files import FILES, META, STATE, cannot_be_read, is_not_damage, read_meta, why
+from jaxllm.checkpoint.files import FILES, META, STATE, cannot_be_read, is_not_damage, read_files, read_meta, why
 from jaxllm.config.errors import ConfigError
+from jaxllm.untrusted import Text, Whole, checked, read_json
 
 PART = "files-of-process-"
 THREADS = min(8, os.cpu_count() or 1)
@@ -55,7 +56,7 @@ def describe_files(folder: Path) -> None:
     """
     known: dict[str, list[int]] = {}
     for part in (parts := list(folder.glob(f"{PART}*.json"))):
-        known |= json.loads(part.read_text())
+        known |= checked(read_json(part), dict[Text, list[Whole]])
     names = {path: path.relative_to(folder).as_posix() for item in (STATE, META) for path in _files_in(folder / item)}
     known |= _described({path: name for path, name in names.items() if name not in known})
     (folder / FILES).write_text(json.dumps({name: known[name] for name in names.values()}))
@@ -106,7 +107,7 @@ def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.
         return None
     try:
         ends_only = read_meta(folder)["format"] == 1
-        recorded = json.loads((folder / FILES).read_text())
+        recorded = read_files(folder)
         names = [name for name in recorded if (_writer(name) or 0) % processes == process]
         with ThreadPoolExecutor(THREADS) as pool:
             found = pool.map(lambda name: checksum(folder / name, ends_only, stop), names)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import time
 import uuid
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+from pydantic import Field
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.pretrained.folder import versions
 from jaxllm.runtime import distributed
+from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, read_json
 
 FORMAT = 2
 """In format 1, a checksum covers only the ends of a large file (checksums.py)."""
@@ -32,6 +34,25 @@ SHARED_LIMIT_S = 20
 
 
 Meta = dict[str, Any]
+"""describe_run's, as StoredMeta says."""
+
+
+@dataclass(frozen=True)
+class _Sections:
+    model: dict[str, Any]
+    train: dict[str, Any]
+    parallel: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredMeta:
+    """What the metadata of a checkpoint must hold; earlier versions had less beside it."""
+
+    format: Whole
+    step: Annotated[int, Field(strict=True, ge=0, le=INT32)]
+    fingerprint: Text
+    config: _Sections
+    skipped_steps: Whole = 0
 
 
 def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0) -> Meta:
@@ -96,7 +117,7 @@ def damage(folder: Path) -> str | None:
         if not (folder / FILES).is_file():
             # Of a version before FILES: reading the arrays will show damage.
             return None if meta["format"] == 1 else f"{FILES} is missing"
-        for name, (size, crc) in json.loads((folder / FILES).read_text()).items():
+        for name, (size, crc) in read_files(folder).items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
@@ -119,15 +140,25 @@ def read_meta(folder: Path) -> Meta:
 
     Raises:
       ConfigError: a newer jaxllm wrote it.
-      OSError, ValueError, KeyError: it is missing or torn.
+      OSError, ValueError: it is missing or torn.
     """
     # The file that Orbax's JsonSave writes.
-    meta = json.loads((folder / META / "metadata").read_text())
-    if meta["format"] > FORMAT:
+    meta = checked(read_json(folder / META / "metadata"), dict[str, Any])
+    if isinstance(meta.get("format"), int) and meta["format"] > FORMAT:
         raise ConfigError(
             f"{folder} has format {meta['format']}, and this jaxllm reads up to {FORMAT}: install a newer jaxllm."
         )
+    checked(meta, StoredMeta)
     return meta
+
+
+def read_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """{path: (bytes, CRC32)} of the files in a checkpoint.
+
+    Raises:
+      OSError, ValueError: the list is missing or torn.
+    """
+    return checked(read_json(folder / FILES), dict[Text, tuple[Whole, Whole]])
 
 
 NOT_DAMAGE = (
@@ -165,6 +196,8 @@ def why(error: BaseException) -> str:
     """Describes an error of Orbax, TensorStore or the file system in a few words."""
     links = distributed.causes(error, suppressed=True)
     for link in links:
+        if isinstance(link, RefusedInput):
+            return str(link)
         if isinstance(link, OSError) and link.strerror:
             return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
         for code in KNOWN_CAUSES:

@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, hugging_face_config
-from jaxllm.pretrained.folder import INDEX, TOKENIZER, Folder, HuggingFaceFolder, companion_files, copy_companions, open_folder
+from jaxllm.pretrained.companions import companion_files, copy_companions
+from jaxllm.pretrained.folder import INDEX, TOKENIZER, Folder, HuggingFaceFolder, open_folder
 from jaxllm.pretrained.names import EMBEDDING, HEAD, Entry
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new

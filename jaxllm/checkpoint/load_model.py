@@ -28,6 +28,7 @@ from jaxllm.parallel.types import Parallelized
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.runtime import distributed
+from jaxllm.runtime.host_memory import require_host_memory
 from jaxllm.sharding import Parameter, layout, weight_rules
 
 KEY = "--model"
@@ -169,6 +170,9 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
         return stored if opened is None else stored.update(dtype=opened.dtype(tuple(parameter.path.split("."))))
 
     like = jax.tree.map(described, functions.table, functions.master)
+    if devices[0].platform == "cpu":
+        size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+        require_host_memory(size_bytes * jax.local_device_count() // jax.device_count(), f"The weights of {source.description}")
     params = read_weights(source, like, functions.table)
     companions = source.outline()
     return LoadedModel(config, mesh, functions, params, companions.tokenizer, companions.generation, source.description)

@@ -40,6 +40,7 @@ from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes
+from jaxllm.untrusted import parse_json
 
 State = Any
 """A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. Fields of None are not saved."""
@@ -222,7 +223,7 @@ class Checkpoints:
                 found["latest"], found["refused"] = newest_whole(self.folder, self._refused)
             except ConfigError as error:
                 found["error"] = str(error)
-        found = json.loads(distributed.broadcast(json.dumps(found)))
+        found = parse_json(distributed.broadcast(json.dumps(found)))
         self._refused = {int(step): reason for step, reason in found["refused"].items()}
         self.latest = found["latest"]
         if found["error"]:

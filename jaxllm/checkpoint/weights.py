@@ -22,8 +22,9 @@ from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
-from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_json
-from jaxllm.pretrained.folder import TOKENIZER, Folder, companion_files, copy_companions, is_model_folder, open_folder
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_json, stored_shape
+from jaxllm.pretrained.companions import companion_files, copy_companions
+from jaxllm.pretrained.folder import TOKENIZER, Folder, is_model_folder, open_folder
 from jaxllm.pretrained.read_weights import load_params
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
@@ -123,14 +124,14 @@ def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
     meta = read_meta(path)
     run_dir = path.absolute().parent.parent
     config = meta["config"]
+    stored_shape(config["model"], f"The metadata of {path}")
     return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, config["model"], run_dir, train=config.get("train"))
 
 
 def _read_format_1(key: str, path: Path) -> WeightsSource:
     section = read_json(path / MODEL).get("model")
-    if not isinstance(section, dict):
-        raise ConfigError(f"{key}: {path / MODEL} is damaged (it does not describe the model): export again.")
-    return WeightsSource(str(path), path / WEIGHTS, section, None)
+    stored_shape(section, str(path / MODEL))
+    return WeightsSource(str(path), path / WEIGHTS, dict(section or {}), None)
 
 
 def initial_weights(config: Config) -> WeightsSource | None:

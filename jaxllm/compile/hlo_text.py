@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -79,7 +78,7 @@ def attention_flops(instruction: Instruction, target: str, types: Mapping[str, s
     scores, query = _SCORES.search(instruction.text), BUFFER.search(types.get(_first_operand(instruction), ""))
     if not (scores and query):
         return 0
-    *batch, S, T = (int(size) for size in json.loads(f"[{scores[1]}]".replace('"', "")))
+    *batch, S, T = (int(size) for size in scores[1].replace('"', "").split(","))
     window = _WINDOW.search(instruction.text)
     pairs = causal_pairs(S, int(window[1]) if window else None) * T / S if _CAUSAL.search(instruction.text) else S * T
     return round((10 if "Backward" in target else 4) * math.prod(batch) * pairs * shape_of(query[2])[-1])

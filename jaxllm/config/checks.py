@@ -11,6 +11,8 @@ from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import LogConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, LAST_OUTPUT, block_tensors, divisors
 
+MOST_STEP_TOKENS = 2**40
+"""The largest runs have 2^26 tokens a step."""
 FP8_UNITS = {"fp8": 16, "mxfp8": 32}
 """Dims of a matmul must be multiples of this: of cuBLASLt's (cuBLAS library documentation, cublasLtMatmul), and of blocks with
 a scale each."""
@@ -177,6 +179,16 @@ def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
         return "set parallel.virtual_stages=1 and schedule=1f1b"
     stages = next(pipe for pipe in range(min(parallel.pipe - 1, layers), 0, -1) if all_have_layers(layers, pipe))
     return f"set parallel.pipe={stages}" + (", virtual_stages=1 and schedule=1f1b" if parallel.virtual_stages > 1 else "")
+
+
+def check_tokens(train: TrainConfig) -> None:
+    """Raises if a step, or the run, has more tokens than arrays and counters hold."""
+    largest = max((train.global_batch_sequences, *(sequences for _, sequences in train.batch_schedule)))
+    if (tokens := largest * train.sequence_length) > MOST_STEP_TOKENS:
+        raise refuse(
+            f"train.global_batch_sequences={largest} x sequence_length={train.sequence_length} are {tokens:.1e} tokens a step, "
+            f"and at most {MOST_STEP_TOKENS:.1e} are supported: make one of them smaller."
+        )
 
 
 def check_batch_schedule(train: TrainConfig) -> None:

@@ -24,6 +24,7 @@ from jaxllm.config.checks import (
     check_diloco,
     check_remat,
     check_split,
+    check_tokens,
     effective_windows,
     repeats,
 )
@@ -75,6 +76,7 @@ class Config(Section):
                 f"one of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
         check_diloco(train, parallel)
+        check_tokens(train)
         check_all_on_host(model, parallel, self.log)
         if parallel.data != AUTO:
             _check_microbatches(self)

@@ -7,7 +7,6 @@ a recipe may name a folder, and reading its shape takes milliseconds.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,6 +25,9 @@ from jaxllm.config.hf_kinds import (
     YARN_DEFAULTS,
 )
 from jaxllm.config.hf_window import can_say, read_window, window_keys
+from jaxllm.config.model_config import MOST_LAYERS, ModelConfig
+from jaxllm.untrusted import INT32, RefusedInput, checked, shown
+from jaxllm.untrusted import read_json as read_any_json
 
 CONFIG, MODEL = "config.json", "model.json"
 
@@ -45,14 +47,18 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     defaults = KINDS[kind].defaults
     for key, allowed in MUST_BE.items():
         if (value := found.get(key)) not in allowed and key not in KINDS[kind].ignores:
-            raise ConfigError(f"{where} says {key}={_plain(value)}, which jaxllm does not support: use another model.")
-    if "AutoModelForCausalLM" in (found.get("auto_map") or {}):
+            raise ConfigError(f"{where} says {key}={shown(value)}, which jaxllm does not support: use another model.")
+    auto_map = found.get("auto_map") or {}
+    if not isinstance(auto_map, Mapping):
+        raise ConfigError(f"{where} says auto_map={shown(auto_map)}: it should be an object.")
+    if "AutoModelForCausalLM" in auto_map:
         raise ConfigError(
             f"{where} says auto_map, so its network has its own code: use a model of a class that transformers has."
         )
     if found.get("max_position_embeddings") is not None:
         _integer(found, "max_position_embeddings", where)
-    section: dict[str, Any] = {ours: _integer(found, theirs, where) for ours, theirs in SIZES.items()}
+    tops = {"num_layers": MOST_LAYERS}
+    section: dict[str, Any] = {ours: _integer(found, theirs, where, tops.get(ours, INT32)) for ours, theirs in SIZES.items()}
     kv_heads = found.get("num_key_value_heads", defaults["num_key_value_heads"])
     kv_heads = section["num_heads"] if kv_heads is None else kv_heads
     section["num_kv_heads"] = _integer({"num_key_value_heads": kv_heads}, "num_key_value_heads", where)
@@ -63,7 +69,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     section["head_dim"] = _integer({"head_dim": head_dim}, "head_dim", where)
     section["norm_eps"] = _number(found, "rms_norm_eps", where, defaults.get("rms_norm_eps", 1e-6))
     if (tied := found.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))) not in (True, False, None):
-        raise ConfigError(f"{where} says tie_word_embeddings={_plain(tied)}: it should be true or false.")
+        raise ConfigError(f"{where} says tie_word_embeddings={shown(tied)}: it should be true or false.")
     section["tie_embeddings"] = bool(tied)
     section |= VARIANTS | KINDS[kind].variants | read_window(found, defaults, KINDS[kind].windows, where)
     if KINDS[kind].has_local_rope:
@@ -155,13 +161,25 @@ def folder_shape(path: Path) -> dict[str, Any] | None:
       ConfigError: its description is damaged, or the network is not supported.
     """
     if (path / MODEL).is_file():
-        section = read_json(path / MODEL).get("model")
-        if not isinstance(section, dict) or not set(SIZES) <= section.keys():
-            raise ConfigError(f"{path / MODEL} does not describe the model's shape: convert or export it again.")
-        return {key: section[key] for key in SHAPE_KEYS if key in section}
+        return stored_shape(read_json(path / MODEL).get("model"), str(path / MODEL))
     if (path / CONFIG).is_file():
         return model_section(read_json(path / CONFIG), str(path / CONFIG))
     return None
+
+
+def stored_shape(section: Any, where: str) -> dict[str, Any]:
+    """Shape keys of a `model` section that jaxllm wrote into a file.
+
+    Raises:
+      ConfigError: it is no model of ours; the message names the key.
+    """
+    try:
+        found = checked(section, dict[str, Any])
+        shape = {key: found[key] for key in SHAPE_KEYS if key in found}
+        checked(shape, ModelConfig)
+    except RefusedInput as error:
+        raise ConfigError(f"{where} does not describe a model ({error}): convert or export it again.") from None
+    return shape
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -171,11 +189,11 @@ def read_json(path: Path) -> dict[str, Any]:
       ConfigError: the file cannot be read or holds no JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_any_json(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the folder.") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({' '.join(str(error).split())}): get the file again.") from None
+    except RefusedInput as error:
+        raise ConfigError(f"{path} cannot be read ({error}): get the file again.") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} does not hold a JSON object: get the file again.")
     return found
@@ -185,14 +203,14 @@ def _kind(found: Mapping[str, Any], where: str) -> str:
     """Returns a key of KINDS."""
     classes, kind = found.get("architectures"), found.get("model_type")
     if classes:
-        name, known = str(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes), _architectures()
+        name, known = shown(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes), _architectures()
         if name not in known:
-            raise ConfigError(f"{where} says architectures={_plain(classes)}: jaxllm supports {_listed(known)}.")
+            raise ConfigError(f"{where} says architectures={shown(classes)}: jaxllm supports {_listed(known)}.")
         if kind not in (None, known[name]):
-            raise ConfigError(f"{where} says architectures={name} and model_type={kind}, which do not match.")
+            raise ConfigError(f"{where} says architectures={name} and model_type={shown(kind)}, which do not match.")
         return known[name]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigError(f"{where} says model_type={_plain(kind)}: jaxllm supports {_listed(KINDS)}.")
+        raise ConfigError(f"{where} says model_type={shown(kind)}: jaxllm supports {_listed(KINDS)}.")
     return str(kind)
 
 
@@ -226,7 +244,7 @@ def _without_local_rope(found: Mapping[str, Any], defaults: Mapping[str, Any], w
     if isinstance(rope, Mapping) and any(isinstance(part, Mapping) for part in rope.values()):
         full, local = (rope.get(key) or {} for key in ("full_attention", "sliding_attention"))
         if not isinstance(full, Mapping) or not isinstance(local, Mapping):
-            raise ConfigError(f"{where} says rope_parameters={_plain(rope)}: it should have an object for each kind of layer.")
+            raise ConfigError(f"{where} says rope_parameters={shown(rope)}: it should have an object for each kind of layer.")
         if local.get("rope_type", "default") != "default":
             raise ConfigError(f"{where} scales the angles of layers with a window, which jaxllm does not: use another model.")
         if "rope_theta" in local:
@@ -242,7 +260,7 @@ def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[
     dialects = {key: found[key] for key in ("rope_scaling", "rope_parameters") if found.get(key)}
     for key, value in dialects.items():
         if not isinstance(value, Mapping) or any(isinstance(part, Mapping) for part in value.values()):
-            raise ConfigError(f"{where} says {key}={_plain(value)}: it should be an object with the angles of all layers.")
+            raise ConfigError(f"{where} says {key}={shown(value)}: it should be an object with the angles of all layers.")
     thetas = {key: value["rope_theta"] for key, value in dialects.items() if "rope_theta" in value}
     if "rope_theta" in found:
         thetas["rope_theta"] = found["rope_theta"]
@@ -258,24 +276,22 @@ def _refuse_disagreement(said: Mapping[str, Any], where: str) -> None:
     (first, *others) = said.items() or [("", None)]
     for other in others:
         if other[1] != first[1]:
-            raise ConfigError(f"{where}: {first[0]} and {other[0]} disagree ({first[1]} and {other[1]}): keep the correct one.")
+            raise ConfigError(
+                f"{where}: {first[0]} and {other[0]} disagree ({shown(first[1])} and {shown(other[1])}): keep the correct one."
+            )
 
 
 def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where: str) -> dict[str, Any] | None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ConfigError(
-            f"{where} says partial_rotary_factor={_plain(rope['partial_rotary_factor'])}: jaxllm supports only 1."
-        )
+        raise ConfigError(f"{where} says partial_rotary_factor={shown(rope['partial_rotary_factor'])}: jaxllm supports only 1.")
     if rope_type == "default":
         return None
     if not isinstance(rope_type, str) or rope_type not in ROPE_SCALINGS:
-        raise ConfigError(
-            f"{where} says rope_type={_plain(rope_type)}: jaxllm supports {_listed(['default', *ROPE_SCALINGS])}."
-        )
+        raise ConfigError(f"{where} says rope_type={shown(rope_type)}: jaxllm supports {_listed(['default', *ROPE_SCALINGS])}.")
     for key, allowed in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
         if rope.get(key) is not None and rope[key] is not allowed:
-            raise ConfigError(f"{where} says {key}={_plain(rope[key])}, which jaxllm does not support: use another model.")
+            raise ConfigError(f"{where} says {key}={shown(rope[key])}, which jaxllm does not support: use another model.")
     longest = found.get("max_position_embeddings", KINDS[kind].defaults["max_position_embeddings"])
     original = "original_max_position_embeddings"
     _refuse_disagreement(
@@ -293,21 +309,17 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
     return section if rope_type == "llama3" else {"rope_type": rope_type, **section}
 
 
-def _integer(found: Mapping[str, Any], key: str, where: str) -> int:
+def _integer(found: Mapping[str, Any], key: str, where: str, at_most: int = INT32) -> int:
     value = found.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} says {key}={_plain(value)}: it should be a whole number of at least 1.")
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a whole number of at least 1.")
+    if value > at_most:
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be at most {at_most:,}.")
     return value
 
 
 def _number(found: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = found.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{where} says {key}={_plain(value)}: it should be a number above 0.")
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a number above 0.")
     return float(value)
-
-
-def _plain(value: Any) -> str:
-    """The value as JSON, shortened to one line."""
-    text = json.dumps(value, default=str).strip('"')
-    return text if len(text) <= 80 else text[:77] + "..."

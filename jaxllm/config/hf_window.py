@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_kinds import WINDOWS, Windows
+from jaxllm.config.types import divisors
+from jaxllm.untrusted import shown
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -83,12 +86,10 @@ def can_say(model: Mapping[str, Any], windows: Windows) -> bool:
 def _layer_types(found: Mapping[str, Any], windows: Windows, where: str) -> list[str]:
     types = found.get("layer_types") or []
     if not isinstance(types, list):
-        raise ConfigError(f"{where} says layer_types={types}: it should be a list of names.")
+        raise ConfigError(f"{where} says layer_types={shown(types)}: it should be a list of names.")
     allowed = {FULL, *([SLIDING] if windows in ("switched", "pattern") else [])}
     if other := [of_layer for of_layer in types if not isinstance(of_layer, str) or of_layer not in allowed]:
-        raise ConfigError(
-            f"{where} says layer_types with {str(other[0])[:80]}, which jaxllm does not support: use another model."
-        )
+        raise ConfigError(f"{where} says layer_types with {shown(other[0])}, which jaxllm does not support: use another model.")
     return types
 
 
@@ -100,7 +101,7 @@ def _nothing_slides(types: list[str], where: str) -> dict[str, Any]:
 
 def _require_whole(key: str, value: Any, least: int, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{where} says {key}={str(value)[:80]}: it should be a whole number of at least {least}.")
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a whole number of at least {least}.")
 
 
 def _default_types(said: Mapping[str, Any], windows: Windows, layers: int, where: str) -> list[str]:
@@ -118,7 +119,8 @@ def _order(types: list[str], where: str) -> tuple[int | None, int]:
     """(full_attention_every, full_attention_first)"""
     is_full, layers = [of_layer == FULL for of_layer in types], range(len(types))
     first = is_full.index(False)
-    for every in (None, *layers[2:], len(types)):
+    later = [number + 1 for number in layers[first:] if is_full[number]]
+    for every in divisors(math.gcd(*later))[1:] if later else (None,):
         if is_full == [number < first or bool(every and (number + 1) % every == 0) for number in layers]:
             return every, first
     raise ConfigError(

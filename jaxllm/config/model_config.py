@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from jaxllm.config.errors import refuse
+from jaxllm.config.model_spec import parameters
 from jaxllm.config.types import Count, PositiveFloat, PositiveInt, Section, Switch, divisors
+
+MOST_LAYERS, MOST_PARAMETERS = 16_384, 10**15
+"""A thousand times what anybody has trained. Bytes, FLOPs and positions in arrays stay within 64 bits."""
 
 
 class RopeScaling(Section):
@@ -71,7 +75,7 @@ class ModelConfig(Section):
     """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it. Or a model folder, Hugging Face's or
     jaxllm's own: it gives the shape and, unless set otherwise, the weights (train.init_from) and the tokenizer for texts
     (data.tokenizer)."""
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)]
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_heads: PositiveInt
@@ -170,6 +174,12 @@ class ModelConfig(Section):
             raise refuse(
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
                 f"use one of {list(divisors(self.num_heads))} key-value heads."
+            )
+        count = sum(spec.size * (self.num_layers if spec.in_layer else 1) for spec in parameters(self))
+        if count > MOST_PARAMETERS:
+            raise refuse(
+                f"The model has {count:.1e} parameters, and at most {MOST_PARAMETERS:.0e} are supported: make "
+                f"model.hidden_size, intermediate_size, num_heads, head_dim, vocab_size or num_layers smaller."
             )
         of_windows = {"full_attention_every": "null", "full_attention_first": 0, "local_rope_theta": "null"}
         if self.sliding_window is None and (given := [key for key in of_windows if getattr(self, key)]):

@@ -21,7 +21,9 @@ from jaxllm.config.types import (
     Paths,
     PositiveFloat,
     PositiveInt,
+    Ranks,
     Remat,
+    Seconds,
     Section,
     Seed,
     Switch,
@@ -29,17 +31,20 @@ from jaxllm.config.types import (
     one_or_more,
 )
 
+MOST_CPU_DEVICES = 4096
+"""Each has its own threads: JAX takes a minute and a gigabyte to make 20,000."""
+
 
 class ParallelConfig(Section):
     """Sizes of the mesh axes (their product is the number of devices) and how the work is split over them."""
 
-    pipe: PositiveInt = 1
+    pipe: Ranks = 1
     """Pipeline stages, each with its share of the layers and of the vocabulary."""
-    data: PositiveInt | Literal["auto"] = AUTO
+    data: Ranks | Literal["auto"] = AUTO
     """auto: all devices that the other axes do not use."""
-    context: PositiveInt = 1
-    tensor: PositiveInt = 1
-    replica: PositiveInt = 1
+    context: Ranks = 1
+    tensor: Ranks = 1
+    replica: Ranks = 1
     """Replicas (HSDP): the outermost axis, where the network is slowest. ZeRO shards within a replica. Across replicas,
     gradients are summed once per step, or with train.diloco_steps weights are synchronised once per that many steps."""
     zero: Literal[0, 1, 2, 3] = 1
@@ -244,7 +249,7 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt | None = None
     """Steps between checkpoints."""
-    every_minutes: PositiveFloat | None = 30.0
+    every_minutes: Seconds | None = 30.0
     """Minutes between checkpoints, in addition; null: never."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
@@ -279,7 +284,7 @@ class LogConfig(Section):
 class RunConfig(Section):
     dir: str = "runs/default"
     """Folder for checkpoints, metrics.jsonl and the config; a second start with the same directory resumes."""
-    cpu_devices: PositiveInt | None = None
+    cpu_devices: Annotated[int, Field(ge=1, le=MOST_CPU_DEVICES, strict=True)] | None = None
     """Run on this many CPU devices of this machine, to try any mesh at home. With several processes, each has this many."""
     deterministic: Switch = False
     """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and does not choose between them by time. It
@@ -289,14 +294,14 @@ class RunConfig(Section):
     change the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""
     allow_overcommit: Switch = False
     """Start even if the estimate says that a step does not fit into the GPU's memory."""
-    peer_timeout_s: PositiveFloat = 60
+    peer_timeout_s: Seconds = 60
     """If a process sends no heartbeat for this many seconds, it counts as lost and all processes exit. JAX's own limit is twice
     that."""
     stuck_factor: Annotated[float, Field(gt=1)] = 20
     """A step that takes this many times the median of the last 50, and at least run.stuck_min_s, is stuck: the process prints
     its stack traces and exits, so that it can be restarted."""
-    stuck_min_s: PositiveFloat = 300
+    stuck_min_s: Seconds = 300
     """Seconds that any step may take, mainly for the first step after a start."""
-    phase_timeout_s: PositiveFloat = 3600
+    phase_timeout_s: Seconds = 3600
     """Seconds that other work may take before the process counts as stuck: start, compilation, one batch of data or of an
     evaluation, one save."""

@@ -12,11 +12,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_spec import MATMUL_OUTPUTS, Shape, norms_after
+from jaxllm.untrusted import INT32, INT64, shown
 
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-Count = Annotated[int, Field(ge=0, strict=True)]
+PositiveInt = Annotated[int, Field(ge=1, le=INT32, strict=True)]
+"""An array of int32 counts it: steps, token ids, positions, sequences."""
+Count = Annotated[int, Field(ge=0, le=INT64, strict=True)]
+Tokens = Annotated[int, Field(ge=1, le=INT64, strict=True)]
+Ranks = Annotated[int, Field(ge=1, le=2**17, strict=True)]
+"""Size of a mesh axis: no cluster has more GPUs."""
 Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+"""Up to 30 years, which is also what a lock of Python's can wait."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,11 +63,12 @@ def _check_remat(remat: Any) -> Any:
         return remat
     for name, action in remat.items():
         if name not in (*BLOCK_TENSORS, LAST_OUTPUT):
-            nearest = difflib.get_close_matches(str(name), BLOCK_TENSORS, n=1)
+            nearest = difflib.get_close_matches(shown(name), BLOCK_TENSORS, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"the tensors of a block are {', '.join(BLOCK_TENSORS)}."
-            raise refuse(f"parallel.remat.{name} is not a tensor of a block: {hint}")
+            raise refuse(f"parallel.remat.{shown(name)} is not a tensor of a block: {hint}")
         if action not in get_args(RematAction):
-            raise refuse(f"parallel.remat.{name}={action} is not one of the choices: use {', '.join(get_args(RematAction))}.")
+            choices = ", ".join(get_args(RematAction))
+            raise refuse(f"parallel.remat.{name}={shown(action)} is not one of the choices: use {choices}.")
     if remat.get(BLOCK_INPUT) == "recompute":
         raise refuse("parallel.remat.block_input=recompute is impossible, as all starts from it: use keep or offload.")
     held = [name for name in ATTENTION_RESULTS if remat.get(name, "recompute") != "recompute"]
@@ -106,13 +114,13 @@ def _pairs(schedule: Any) -> Any:
         return ()
     if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
         raise refuse(
-            f"train.batch_schedule={schedule} is not a list of pairs: write [[from_tokens, global_batch_sequences], ...], such "
-            f"as [[1000000000, 2048]]."
+            f"train.batch_schedule={shown(schedule)} is not a list of pairs: write [[from_tokens, global_batch_sequences], "
+            f"...], such as [[1000000000, 2048]]."
         )
     return schedule
 
 
-BatchSchedule = Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], BeforeValidator(_pairs)]
+BatchSchedule = Annotated[tuple[tuple[Tokens, PositiveInt], ...], BeforeValidator(_pairs)]
 XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
 
 

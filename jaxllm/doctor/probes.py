@@ -37,6 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.mesh import axis_index
 from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.cpus import available_cpus
+from jaxllm.runtime.host_memory import host_memory
 
 PACKAGES = (
     *("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
@@ -157,23 +158,6 @@ def parse_cards(text: str) -> tuple[str | None, list[Card]]:
             total, used = (int(field) * 2**20 if field.isdecimal() else 0 for field in fields[2:])
             cards.append(Card(fields[1], total, used))
     return driver, cards
-
-
-def host_memory() -> tuple[int | None, int | None]:
-    """(bytes of this machine, bytes a process may still take), the latter also limited by its control group."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError, IndexError):
-        return None, None
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        # "max" means no limit.
-        with suppress(OSError, ValueError):
-            available = min(available, max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0))
-    return total, available
 
 
 def _free_bytes(path: Path) -> int | None:

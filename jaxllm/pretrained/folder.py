@@ -17,28 +17,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_json
+from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_json, stored_shape
+from jaxllm.config.types import PositiveInt
+from jaxllm.pretrained.companions import GENERATION
 from jaxllm.pretrained.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
 from jaxllm.pretrained.safetensors import DTYPES, Tensor, TensorFile
+from jaxllm.untrusted import RefusedInput, Text, Whole, checked
 
 FORMAT = 2
-TOKENIZER, GENERATION = "tokenizer", "generation_config.json"
+TOKENIZER = "tokenizer"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-BESIDE = (GENERATION, CONFIG, "LICENSE*", "NOTICE*", "USE_POLICY*")
-OF_TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tekken.json"),
-    *("chat_template*", "additional_chat_templates"),
-)
-"""Names of the files that accompany weights."""
 BLOCK = 2**23
 """Number of elements compared at a time."""
 PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
@@ -218,47 +214,6 @@ def open_folder(key: str, text: str) -> Folder:
     raise ConfigError(f"{key}={text} holds no model: there is neither {CONFIG} (Hugging Face) nor {MODEL} (jaxllm) in it.")
 
 
-def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> None:
-    """Copies companion_files, by default with the tokenizer's files and the chat template. Creates `target` if there are any.
-
-    Args: home: Folder.companions.
-    """
-    for name, path in companion_files(home, tokenizer).items():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target / name)
-
-
-def companion_files(home: Path | None, tokenizer: bool = True) -> dict[str, Path]:
-    """The files that accompany weights, by their path in the folder `home`, or without those of the tokenizer.
-
-    Raises:
-      ConfigError: one is not a regular file, or a link out of the folder to anything but a blob of Hugging Face's cache.
-    """
-    patterns = (*BESIDE, *(OF_TOKENIZER if tokenizer else ()))
-    files: dict[str, Path] = {}
-    if home is None:
-        return files
-    for top in sorted({path for pattern in patterns for path in home.glob(pattern)}):
-        for path in sorted(top.rglob("*")) if _followed(top, home).is_dir() else [top]:
-            real = _followed(path, home)
-            if real.is_file():
-                files[path.relative_to(home).as_posix()] = real
-            elif not real.is_dir():
-                raise ConfigError(f"{path} is not a regular file: replace or remove it.")
-    return files
-
-
-def _followed(path: Path, home: Path) -> Path:
-    try:
-        real = path.resolve()
-    except RuntimeError:
-        raise ConfigError(f"{path} is a link to itself: remove it.") from None
-    is_blob = real.parent.name == "blobs" and real.parents[1].name.startswith("models--")
-    if not is_blob and not real.is_relative_to(home.resolve()):
-        raise ConfigError(f"{path} is a link to {real}, outside {home}: put the file itself there, or remove the link.")
-    return real
-
-
 def versions() -> dict[str, str]:
     """Versions of Python, jaxllm and its main dependencies."""
     found = {"python": platform.python_version()}
@@ -274,20 +229,37 @@ def versions() -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------------------- jaxllm's own
 
 
+@dataclass(frozen=True)
+class _OfHuggingFace:
+    vocabulary: tuple[Literal["model.embed_tokens.weight", "lm_head.weight"], ...] = ()
+    dtypes: dict[Text, Literal["F32", "BF16", "F16"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What model.json may hold; other keys are not read."""
+
+    format: Whole
+    model: dict[str, Any]
+    files: tuple[Text, ...] = ()
+    hugging_face: _OfHuggingFace | None = None
+    """Names of a tied matrix, and dtypes that differ from ours, in the folder that this one was converted from."""
+    sequence_length: PositiveInt | None = None
+
+
 def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
-    said = read_json(path / MODEL)
+    content = read_json(path / MODEL)
     try:
-        number, section, files = said["format"], dict(said["model"]), [str(name) for name in said.get("files", ())]
-        if number > FORMAT:
-            raise ConfigError(f"{key}={path} has format {number}, this jaxllm reads up to {FORMAT}: install a newer one.")
-        if number < FORMAT:
-            raise ConfigError(f"{key}={path} has format {number}, whose weights are Orbax's: export it again.")
-        expected = {entry.name: entry for entry in entries(section)}
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{key}: {path / MODEL} is damaged ({error!r}): convert or export it again.") from None
-    tensors = _tensors(path, files, "convert or export it again", {})
+        said = checked(content, ModelFile)
+    except RefusedInput as error:
+        raise ConfigError(f"{key}: {path / MODEL} is damaged ({error}): convert or export it again.") from None
+    if said.format > FORMAT:
+        raise ConfigError(f"{key}={path} has format {said.format}, this jaxllm reads up to {FORMAT}: install a newer one.")
+    if said.format < FORMAT:
+        raise ConfigError(f"{key}={path} has format {said.format}, whose weights are Orbax's: export it again.")
+    stored_shape(said.model, str(path / MODEL))
+    expected = {entry.name: entry for entry in entries(said.model)}
+    tensors = _tensors(path, said.files, "convert or export it again", {})
     for name, entry in expected.items():
         if name not in tensors:
             raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
@@ -295,8 +267,8 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
     if extra := sorted(tensors.keys() - expected.keys()):
         raise ConfigError(f"{path} holds {extra[0]}, which is not in its model: convert or export it again.")
     companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
-    theirs, length = said.get("hugging_face") or {}, said.get("sequence_length")
-    return JaxllmFolder(path, str(path), section, companions, theirs, length, tensors=tensors)
+    theirs = {} if said.hugging_face is None else vars(said.hugging_face)
+    return JaxllmFolder(path, str(path), said.model, companions, theirs, said.sequence_length, tensors=tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face's

@@ -23,12 +23,23 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json
 
 DTYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
 """Supported dtypes of weights, by their names in a header."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the library's reader."""
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What a header says of one tensor."""
+
+    dtype: Text
+    shape: tuple[Whole, ...]
+    data_offsets: tuple[Whole, Whole]
+
 
 Box = Sequence[tuple[int, int]]
 """[begin, end) of each dim."""
@@ -129,14 +140,12 @@ class TensorFile:
         header = np.zeros(header_bytes, np.uint8)
         self.read_into(header, 8)
         try:
-            found = json.loads(header.tobytes().decode("utf-8"))
-            lines = [
-                (str(name), str(line["dtype"]), tuple(map(int, line["shape"])), *map(int, line["data_offsets"]))
-                for name, line in found.items()
-                if name != "__metadata__"
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise self._damaged("its header is not the JSON of a safetensors file") from None
+            found = parse_json(header.tobytes(), LONGEST_HEADER)
+            found = checked(found, dict[str, Any])
+            described = checked({name: line for name, line in found.items() if name != "__metadata__"}, dict[str, _Described])
+        except RefusedInput as error:
+            raise self._damaged(f"its header is not the JSON of a safetensors file: {error}") from None
+        lines = [(name, line.dtype, line.shape, *line.data_offsets) for name, line in described.items()]
         start = reached = 8 + header_bytes
         for name, code, shape, begin, end in sorted(lines, key=lambda line: line[3:]):
             if start + begin != reached or end < begin:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jaxllm.untrusted import INT64, RefusedInput, parse_json
+from jaxllm.untrusted import read_lines as lines_of
 
 
 def read_lines(path: Path, containing: str = "", last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -15,8 +18,9 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
       containing: only lines with this text, to parse no others.
       last: only so many lines at the end.
     """
-    lines, text = path.read_bytes().splitlines() if path.exists() else [], containing.encode()
-    for line in lines if last is None else lines[-last:]:
+    lines: Iterable[bytes] = lines_of(path) if path.exists() else ()
+    text = containing.encode()
+    for line in lines if last is None else deque(lines, maxlen=last):
         if text in line and (record := parse(line)) is not None:
             yield line, record
 
@@ -24,10 +28,11 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
 def parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line, an object with the number of a step; None if the line is anything else."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line, lenient=True)
+    except RefusedInput:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and 0 <= step <= INT64 else None
 
 
 def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:

@@ -1,6 +1,6 @@
 """Checks before a run that it fits into device memory, and gives advice when a device runs out of memory.
 
-On CPU devices nothing is checked, because the estimate is for GPUs and the machine's memory is shared.
+On CPU devices, for which there is no estimate, only what no machine of this size can hold is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import RESERVE_BYTES, Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.display import readable
 from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
 from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.runtime.host_memory import require_host_memory
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ def check_memory(
     Raises:
       ConfigError: it does not fit, and run.allow_overcommit is false. The message names the cheapest change that would fit.
     """
+    if device.platform == "cpu" and not config.run.allow_overcommit:
+        require_host_memory(least_host_bytes(config), "Weights, optimizer state and batch")
     capacity_bytes = capacity_of(device)
     if capacity_bytes is None:
         return None
@@ -107,6 +111,14 @@ def check_memory(
         return fit
     cure = _cheapest(config, capacity_bytes, gpu, estimate)
     raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start anyway.")
+
+
+def least_host_bytes(config: Config) -> int:
+    """Bytes that this process's share of a run on CPU devices takes at the very least: the state in float32, sharded over all
+    devices (12 bytes a parameter), and a batch of token ids."""
+    batch_bytes = 4 * config.train.global_batch_sequences * config.train.sequence_length
+    everything = 12 * parameter_count(config.model) + batch_bytes
+    return everything * jax.local_device_count() // jax.device_count()
 
 
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:

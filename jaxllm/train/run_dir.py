@@ -12,7 +12,8 @@ from jaxllm.checkpoint.files import Meta, require_plain_path
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
-from jaxllm.pretrained.folder import TOKENIZER, copy_companions
+from jaxllm.pretrained.companions import copy_companions
+from jaxllm.pretrained.folder import TOKENIZER
 from jaxllm.train.json_lines import read_lines
 from jaxllm.train.trainer import Trainer
 

@@ -156,12 +156,12 @@ DAMAGES = {
     "array removed": (lambda c: array_file(c).unlink(), "is missing"),
     "manifest removed": (lambda c: (c / "state" / "manifest.ocdbt").unlink(), "state/manifest.ocdbt is missing"),
     "tree truncated": (lambda c: truncate(c / "state" / "_METADATA"), "state/_METADATA has"),
-    "meta truncated": (lambda c: truncate(c / "meta" / "metadata"), "JSONDecodeError"),
+    "meta truncated": (lambda c: truncate(c / "meta" / "metadata"), "not JSON ("),
     "meta removed": (lambda c: shutil.rmtree(c / "meta"), "No such file"),
     "state removed": (lambda c: shutil.rmtree(c / "state"), "state is missing"),
     "meta changed": (lambda c: replace(c / "meta" / "metadata", '"seed": 0', '"seed": 1'), "meta/metadata has changed"),
     "list removed": (lambda c: (c / "files.json").unlink(), "files.json is missing"),
-    "list truncated": (lambda c: truncate(c / "files.json"), "JSONDecodeError"),
+    "list truncated": (lambda c: truncate(c / "files.json"), "not JSON ("),
     "unlisted, arrays truncated": (unlisted(to_all_arrays(truncate)), ""),
     "unlisted, arrays removed": (unlisted(to_all_arrays(Path.unlink)), ""),
     "unlisted, manifest removed": (unlisted(lambda c: (c / "state" / "manifest.ocdbt").unlink()), ""),
@@ -186,6 +186,9 @@ def test_a_damaged_checkpoint_is_named_moved_and_not_used(name, run, whole, trai
     assert sorted(path.name for path in (run / "checkpoints-damaged" / "4-1").rglob("*")) == before
 
 
+LEAST_METADATA = '{"format": %d, "step": 4, "fingerprint": "", "config": {"model": {}, "train": {}, "parallel": {}}}'
+
+
 @pytest.mark.parametrize("offset", [0, 33 * 2**20, 66 * 2**20 - 1])
 def test_a_flipped_bit_of_a_large_file_is_found_by_the_process_that_reads_it(tmp_path, offset):
     """Format 1 covered only the ends of such a file: its checkpoints are read as before."""
@@ -195,7 +198,7 @@ def test_a_flipped_bit_of_a_large_file_is_found_by_the_process_that_reads_it(tmp
     os.truncate(large, 66 * 2**20)
     small.write_text("{}")
     (tmp_path / "meta").mkdir()
-    (tmp_path / "meta" / "metadata").write_text('{"format": 2}')
+    (tmp_path / "meta" / "metadata").write_text(LEAST_METADATA % 2)
     checksums.describe_files(tmp_path)
     assert checksums.changed(tmp_path) is None
     with large.open("r+b") as file:
@@ -206,7 +209,7 @@ def test_a_flipped_bit_of_a_large_file_is_found_by_the_process_that_reads_it(tmp
     assert checksums.changed(tmp_path) == reason
     in_format_1 = {"state/ocdbt.process_1/d/large": [66 * 2**20, zlib.crc32(bytes(2 * 2**20))]}
     (tmp_path / "files.json").write_text(json.dumps(in_format_1))
-    (tmp_path / "meta" / "metadata").write_text('{"format": 1}')
+    (tmp_path / "meta" / "metadata").write_text(LEAST_METADATA % 1)
     assert checksums.changed(tmp_path) == (None if 2**20 <= offset < 65 * 2**20 else reason)
 
 

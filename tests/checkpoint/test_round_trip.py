@@ -176,10 +176,10 @@ def nan(weights):
 SPOILED = [
     (cut, "model-00002-of-00003.safetensors is damaged .*it is truncated"),
     (lambda f: (f / "model-00003-of-00003.safetensors").unlink(), "model-00003-of-00003.safetensors is missing"),
-    (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": '), "index.json is not JSON"),
+    (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": '), r"index.json cannot be read \(not JSON"),
     (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json has no weight_map"),
     (lambda f: (f / "model.safetensors.index.json").unlink(), "holds shards such as model-00001-of-00003.safetensors but no"),
-    (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be read \(not JSON"),
     (lambda f: (f / "config.json").unlink(), "holds no model: there is neither config.json"),
     (lambda f: rewrite(f, lambda w: w.pop(GATE)), f"has no tensor {GATE}, which its config.json requires"),
     (lambda f: rewrite(f, lambda w: w.pop(HEAD)), f"has no tensor {HEAD}.* or set tie_word_embeddings to true"),
@@ -326,7 +326,7 @@ def test_jaxllms_own_folder_is_checked_like_the_others(sharded, tmp_path):
     for name, spoil, sentence in (
         ("cut", lambda f: os.truncate(f / "weights.safetensors", 2000), "it is truncated"),
         ("none", lambda f: (f / "weights.safetensors").unlink(), "weights.safetensors is missing"),
-        ("json", lambda f: (f / "model.json").write_text("["), "model.json is not JSON"),
+        ("json", lambda f: (f / "model.json").write_text("["), r"model.json cannot be read \(not JSON"),
         ("newer", lambda f: said(f, format=3), "has format 3, this jaxllm reads up to 2"),
         (
             "other",
