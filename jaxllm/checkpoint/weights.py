@@ -91,6 +91,8 @@ def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
       ConfigError: the path has no weights.
     """
     path = Path(text)
+    if not text:
+        raise ConfigError(f"{key} is empty: give a run directory, one of its checkpoints, or a model folder.")
     if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
         raise ConfigError(
             f"--step={step} selects a checkpoint of a run directory, and {text} is not a run directory: leave it out."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,9 @@ def _apply(override: str, values: dict[str, Any]) -> None:
         value = parse_yaml(text)
     except RefusedInput as error:
         raise ConfigError(f"Cannot read the value of {shown(override)!r} ({error}): quote it, or write it as YAML.") from None
-    if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", text.strip()):
         # YAML reads 3e-4 as a string, because it has no dot.
-        try:
-            value = float(value)
-        except ValueError:
-            pass
+        value = float(value)
     node = values
     for key in keys[:-1]:
         child = node.get(key)

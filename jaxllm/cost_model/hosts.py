@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from jaxllm.config import AUTO, Config, ConfigError, divisors
+from jaxllm.untrusted import shown
 
+MOST_GPUS = 2**20
 HOST_GPUS = 8
 """GPUs of the usual host; a default host has at most this many."""
 
@@ -13,10 +15,12 @@ def named_devices(config: Config, gpus: int | None) -> int | None:
     (parallel.data=auto).
 
     Raises:
-      ConfigError: the number is below one.
+      ConfigError: the number is below one, or above MOST_GPUS.
     """
     if gpus is not None and gpus < 1:
         raise ConfigError(f"--gpus={gpus} is not valid: it should be at least 1.")
+    if gpus is not None and gpus > MOST_GPUS:
+        raise ConfigError(f"--gpus={shown(gpus)} is not valid: it should be at most {MOST_GPUS:,}.")
     if gpus is not None:
         return gpus
     if config.run.cpu_devices is not None:
