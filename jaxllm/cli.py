@@ -361,8 +361,10 @@ def main() -> None:
     # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     with ending_in_one_sentence():
-        code = app(standalone_mode=False)
-    sys.exit(code if isinstance(code, int) else 0)
+        # Typer's own main would end without a sentence if the reader of a pipe stops.
+        command = typer.main.get_command(app)
+        with command.make_context("jaxllm", sys.argv[1:]) as context:
+            command.invoke(context)
 
 
 if __name__ == "__main__":

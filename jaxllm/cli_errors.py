@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+import typer
+
 from jaxllm.config import ConfigError
 from jaxllm.runtime import exit_codes
 from jaxllm.stderr import one_line
@@ -49,19 +51,19 @@ def ending_in_one_sentence() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
     except ConfigError as error:
         _end(str(error), error.exit_code)
     except OSError as error:
         _end_of(error)
     except MemoryError as error:
         _end(f"There is not enough memory for this ({error or 'on the host'}): use a larger machine or a smaller task.")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _end("interrupted.", INTERRUPTED)
     except Exception as error:
         if hasattr(error, "format_message"):
             _end_of_usage(error)
-        if type(error).__name__ == "Abort":
-            _end("interrupted.", INTERRUPTED)
         if "can't start new thread" in str(error):
             _end("The system starts no more threads for this user: raise `ulimit -u`.")
         traceback.print_exc()

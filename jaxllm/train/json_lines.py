@@ -26,13 +26,14 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, an object with the number of a step; None if the line is anything else."""
+    """The record of a line, an object with the number of a step and no number beyond 64 bits; None for anything else."""
     try:
         record = parse_json(line, lenient=True)
     except RefusedInput:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if isinstance(step, int) and 0 <= step <= INT64 else None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return None if any(isinstance(x, int) and not 0 <= x <= INT64 for x in record.values()) else record
 
 
 def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:

@@ -86,7 +86,9 @@ CASES = [
     ),
     Case("GPUs", ("estimate", "base.yaml", "--gpus", "9" * 30), "it should be at most 1,048,576"),
     Case("rows", ("plan", "base.yaml", "--gpus", "8", "--compile", "0", "--rows", "-1"), "'--rows': Input should be greater"),
-    Case("not a number", ("plan", "base.yaml", "--gpus", "8", "--host-gib-per-gpu", "nan"), "'--host-gib-per-gpu': Input should"),
+    Case(
+        "not a number", ("plan", "base.yaml", "--gpus", "8", "--host-gib-per-gpu", "nan"), "'--host-gib-per-gpu': Input should"
+    ),
     Case("not whole", ("generate", "--model", "x", "--prompt", "a", "--max-new-tokens", "x"), "'--max-new-tokens': Input"),
     Case("no model", ("generate", "--model", "", "--prompt", "a"), "--model is empty: give a run directory"),
     Case("a long override taken", ("estimate", "base.yaml", "--gpus", "2", "run.dir=" + "d" * 300), None),
