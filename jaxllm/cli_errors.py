@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -66,8 +65,7 @@ def ending_in_one_sentence() -> Iterator[None]:
             _end_of_usage(error)
         if "can't start new thread" in str(error):
             _end("The system starts no more threads for this user: raise `ulimit -u`.")
-        traceback.print_exc()
-        _end("this is a defect of jaxllm: please open an issue with the lines above.", exit_codes.exit_code_for(error))
+        _end_of_defect("this is a defect of jaxllm", exit_codes.exit_code_for(error))
 
 
 def _end_of_usage(error: Any) -> NoReturn:
@@ -92,8 +90,14 @@ def _end_of(error: OSError) -> NoReturn:
         _end(f"{name} cannot be used ({error.strerror}): remove the cause, or name another path.", code)
     if error.errno in NAMELESS:
         _end(f"{NAMELESS[error.errno]}.", code)
+    _end_of_defect("a system call failed where jaxllm does not expect it", code)
+
+
+def _end_of_defect(what: str, code: int) -> NoReturn:
+    import traceback
+
     traceback.print_exc()
-    _end("a system call failed where jaxllm does not expect it: please open an issue with the lines above.", code)
+    _end(f"{what}: please open an issue with the lines above.", code)
 
 
 def _end(sentence: str, code: int = exit_codes.BAD_INPUT, *, broken_output: bool = False) -> NoReturn:

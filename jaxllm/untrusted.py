@@ -98,7 +98,8 @@ def read_npy(path: Path, dtype: type[np.generic], dims: int = 1) -> np.ndarray:
             version = npy.read_magic(file)
             read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
             shape, fortran, found = read_header(file, max_header_size=10_000)
-        except (ValueError, KeyError, SyntaxError, TypeError, RecursionError, MemoryError):
+        except Exception:
+            # NumPy reads the header as Python: a tokenizer's error may come, or anything else.
             raise RefusedInput("it is not a .npy file") from None
         if not np.issubdtype(found, dtype) or found.hasobject or len(shape) != dims or fortran:
             raise RefusedInput(f"it holds {found} of shape {list(shape)}, not {dtype.__name__} in {dims} dims")
@@ -115,10 +116,9 @@ def read_lines(path: Path, at_most: int = MIB) -> Iterator[bytes]:
       OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
-        while line := file.readline(at_most + 1):
-            if len(line) <= at_most or line.endswith(b"\n"):
-                yield line.rstrip(b"\r\n")
-                continue
+        while line := file.readline(at_most + 2):
+            if len(content := line.rstrip(b"\r\n")) <= at_most:
+                yield content
             while line and not line.endswith(b"\n"):
                 line = file.readline(at_most)
 

@@ -19,6 +19,7 @@ import jax
 from jaxllm.checkpoint.load_model import KEY, LoadedModel, config_of, open_model
 from jaxllm.checkpoint.weights import find_weights
 from jaxllm.config import ConfigError, sequence_unit, with_overrides
+from jaxllm.config.types import ITEMSIZE
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
@@ -28,9 +29,12 @@ from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, st
 from jaxllm.inference.sampling import Sampling
 from jaxllm.pretrained.folder import Folder
 from jaxllm.runtime import distributed
+from jaxllm.runtime.host_memory import require_host_memory
 
 USUAL_LENGTH = 1024
 """Tokens per window, unless the model was made for fewer."""
+NONSENSE_TIMES, NONSENSE_POSITIONS = 64, 2**16
+"""Positions that are refused: this many times what the model supports, and at least so many."""
 BYTE_VOCABULARY = 512
 """Largest vocabulary of a model that reads bytes if it has no tokenizer."""
 
@@ -147,6 +151,7 @@ def generate(
     # A folder without a generation_config.json has these keys in its config.json.
     ends = stop_ids(reader, {**home.original_config, **home.generation}, template, how.stops)
     most = max(map(len, ids)) + how.max_new_tokens
+    _require_sensible(home, most, len(ids))
     loaded = _open(model, overrides, _divisible(bucket(most), overrides))
     _say_model(say, loaded)
     _note_length(say, home, most)
@@ -169,6 +174,20 @@ def _longest(home: Folder) -> int | None:
 def _note_length(say: Callable[[str], None], home: Folder, positions: int) -> None:
     if (longest := _longest(home)) is not None and positions > longest:
         say(f"note: up to {positions:,} positions, but the model supports {longest:,}; expect nonsense beyond those")
+
+
+def _require_sensible(home: Folder, positions: int, rows: int) -> None:
+    """Raises ConfigError if so many positions are nonsense for the model, or if no machine of this size holds their keys and
+    values."""
+    longest, model = _longest(home), home.model
+    if longest is not None and positions > max(NONSENSE_TIMES * longest, NONSENSE_POSITIONS):
+        raise ConfigError(
+            f"The prompt and --max-new-tokens make up to {positions:,} positions, and the model supports {longest:,}: shorten "
+            f"them."
+        )
+    room = min(positions, model.get("sliding_window") or positions) if not model.get("full_attention_every") else positions
+    size_bytes = 2 * ITEMSIZE["bfloat16"] * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * room * rows
+    require_host_memory(size_bytes, f"Keys and values of {positions:,} positions")
 
 
 def _tokenizer(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:

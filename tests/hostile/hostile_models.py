@@ -110,6 +110,12 @@ def to_hf(name: str, says: str, change: Callable[[dict[str, Any]], object] | str
     return Case(f"to-hf: {name}", ("convert", "to-hf", "ours", "out", "--force"), says, ours(change))
 
 
+def generate(name: str, says: str, *words: str) -> Case:
+    return Case(
+        f"generate: {name}", ("generate", "--model", "hf", "--prompt", "a", "--tokenizer", "bytes", *words), says, folder()
+    )
+
+
 def start(name: str, says: str, files: Callable[[], object]) -> Case:
     """The same folder as the model of a run."""
     model = ("model.name=hf", "data.tokenizer=bytes")
@@ -167,6 +173,8 @@ CASES = [
         "need at least 953.7 GiB, and this machine has",
         folder(sparse_terabyte),
     ),
+    generate("10^9 new tokens", "positions, and the model supports 128", "--max-new-tokens", "1000000000"),
+    generate("a prompt of 100,000 tokens", "positions, and the model supports 128", "--prompt", "a" * 100_000),
     to_hf("hugging_face is a list", "model.json is damaged (hugging_face is [1]", lambda said: said.update(hugging_face=[1])),
     to_hf(
         *("unknown dtype", "model.json is damaged (hugging_face.dtypes.lm_head.weight is X"),
