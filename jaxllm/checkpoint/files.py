@@ -18,6 +18,7 @@ import jax
 from pydantic import Field
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.types import PositiveInt, Switch, Tokens
 from jaxllm.pretrained.folder import versions
 from jaxllm.runtime import distributed
 from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, read_json
@@ -38,10 +39,33 @@ Meta = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class _Train:
+    global_batch_sequences: PositiveInt
+    sequence_length: PositiveInt
+    batch_schedule: tuple[tuple[Tokens, PositiveInt], ...] = ()
+    skip_spikes: Switch = False
+    diloco_steps: PositiveInt | None = None
+    diloco_after_steps: Whole = 0
+
+
+@dataclass(frozen=True)
+class _Parallel:
+    replica: PositiveInt = 1
+
+
+@dataclass(frozen=True)
+class _Data:
+    mixture: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class _Sections:
+    """The keys of a stored config that a resumed run reads. Its shape is compared with that of the run."""
+
     model: dict[str, Any]
-    train: dict[str, Any]
-    parallel: dict[str, Any]
+    train: _Train
+    parallel: _Parallel = _Parallel()
+    data: _Data = _Data()
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,8 @@ def test_a_damaged_checkpoint_is_named_moved_and_not_used(name, run, whole, trai
     assert sorted(path.name for path in (run / "checkpoints-damaged" / "4-1").rglob("*")) == before
 
 
-LEAST_METADATA = '{"format": %d, "step": 4, "fingerprint": "", "config": {"model": {}, "train": {}, "parallel": {}}}'
+LEAST_METADATA = '{"format": %d, "step": 4, "fingerprint": "", "config": {"model": {}, "train": '
+LEAST_METADATA += '{"global_batch_sequences": 8, "sequence_length": 16}}}'
 
 
 @pytest.mark.parametrize("offset", [0, 33 * 2**20, 66 * 2**20 - 1])

@@ -10,7 +10,7 @@ from hostile import Case, train
 
 DEEP = "[" * 100_000
 CHECKPOINT = Path("run/checkpoints/4")
-CONFIG = {"model": {}, "train": {}, "parallel": {}}
+CONFIG = {"model": {}, "train": {"global_batch_sequences": 8, "sequence_length": 16}}
 META = {"format": 2, "step": 4, "fingerprint": "", "config": CONFIG, "samples": 1, "versions": {}}
 
 

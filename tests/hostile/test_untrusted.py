@@ -286,7 +286,7 @@ def test_fuzz_model_json(tmp_path_factory, key, value):
 def test_fuzz_metadata(tmp_path_factory, key, value):
     folder = tmp_path_factory.getbasetemp() / "4"
     (folder / "meta").mkdir(parents=True, exist_ok=True)
-    config = {"model": {}, "train": {}, "parallel": {}}
+    config = {"model": {}, "train": {"global_batch_sequences": 8, "sequence_length": 16}}
     good = {"format": 2, "step": 4, "fingerprint": "", "config": config, "skipped_steps": 0}
     (folder / "meta" / "metadata").write_text(json.dumps(with_value(good, key, value)))
     is_newer = isinstance(value, int) and value > files.FORMAT
