@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.data.compression import DamagedFile
 from jaxllm.data.prepared import (
     INDEX_SHA256,
     MANIFEST,
@@ -31,8 +32,8 @@ from jaxllm.data.prepared import (
     read_json,
     shard_name,
 )
-from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
-from jaxllm.data.tokenizer import Tokenizer, token_dtype
+from jaxllm.data.records import Part, Record, has_changed, is_parquet, read_part, records_before
+from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
 
 BROKEN_KEPT = 1000
 """Number of broken records whose details a shard stores. It counts all of them."""
@@ -199,8 +200,13 @@ def _write(
 
     for part in task.parts:
         first = None
-        for record in read_part(part, text_key):
-            if record.text:
+        for record in read_part(part, text_key, in_blocks=isinstance(tokenizer, ByteTokenizer)):
+            if record.blocks:
+                # The texts before it come first.
+                encode(before)
+                output.add_blocks(part, record.blocks(), report)
+                encode(before + record.read)
+            elif record.text:
                 texts.append(record.text)
                 characters += len(record.text)
                 if len(texts) >= _BATCH_TEXTS or characters >= _BATCH_CHARACTERS:
@@ -249,16 +255,35 @@ class _Output:
     def add(self, text: str, ids: np.ndarray) -> int:
         """Appends a document and returns its number of tokens."""
         utf8 = text.encode()
-        content = ids.astype(self._dtype, copy=False).tobytes()
+        self._append(ids.astype(self._dtype, copy=False).tobytes())
+        self._end(len(ids), hashlib.blake2b(utf8), len(utf8))
+        return len(ids)
+
+    def add_blocks(self, part: Part, blocks: Iterator[bytes], report: Callable[[int, int], None]) -> None:
+        """Appends a document of bytes, as the tokenizer of bytes encodes it, block by block."""
+        size, key = 0, hashlib.blake2b()
+        try:
+            for block in blocks:
+                self._append(block)
+                key.update(block)
+                size += len(block)
+                report(0, len(block))
+        except (DamagedFile, OSError):
+            raise has_changed(part.file) from None
+        self._append(DOCUMENT_END)
+        self._end(size + len(DOCUMENT_END), key, size)
+
+    def _append(self, content: bytes) -> None:
         self._pending += content
         while len(self._pending) >= self._record_bytes:
             self._write_record()
         self.digest.update(content)
-        self._lengths.append(len(ids))
-        self._keys.append(int.from_bytes(hashlib.blake2b(utf8).digest()[:8], "little"))
-        self._tokens += len(ids)
-        self._text_bytes += len(utf8)
-        return len(ids)
+
+    def _end(self, tokens: int, key: hashlib.blake2b, text_bytes: int) -> None:
+        self._lengths.append(tokens)
+        self._keys.append(int.from_bytes(key.digest()[:8], "little"))
+        self._tokens += tokens
+        self._text_bytes += text_bytes
 
     def close(self) -> None:
         """Closes the three files. They are on the disk when this returns."""

@@ -246,6 +246,10 @@ class ChainedDocuments(Documents):
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         return gather(self._firsts, documents, starts, stops, lambda part, *spans: self._parts[part].read(*spans))
 
+    def where(self, document: int, token: int) -> str:
+        part = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        return self._parts[part].where(document - int(self._firsts[part]), token)
+
 
 class SplitDocument(Documents):
     """A single document split into two: its first tokens for training, its last tokens held out. See Documents."""
@@ -262,6 +266,9 @@ class SplitDocument(Documents):
 
     def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
         return self._whole.scored(*self._in_whole(documents, starts, stops))
+
+    def where(self, document: int, token: int) -> str:
+        return self._whole.where(0, int(self._begins[document]) + token)
 
     def _in_whole(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, ...]:
         begins = self._begins[documents]

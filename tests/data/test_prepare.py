@@ -384,7 +384,7 @@ def test_another_origin_is_refused_and_overwrites_nothing(tmp_path, tokenizer, c
 
 
 BROKEN = {
-    3: (b'{"text": "cut off\n', "not JSON (Invalid control character at column 18)"),
+    3: (b'{"text": "cut off\n', "not JSON (Unterminated string starting at column 10)"),
     8: (b'["a", "list"]\n', "not a JSON object"),
     20: (b'{"txet": "x"}\n', "no field 'text'"),
     21: (b'{"text": 5}\n', "field 'text' is not a string"),
