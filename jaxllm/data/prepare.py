@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.data.manifest import FORMAT, INDEX_SHA256, MANIFEST, TOKENIZER, VERSION, read_json
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
-from jaxllm.data.prepared import FORMAT, INDEX_SHA256, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION, read_json
+from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import InputFile
 from jaxllm.data.shards import (
     FOR_MANIFEST,

@@ -21,14 +21,14 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.compression import DamagedFile
-from jaxllm.data.prepared import (
+from jaxllm.data.manifest import (
+    DATA_ENDINGS,
     INDEX_SHA256,
     MANIFEST,
-    SHARD_KEYS,
     TOKENIZER,
     check_sizes,
     index_sha256,
-    missing_key,
+    is_shard,
     read_json,
     shard_name,
 )
@@ -40,16 +40,8 @@ BROKEN_KEPT = 1000
 _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
 # One record per chunk, so that reading one record decompresses only it. Ids in two or four bytes compress well.
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
-_DATA = (".array_record", ".lengths.npy", ".keys.npy")
 FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
 """Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
-_KEYS = {
-    **dict.fromkeys(FOR_MANIFEST, int),
-    **SHARD_KEYS,
-    "broken_records": list,
-    "options": {"tokenizer": {"name": str, "sha256": str}, "text_key": str, "shard_bytes": int, "record_tokens": int},
-    "inputs": {"count": int, "bytes": int, "sha256": str},
-}
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,7 @@ def write_shard(
     Raises:
       ConfigError: an input cannot be read, the folder cannot be written, or (strict) a record is broken.
     """
-    temporary = {ending: temporary_path(folder, task.name + ending) for ending in _DATA}
+    temporary = {ending: temporary_path(folder, task.name + ending) for ending in DATA_ENDINGS}
     try:
         shard = _write(temporary, task, origin, tokenizer, strict, report)
         if read_shard(folder, task.name) is not None:
@@ -99,7 +91,7 @@ def write_shard(
         final = folder / f"{task.name}.json"
         # The .json of a damaged shard must not vouch for files that are being replaced.
         final.unlink(missing_ok=True)
-        for ending in _DATA:
+        for ending in DATA_ENDINGS:
             os.replace(temporary[ending], folder / (task.name + ending))
         replace_json(final, shard)
     except OSError as error:
@@ -114,22 +106,17 @@ def write_shard(
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     """Reads a shard's .json. Returns None unless it and its files exist with their recorded sizes."""
     shard: Any = read_json(folder / f"{name}.json")
-    if not is_shard(shard):
+    if not is_shard(shard) or shard["name"] != name:
         return None
     try:
-        check_sizes(folder, shard)
+        check_sizes(folder, shard["files"])
     except ConfigError:
         return None
     return shard
 
 
-def is_shard(content: Any) -> bool:
-    """Whether the content of a .json has all keys of a shard."""
-    return missing_key(content, _KEYS) is None
-
-
 def remove_shard(folder: Path, name: str) -> None:
-    for ending in (".json", *_DATA):
+    for ending in (".json", *DATA_ENDINGS):
         (folder / (name + ending)).unlink(missing_ok=True)
 
 
@@ -231,7 +218,7 @@ def _write(
         "empty": empty,
         "sha256": output.digest.hexdigest(),
         INDEX_SHA256: index_sha256(*output.index),
-        "files": {task.name + ending: files[ending].stat().st_size for ending in _DATA},
+        "files": {task.name + ending: files[ending].stat().st_size for ending in DATA_ENDINGS},
         "broken_records": kept,
         "options": origin.options,
         "inputs": origin.inputs,

@@ -533,7 +533,7 @@ def test_a_flipped_bit_in_what_decides_the_held_out_split_is_found(tmp_path, end
     file.write_bytes(content)
     # A folder from before this checksum is read, with the same fingerprint.
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    del manifest["shards"][0][prepared.INDEX_SHA256]
+    del manifest["shards"][0]["index_sha256"]
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
     assert PreparedDocuments(tmp_path / "out").fingerprint == fingerprint
 
@@ -541,11 +541,14 @@ def test_a_flipped_bit_in_what_decides_the_held_out_split_is_found(tmp_path, end
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"shards": None}, "shards"),
-        ({"tokenizer": {"name": "bytes"}}, "tokenizer.kind"),
-        ({"shards": [{"name": "tokens-00000-of-00001"}]}, "shards: documents"),
-        ({"shards": []}, "how ids are stored"),
-        ({"dtype": "words"}, "how ids are stored"),
+        ({"shards": None}, "shards is null: it should be a valid list"),
+        ({"tokenizer": {"name": "bytes"}}, "it has no tokenizer.kind"),
+        ({"shards": [{"name": "tokens-00000-of-00001"}]}, "it has no shards.0.documents"),
+        ({"shards": []}, "shards is []: List should have at least 1 item after validation, not 0"),
+        ({"dtype": "words"}, "dtype is words: it should be 'uint8', 'uint16' or 'uint32'"),
+        ({"record_tokens": 10**18}, "record_tokens is 1000000000000000000: it should be less than or equal to 2147483647"),
+        ({"record_tokens": 3}, "tokens-00000-of-00001 has 1 records, which record_tokens and tokens do not give"),
+        ({"documents": 6}, "documents is 6, and its shards have 5"),
     ],
 )
 def test_a_manifest_that_lacks_something_is_damaged(tmp_path, change, what):
@@ -556,9 +559,7 @@ def test_a_manifest_that_lacks_something_is_damaged(tmp_path, change, what):
     manifest.write_text(json.dumps(json.loads(whole) | change))
     with pytest.raises(ConfigError) as error:
         PreparedDocuments(tmp_path / "out")
-    assert str(error.value) == (
-        f"{manifest} is damaged (it does not say {what}): delete it and run the same jaxllm data prepare again."
-    )
+    assert str(error.value) == (f"{manifest} is damaged ({what}): delete it and run the same jaxllm data prepare again.")
     manifest.unlink()
     here([tmp_path / "a.jsonl"], tmp_path / "out")
     assert manifest.read_bytes() == whole
