@@ -22,7 +22,7 @@ from outside import wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxllm.config import ConfigError
-from jaxllm.data import prepared
+from jaxllm.data import prepared, records
 from jaxllm.data.prepare import parse_shard, prepare
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.tokenizer import load_tokenizer
@@ -430,6 +430,93 @@ def test_only_the_first_broken_records_are_shown_and_kept(tmp_path, monkeypatch)
     assert len(json.loads(next(Path("out").glob("tokens-*.json")).read_text())["broken_records"]) == 1000
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("shard_bytes", [1 << 28, 150, 37])
+def test_a_line_that_is_too_long_is_passed_over_and_no_other(tmp_path, monkeypatch, ending, shard_bytes):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "LINE_BYTES", 100)
+    monkeypatch.setattr(records, "LINE_BYTES_SKIPPED", 400)
+    monkeypatch.setattr(records, "_CHUNK", 7)
+    fits, long = b'{"text": "%s"}\n' % (b"y" * 88), b'{"text": "%s"}\n' % (b"x" * 89)
+    assert len(fits) == 101
+    assert len(long) == 102
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], lambda content: content)
+    content = lines(["one"]) + long + fits + lines(["two"]) + b"z" * 300 + b"\n" + lines(["three"]) + b"z" * 200
+    Path(f"a.{ending}").write_bytes(compress(content))
+    summary = here([f"a.{ending}"], "out", shard_bytes=shard_bytes)
+    assert contents("out") == encoded("bytes", ["one", "y" * 88, "two", "three"])
+    assert summary.broken_records == tuple(f"a.{ending}:{number}: longer than 0 MiB" for number in (2, 5, 7))
+
+    Path(f"b.{ending}").write_bytes(compress(lines(["one"]) + b"z" * 500))
+    with pytest.raises(
+        ConfigError, match=r"b\.jsonl.* has a line longer than 0 MiB \(from byte 2\d on\), so it hardly holds one"
+    ):
+        here([f"b.{ending}"], "new", shard_bytes=shard_bytes)
+
+
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "txt.zst"])
+@pytest.mark.parametrize("chunk", [3, 7, 64, 1 << 20])
+def test_a_long_text_in_blocks_gives_the_same_bytes(tmp_path, monkeypatch, ending, chunk):
+    monkeypatch.chdir(tmp_path)
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], lambda content: content)
+    texts = [text + "\0é日🜁" for text in made_up(6)]
+    for number, text in enumerate([*texts[:3], "a", *texts[3:]]):
+        Path(f"{number}.{ending}").write_bytes(compress(text.encode()))
+    here([f"*.{ending}"], "whole", record_tokens=16)
+    monkeypatch.setattr(records, "BLOCKS_FROM", 2)
+    monkeypatch.setattr(records, "_CHUNK", chunk)
+    here([f"*.{ending}"], "blocks", record_tokens=16)
+    assert files_of(Path("blocks")) == files_of(Path("whole"))
+
+
+def test_what_is_no_text_is_broken_whatever_its_length(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "BLOCKS_FROM", 10)
+    monkeypatch.setattr(records, "TEXT_BYTES", 50)
+    monkeypatch.setattr(records, "_CHUNK", 8)
+    for name, content in {
+        "a.txt": b"0123456789abcde\xffg",
+        "b.txt": b"0123456789abcd\xe6\x97",
+        "c.txt": b"01234567" + bytes(16),
+        "d.txt.gz": gzip.compress(b"a" * 100_000),
+        "e.txt.gz": gzip.compress(b"0123456789abcde")[:-9],
+        "f.txt": b"z" * 51,
+    }.items():
+        Path(name).write_bytes(content)
+    damage = "damaged gzip (Compressed file ended before the end-of-stream marker was reached)"
+    summary = here(["*.*"], "out")
+    assert summary.broken_records == (
+        "a.txt: not UTF-8 text (byte 15)",
+        "b.txt: not UTF-8 text (byte 14)",
+        "c.txt: not text (only zero bytes from byte 8 on)",
+        "d.txt.gz: it expands to more than 100 times its size",
+        f"e.txt.gz: {damage}",
+    )
+    assert contents("out") == encoded("bytes", ["z" * 51])
+    Path("g.txt").write_bytes(b"good")
+    summary = here(["*.*"], "tokens", tokenizer)
+    assert summary.broken_records[3:] == (
+        "d.txt.gz: longer than 0 MiB: split it",
+        f"e.txt.gz: {damage}",
+        "f.txt: longer than 0 MiB: split it",
+    )
+
+
+def test_a_text_that_changes_between_its_two_readings_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "BLOCKS_FROM", 2)
+    (tmp_path / "a.txt").write_bytes(b"text")
+    in_blocks = records._in_blocks
+
+    def changes(part):
+        record = in_blocks(part)
+        (tmp_path / "a.txt").write_bytes(b"te\xff")
+        return record
+
+    monkeypatch.setattr(records, "_in_blocks", changes)
+    with pytest.raises(ConfigError, match=r"a\.txt has changed while it was being prepared: run the command again when it is"):
+        here([tmp_path / "a.txt"], tmp_path / "out")
+
+
 def test_strict_stops_at_the_first_also_when_an_earlier_run_passed_it(broken):
     sentence = r"^a\.jsonl:3: not JSON \(.*\); fix it, or leave out --strict to skip such records\.$"
     with pytest.raises(ConfigError, match=sentence):
@@ -732,6 +819,20 @@ def test_shards_are_counted_from_zero(text):
 
 
 # ---------------------------------------------------------------------------------------------------------- command
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"workers": 10**9}, "--workers=1000000000 is not valid: it should be at most 4,096."),
+        ({"record_tokens": 10**18}, "record_tokens=1000000000000000000 is not valid: it should be at most 2,147,483,647."),
+        ({"shard_bytes": 2**60}, "--shard-megabytes=1099511627776 is not valid: it should be at most 2,147,483,647."),
+    ],
+)
+def test_numbers_have_a_top(tmp_path, options, sentence):
+    with pytest.raises(ConfigError) as error:
+        here([tmp_path / "a.txt"], tmp_path / "out", **options)
+    assert str(error.value) == sentence
 
 
 def test_the_command_reports_what_it_did(tmp_path, tokenizer):
