@@ -104,7 +104,8 @@ def read_texts(patterns: tuple[str, ...]) -> dict[str, bytes]:
     for match in (match for pattern in patterns for match in listing.files(pattern)):
         if (name := _name(match)) not in names:
             names.add(name)
-            size += os.path.getsize(name) if os.path.isfile(name) else 0
+            with suppress(OSError):
+                size += os.path.getsize(name)
         if len(names) > MOST_FILES or size > MOST_BYTES:
             raise ConfigError(
                 f"data.paths names more than {MOST_FILES:,} files or {MOST_BYTES // GIB} GiB, which is too much to tokenise at "

@@ -37,8 +37,15 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
         paths |= found
     if not paths:
         raise ConfigError("No inputs are given: name files or patterns such as 'books/**/*.txt'.")
-    stats = [(path, os.stat(path)) for path in sorted(paths)]
-    return [InputFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return [_input_file(path) for path in sorted(paths)]
+
+
+def _input_file(path: str) -> InputFile:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): fix it or leave it out.") from None
+    return InputFile(path, found.st_size, found.st_mtime_ns)
 
 
 def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:

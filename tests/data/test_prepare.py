@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from outside import wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxllm import untrusted
 from jaxllm.config import ConfigError
 from jaxllm.data import prepared, records
 from jaxllm.data.prepare import parse_shard, prepare
@@ -452,6 +453,18 @@ def test_a_line_that_is_too_long_is_passed_over_and_no_other(tmp_path, monkeypat
         ConfigError, match=r"b\.jsonl.* has a line longer than 0 MiB \(from byte 2\d on\), so it hardly holds one"
     ):
         here([f"b.{ending}"], "new", shard_bytes=shard_bytes)
+
+
+def test_a_line_has_so_many_values_outside_of_its_texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(untrusted, "JSON_VALUES", 5)
+    texts = ["[,{" * 9, '",[' * 9, '\\",' * 9]
+    many = [b'{"text": [[],[],[],[]]}\n', b'{"a": 1, "b": 2, "c": 3, "d": 4, "text": "x"}\n']
+    cut_off = [b'{"text": "' + b'\\",' * 9 + b"\n", b'{"text": "' + b"," * 9 + b"\\\n"]
+    Path("a.jsonl").write_bytes(lines(texts) + b"".join(many) + b"".join(cut_off))
+    found = list(records.read_objects("a.jsonl"))
+    assert [value and value["text"] for _, value, _ in found] == [*texts, None, "x", None, None]
+    assert [reason.partition(" (")[0] for *_, reason in found[3:]] == ["it has more than 5 values", "", "not JSON", "not JSON"]
 
 
 @pytest.mark.parametrize("ending", ["txt", "txt.gz", "txt.zst"])

@@ -149,7 +149,7 @@ CASES = [
     Case("jl-hole-then-good", prepare_words("a.jsonl"), None, lines_then(b"\0" * 2**27 + b"\n" + b'{"text": "good"}\n')),
     Case("jl-deep", prepare_words("a.jsonl"), None, lines_then(b"[" * 10**6 + b"\n")),
     Case("jl-digits", prepare_words("a.jsonl"), None, lines_then(b'{"text": ' + b"9" * 10**6 + b"}\n")),
-    Case("jl-lists", prepare_words("a.jsonl"), None, lines_then(b'{"text": [' + b"[]," * (5 * 2**20) + b"1]}\n")),
+    Case("jl-lists", prepare_words("a.jsonl"), None, lines_then(b'{"text": [' + b"[]," * (21 * 2**20) + b"1]}\n")),
     Case("txt-sparse-20gb", prepare_words("a.txt"), f"{NOTHING_USABLE}a.txt: not text (only zero", sparse("a.txt")),
     Case("txt-hole", prepare_words("a.txt"), "not text (only zero bytes from byte 1048576", sparse("a.txt", 20 * GB, b"text")),
     Case("files-sparse-20gb", train("data.paths=a.txt"), "more than 100,000 files or 4 GiB", sparse("a.txt")),
