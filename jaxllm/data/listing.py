@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Listing:
-    """Lists files, at most so many.
+    """Lists the files of patterns, and counts what it looks at.
 
     Attributes:
       entries: number of files and folders that were looked at below a `**`.
@@ -46,14 +46,14 @@ class Listing:
         """
         if "\0" in pattern or pattern.endswith("/"):
             return
-        base, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+|$)", pattern, maxsplit=1)
+        base, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+\*\*)*(?:/+|$)", pattern, maxsplit=1)
         if not rest:
             yield from filter(os.path.isfile, glob.iglob(pattern))
             return
         for root in glob.iglob(base) if glob.has_magic(base) else [base]:
             for folder, names, entries in _folders(root or "."):
                 self._count(pattern, entries)
-                if "/" in rest[0] or rest[0] == "**":
+                if "/" in rest[0]:
                     yield from self.files(os.path.join(glob.escape(folder), rest[0]))
                 else:
                     yield from (os.path.join(folder, name) for name in _matching(names, rest[0]))
@@ -74,17 +74,19 @@ def _folders(root: str) -> Iterator[tuple[str, list[str], int]]:
     # Not os.walk: in Python 3.11 it nests as deep as the folders.
     left = [root]
     while left:
-        folder, files, entries = left.pop(), [], 0
-        with suppress(OSError), os.scandir(folder) as found:
-            for entry in found:
-                entries += 1
-                # A circle of links cannot be followed.
-                with suppress(OSError):
-                    if entry.is_file():
-                        files.append(entry.name)
-                    elif not entry.name.startswith(".") and entry.is_dir():
-                        left.append(entry.path)
-        yield folder, files, entries
+        folder, files = left.pop(), []
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            continue
+        for entry in entries:
+            # A circle of links cannot be followed.
+            with suppress(OSError):
+                if entry.is_file():
+                    files.append(entry.name)
+                elif not entry.name.startswith(".") and entry.is_dir():
+                    left.append(entry.path)
+        yield folder, files, len(entries)
 
 
 def _matching(names: list[str], pattern: str) -> list[str]:

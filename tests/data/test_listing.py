@@ -11,7 +11,19 @@ from jaxllm.data.listing import Listing, read_texts
 
 PATTERNS = [
     *("*", "**", "**/", "**/*", "**/*.txt", "*/**", "*/**/*.txt", "a/**/*.txt", "a/**/b/*.txt", "**/b/**/*", "**/b/*.txt"),
-    *("**/.hidden", "**/.*", ".folder/**", "a**/*.txt", "**/**", "**/**/1.txt", "**/[12].txt", "./**/1.txt", "a//**//1.txt"),
+    *(
+        "**/.hidden",
+        "**/.*",
+        ".folder/**",
+        "a**/*.txt",
+        "**/**",
+        "**/**/1.txt",
+        "**/[12].txt",
+        "./**/1.txt",
+        "a//**//1.txt",
+        "**/**//**/1.txt",
+        "a/**/b/**/c/*",
+    ),
     *("[ab]/**/1.txt", "a/1.txt", "nothing/**", "nothing", "a/1.txt/**", "**/?[*].txt", "a\0/**", ""),
 ]
 
@@ -54,3 +66,8 @@ def test_a_long_search_says_how_far_it_is(tree, monkeypatch, capfd):
     monkeypatch.setattr(listing, "_SECONDS_BETWEEN_LINES", -1)
     list(Listing().files("**/*.txt"))
     assert "jaxllm: listing **/*.txt: " in capfd.readouterr().err
+
+
+def test_a_pattern_may_have_many_stars(tree):
+    assert list(Listing().files("**/" * 3000 + "3.md")) != []
+    assert list(Listing().files("**/nothing/" * 3000 + "3.md")) == []
