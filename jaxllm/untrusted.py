@@ -29,6 +29,8 @@ RECIPE_BYTES, JSON_BYTES = MIB, 64 * MIB
 """Limits of files. A recipe has a few KiB; the largest JSON of a model is its tokenizer's, with up to 33 MiB, or the index of
 a trillion parameters, with 20 MiB."""
 DEPTH = 64
+JSON_VALUES = 4 * MIB
+"""Values of a JSON text. An empty list of three bytes takes 80 in memory, so that 64 MiB could become 1.6 GiB."""
 YAML_NODES = 50_000
 """Keys and values of a YAML file, with aliases expanded. PyYAML builds about 30,000 per second."""
 INT32, INT64 = 2**31 - 1, 2**63 - 1
@@ -131,9 +133,11 @@ def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, lenient: bool
         there are millions: only their depth and size matter.
 
     Raises:
-      RefusedInput: it is not JSON, not UTF-8, too large or too deep, has a key twice or a number that is not finite.
+      RefusedInput: it is not JSON, not UTF-8, too large, too long or too deep, has a key twice or a number that is not finite.
     """
     text = _decoded(_bounded(content, at_most)) if isinstance(content, bytes) else _bounded(content, at_most)
+    if len(text) > JSON_VALUES and _has_too_many_values(text):
+        raise RefusedInput(f"it has more than {JSON_VALUES:,} values")
     try:
         if lenient:
             return json.loads(text)
@@ -267,6 +271,19 @@ def _finite(text: str) -> float:
     if math.isinf(value := float(text)):
         raise RefusedInput(f"the number {shown(text, 30)} is too large")
     return value
+
+
+def _has_too_many_values(text: str) -> bool:
+    return _num_marks(text) > JSON_VALUES and _num_marks(_STRING.sub("", text)) > JSON_VALUES
+
+
+def _num_marks(text: str) -> int:
+    """Commas and opening brackets: about the number of values."""
+    return sum(map(text.count, ",[{"))
+
+
+# It never starts twice at one place: a string without an end reaches to the end of the text.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 def _depths(value: Any) -> Iterator[int]:

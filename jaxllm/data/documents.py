@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.untrusted import shown
 
 
 class Documents(Protocol):
@@ -32,6 +33,10 @@ class Documents(Protocol):
     def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
         """Tells for each token that `read` returns whether it counts in the loss as a target (bool). None means all of them."""
         return None
+
+    def where(self, document: int, token: int) -> str:
+        """Names a token in a message."""
+        return f"token {token:,} of document {document:,} of {shown(self.description)}"
 
 
 class DocumentsInMemory(Documents):

@@ -81,6 +81,7 @@ class PackedDocuments:
         # Read one token more than the row holds: the target of the last one.
         spans = pieces.documents, pieces.starts, np.minimum(pieces.stops + 1, lengths)
         read = self._documents.read(*spans)
+        self._check(read, pieces.documents, pieces.starts)
         scored = self._documents.scored(*spans)
         if scored is None:
             scored = [np.ones(len(ids), bool) for ids in read]
@@ -88,14 +89,22 @@ class PackedDocuments:
         texts = iter(zip(read, scored, (pieces.stops - pieces.starts).tolist(), strict=True))
         for row, here in enumerate(found):
             self._fill({key: array[row] for key, array in batch.items()}, [next(texts) for _ in here.documents])
-        for ids in (batch["tokens"], batch["targets"]):
-            if ids.min(initial=0) < 0 or ids.max(initial=0) >= self._vocab_size:
-                strange = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
-                raise ConfigError(
-                    f"Source {self.name} holds the token id {strange} and model.vocab_size={self._vocab_size}: "
-                    f"it was tokenised for another model; prepare it again or change the model."
-                )
         return batch
+
+    def _check(self, read: list[np.ndarray], documents: np.ndarray, starts: np.ndarray) -> None:
+        """Raises ConfigError at the first id outside the vocabulary."""
+        # Checked as they were read: in the batch a large id would be cut to 32 bits.
+        ids = np.concatenate([np.zeros(0, np.uint8), *read])
+        if ids.min(initial=0) >= 0 and ids.max(initial=0) < self._vocab_size:
+            return
+        place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
+        begins = np.cumsum([0, *map(len, read)])
+        piece = int(np.searchsorted(begins, place, side="right")) - 1
+        where = self._documents.where(int(documents[piece]), int(starts[piece]) + place - int(begins[piece]))
+        raise ConfigError(
+            f"Source {self.name} holds the token id {ids[place]} and model.vocab_size={self._vocab_size} ({where}): "
+            f"it was tokenised for another model; prepare it again or change the model."
+        )
 
     def _fill(self, row: Batch, texts: list[tuple[np.ndarray, np.ndarray, int]]) -> None:
         """Writes the pieces of one row. Each text is (ids plus the next one if the document has it, which of them are scored,

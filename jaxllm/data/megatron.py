@@ -45,17 +45,11 @@ class MegatronDocuments(Documents):
         for path in (index, tokens):
             if not path.is_file():
                 raise ConfigError(f"There is no file {path}: data.paths names Megatron-LM files without their .bin or .idx.")
-        raw = index.read_bytes()
-        dtype, num_sequences, num_bounds = _read_header(index, raw)
-        expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
-        if len(raw) != expected:
-            raise ConfigError(
-                f"{index} has {len(raw):,} bytes and should have {expected:,}: the file is truncated; copy it again."
-            )
+        raw, dtype, num_sequences, num_bounds = _read_index(index)
         lengths = np.frombuffer(raw, "<i4", num_sequences, HEADER.size)
         starts = np.frombuffer(raw, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
         bounds = np.frombuffer(raw, "<i8", num_bounds, HEADER.size + 12 * num_sequences)
-        in_order = num_bounds > 0 and bounds[0] == 0 and bounds[-1] == num_sequences and (np.diff(bounds) >= 0).all()
+        in_order = num_bounds > 0 and bounds[0] == 0 and bounds[-1] == num_sequences and (bounds[1:] >= bounds[:-1]).all()
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         if not in_order or (lengths < 0).any() or (starts != ends[:-1] * dtype.itemsize).any():
             raise ConfigError(f"{index} does not list contiguous sequences: make it again with Megatron-LM's tools.")
@@ -67,7 +61,7 @@ class MegatronDocuments(Documents):
             )
         if num_bounds < 2 or not size:
             raise ConfigError(f"{index} lists no documents: name files that contain documents.")
-        self._starts = ends[bounds[:-1]]
+        self._file, self._starts = tokens, ends[bounds[:-1]]
         self.lengths = np.diff(ends[bounds])
         self.keys = _hashes(np.arange(len(self.lengths), dtype=np.uint64))
         self._tokens = np.memmap(tokens, dtype, mode="r")
@@ -77,6 +71,9 @@ class MegatronDocuments(Documents):
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         return cut(self._tokens, self._starts[documents], starts, stops)
+
+    def where(self, document: int, token: int) -> str:
+        return f"id {int(self._starts[document]) + token:,} of {self._file}"
 
 
 def _fingerprint(index: bytes, tokens: Path, size: int, tokenizer: Tokenizer | None) -> str:
@@ -96,17 +93,24 @@ def _fingerprint(index: bytes, tokens: Path, size: int, tokenizer: Tokenizer | N
     return digest.hexdigest()
 
 
-def _read_header(index: Path, raw: bytes) -> tuple[np.dtype, int, int]:
-    if len(raw) < HEADER.size:
-        raise ConfigError(f"{index} has {len(raw)} bytes, fewer than an index header: the file is truncated; copy it again.")
-    magic, version, code, num_sequences, num_bounds = HEADER.unpack_from(raw)
+def _read_index(index: Path) -> tuple[bytes, np.dtype, int, int]:
+    """The bytes of an index, the type of ids, and the numbers of sequences and of document bounds."""
+    size = index.stat().st_size
+    if size < HEADER.size:
+        raise ConfigError(f"{index} has {size} bytes, fewer than an index header: the file is truncated; copy it again.")
+    with open(index, "rb") as file:
+        header = file.read(HEADER.size)
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(header)
     if magic != MAGIC or version != 1:
         raise ConfigError(f"{index} is not an index in Megatron-LM's current format: make it again with its tools.")
     if code not in DTYPES:
         raise ConfigError(
             f"{index} holds ids of type {code}, which is not an integer type: make it again with Megatron-LM's tools."
         )
-    return np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
+    expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if size != expected:
+        raise ConfigError(f"{index} has {size:,} bytes and should have {expected:,}: the file is truncated; copy it again.")
+    return index.read_bytes(), np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
 
 
 def _hashes(numbers: np.ndarray) -> np.ndarray:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.data.manifest import FORMAT, INDEX_SHA256, MANIFEST, TOKENIZER, VERSION, read_json
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
-from jaxllm.data.prepared import FORMAT, INDEX_SHA256, MANIFEST, RECORD_TOKENS, TOKENIZER, VERSION, read_json
+from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import InputFile
 from jaxllm.data.shards import (
     FOR_MANIFEST,
@@ -35,10 +36,12 @@ from jaxllm.data.shards import (
 )
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from jaxllm.runtime.cpus import available_cpus
+from jaxllm.untrusted import INT32, MIB, RefusedInput, shown, whole_number
 
 MIN_SHARD_MIB, MAX_SHARD_MIB, USUAL_SHARDS = 4, 256, 64
 """The input is cut into 64 shards, unless they would be outside these sizes. 64 is enough for as many processes."""
 BROKEN_SHOWN = 10
+MOST_WORKERS = 4096
 _COUNTS = ("documents", "tokens", "text_bytes", "broken", "empty")
 
 
@@ -176,10 +179,14 @@ def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int
     if not 0 <= part < parts:
         n = max(parts, 1)
         raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
-    at_least_1 = (("--workers", workers, 1), ("--shard-megabytes", shard_bytes, 2**20), ("record_tokens", record_tokens, 1))
-    for name, number, unit in at_least_1:
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}={number // unit} is not valid: it should be at least 1.")
+    for name, number, unit, at_most in (
+        ("--workers", workers, 1, MOST_WORKERS),
+        ("--shard-megabytes", shard_bytes, MIB, INT32 * MIB),
+        ("record_tokens", record_tokens, 1, INT32),
+    ):
+        if number is not None and not 1 <= number <= at_most:
+            limit = "at least 1" if number < 1 else f"at most {at_most // unit:,}"
+            raise ConfigError(f"{name}={shown(number // unit)} is not valid: it should be {limit}.")
 
 
 def _usual_shard_bytes(files: Sequence[InputFile]) -> int:
@@ -217,10 +224,14 @@ def parse_shard(text: str) -> tuple[int, int]:
     Raises:
       ConfigError: the text has another form, or i is not in 0..n-1.
     """
-    part, slash, parts = text.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal()) or int(part) >= int(parts):
-        raise ConfigError(f"--shard {text} is not i/n with 0 <= i < n: use 0/4 to 3/4 to share the work among four.")
-    return int(part), int(parts)
+    part, _, parts = text.partition("/")
+    try:
+        count = whole_number(parts, at_least=1)
+        return whole_number(part, at_most=count - 1), count
+    except RefusedInput:
+        raise ConfigError(
+            f"--shard {shown(text)} is not i/n with 0 <= i < n: use 0/4 to 3/4 to share the work among four."
+        ) from None
 
 
 def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], tokenizer: Tokenizer, origin: Origin) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -11,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.prepared import read_json
+from jaxllm.data.listing import Listing
+from jaxllm.data.manifest import is_shard, read_json
 from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
-from jaxllm.data.shards import Origin, Task, is_shard
+from jaxllm.data.shards import Origin, Task
 from jaxllm.data.tokenizer import Tokenizer
 
 
@@ -27,7 +27,7 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
     paths = set()
     for pattern in patterns:
         # The name of a file may contain wildcard characters.
-        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        matches = [pattern] if os.path.exists(pattern) else Listing().files(pattern)
         if os.path.isdir(pattern):
             raise ConfigError(f"{pattern} is a folder: name the files in it, such as '{pattern.rstrip('/')}/**/*.jsonl'.")
         found = {os.path.abspath(match) for match in matches if os.path.isfile(match)}
@@ -37,8 +37,15 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
         paths |= found
     if not paths:
         raise ConfigError("No inputs are given: name files or patterns such as 'books/**/*.txt'.")
-    stats = [(path, os.stat(path)) for path in sorted(paths)]
-    return [InputFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return [_input_file(path) for path in sorted(paths)]
+
+
+def _input_file(path: str) -> InputFile:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): fix it or leave it out.") from None
+    return InputFile(path, found.st_size, found.st_mtime_ns)
 
 
 def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:

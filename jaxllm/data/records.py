@@ -2,25 +2,34 @@
 
 A file can be read in parts, so that several processes share a large one: JSON lines by byte range, Parquet by row group. A
 line belongs to the part in which it begins.
+
+Nothing is read without a bound: a line, a text and what compressed bytes expand to have limits, and what is longer is a broken
+record. Only the texts of files that are made into bytes may have any length, because they pass in blocks.
 """
 
 from __future__ import annotations
 
 import codecs
-import gzip
-import io
-import json
 import os
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxllm.config.errors import ConfigError, line_of
+from jaxllm.data.compression import DamagedFile, decompressed
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json
 
 _LINES = (".jsonl", ".json", ".ndjson")
 _CHUNK = 1 << 20
 _ROWS = 256
+LINE_BYTES, LINE_BYTES_SKIPPED = JSON_BYTES, 4 * JSON_BYTES
+"""A longer line is a broken record; a file with a line longer than the second is refused, as it is hardly JSON lines. From the
+bytes of a line to its ids up to ten copies of it are alive: 640 MiB for the longest."""
+TEXT_BYTES, BLOCKS_FROM = 256 * MIB, 16 * MIB
+"""The longest text of a file that a tokenizer encodes in one piece; from the second on, bytes pass in blocks."""
+_MOST_EXPANDED = 100
+"""Times that a compressed text may expand beyond TEXT_BYTES. Text shrinks to a tenth, logs to a fortieth; gzip can reach 1,000
+and Zstandard 30,000."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +55,15 @@ class Part:
 
 class Record(NamedTuple):
     text: str | None
-    """None for a broken record."""
+    """None for a broken record, and for a text in blocks."""
     number: int | None
     """Line or row, counted from 1 in the part; None for a record that is a complete file."""
     reason: str
     """Why the record is broken."""
     read: int
     """Bytes of the part read so far, counted before decompression."""
+    blocks: Callable[[], Iterator[bytes]] | None = None
+    """Reads a long text in blocks of UTF-8, which may end inside a character."""
 
 
 def is_lines(path: str) -> bool:
@@ -82,25 +93,32 @@ def row_groups(path: str, text_key: str) -> list[int]:
         return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
 
 
-def read_part(part: Part, text_key: str) -> Iterator[Record]:
+def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Record]:
     """Yields the records of a part, in order. Blank lines are skipped.
 
+    Args:
+      in_blocks: give the long text of a file in blocks, of which any number may follow.
+
     Raises:
-      ConfigError: the file cannot be read, or has changed since the work was divided.
+      ConfigError: the file cannot be read, has changed since the work was divided, or has a line without an end.
     """
     path = part.file.path
     try:
         found = os.stat(path)
         if (found.st_size, found.st_mtime_ns) != (part.file.size, part.file.modified_ns):
-            raise ConfigError(f"{path} has changed while it was being prepared: run the command again when it is finished.")
+            raise has_changed(part.file)
         if is_parquet(path):
             yield from _read_rows(part, text_key)
         elif is_lines(path):
             yield from _read_lines(part, text_key)
         else:
-            yield _read_text(part)
+            yield _read_text(part, in_blocks)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}): fix it or leave it out.") from None
+
+
+def has_changed(file: InputFile) -> ConfigError:
+    return ConfigError(f"{file.path} has changed while it was being prepared: run the command again when it is finished.")
 
 
 def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
@@ -108,7 +126,7 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     object it yields None and the reason. Blank lines are skipped.
 
     Raises:
-      ConfigError: the file cannot be read.
+      ConfigError: the file cannot be read, or has a line without an end.
     """
     try:
         size = os.stat(path).st_size
@@ -124,7 +142,7 @@ def records_before(part: Part) -> int:
         with _parquet(part.file.path) as parquet:
             return sum(parquet.metadata.row_group(i).num_rows for i in range(part.start))
     with open(part.file.path, "rb") as file:
-        lines, left = 0, _skip_to_line(file, part.start)
+        lines, left = 0, _skip_to_line(file, part)
         file.seek(0)
         while left > 0 and (chunk := file.read(min(_CHUNK, left))):
             lines += chunk.count(b"\n")
@@ -135,16 +153,55 @@ def records_before(part: Part) -> int:
 # -------------------------------------------------------------------------------------------------------------- text
 
 
-def _read_text(part: Part) -> Record:
+def _read_text(part: Part, in_blocks: bool) -> Record:
+    at_most = BLOCKS_FROM if in_blocks else TEXT_BYTES
     with open(part.file.path, "rb") as raw:
         try:
-            content = _decompressed(part.file.path, raw).read()
-        except _DamagedFile as error:
+            content = decompressed(part.file.path, raw).read(at_most + 1)
+        except DamagedFile as error:
             return Record(None, None, str(error), part.size)
+    if len(content) > at_most:
+        return _in_blocks(part) if in_blocks else Record(None, None, f"{_longer_than(TEXT_BYTES)}: split it", part.size)
     try:
         return Record(content.decode("utf-8"), None, "", part.size)
     except UnicodeDecodeError as error:
         return Record(None, None, f"not UTF-8 text (byte {error.start})", part.size)
+
+
+def _in_blocks(part: Part) -> Record:
+    """A record whose text is read twice: now to its end, because a document is stored in whole or not at all."""
+    try:
+        for _ in _blocks(part.file.path):
+            pass
+    except DamagedFile as error:
+        return Record(None, None, str(error), part.size)
+    return Record(None, None, "", part.size, lambda: _blocks(part.file.path))
+
+
+def _blocks(path: str) -> Iterator[bytes]:
+    """Yields the text of a file in blocks. Raises DamagedFile where it is no text, or expands too far."""
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    with open(path, "rb") as raw:
+        file = decompressed(path, raw)
+        while True:
+            block, waiting = file.read(_CHUNK), len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise DamagedFile(f"not UTF-8 text (byte {position - waiting + error.start})") from None
+            if not block:
+                return
+            if len(block) == _CHUNK and not block.strip(b"\0"):
+                # A hole, as a crash or a failed copy leaves it.
+                raise DamagedFile(f"not text (only zero bytes from byte {position} on)")
+            position += len(block)
+            if file is not raw and position > max(TEXT_BYTES, _MOST_EXPANDED * raw.tell()):
+                raise DamagedFile(f"it expands to more than {_MOST_EXPANDED} times its size")
+            yield block
+
+
+def _longer_than(limit: int) -> str:
+    return f"longer than {limit // MIB} MiB"
 
 
 # ------------------------------------------------------------------------------------------------------------- lines
@@ -157,37 +214,57 @@ def _read_lines(part: Part, text_key: str) -> Iterator[Record]:
 
 
 def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
-    """Yields (line, its number in the part from 1, bytes read so far, "") for lines that are not blank. Where the file is
-    damaged it yields None and the reason, and ends.
+    """Yields (line, its number in the part from 1, bytes read so far, "") for lines that are not blank. For a line that is too
+    long it yields None and the reason. Where the file is damaged it does so too, and ends.
     """
     with open(part.file.path, "rb") as raw:
         whole = not is_splittable(part.file.path)
-        file = _decompressed(part.file.path, raw)
-        position = 0 if whole else _skip_to_line(raw, part.start)
+        file = decompressed(part.file.path, raw)
+        position = 0 if whole else _skip_to_line(raw, part)
         number = 0
         while whole or position < part.stop:
-            try:
-                line = file.readline()
-            except _DamagedFile as error:
-                yield None, number + 1, part.size, str(error)
-                return
-            if not line:
-                return
-            position += len(line)
+            begin, reason = position, ""
             number += 1
-            if position == len(line):
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.isspace():
-                continue
-            yield line, number, (raw.tell() if whole else position) - part.start, ""
+            try:
+                line = file.readline(LINE_BYTES + 1)
+                position += len(line)
+                if len(line) > LINE_BYTES and not line.endswith(b"\n"):
+                    line, reason = None, _longer_than(LINE_BYTES)
+                    position += _skip_line(file, part.file.path, begin)
+            except DamagedFile as error:
+                yield None, number, part.size, str(error)
+                return
+            if line is not None:
+                if not line:
+                    return
+                if begin == 0:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.isspace():
+                    continue
+            yield line, number, (raw.tell() if whole else position) - part.start, reason
 
 
-def _skip_to_line(file: BinaryIO, start: int) -> int:
-    """Moves to the first line that begins at byte `start` or later, and returns its position."""
-    if start > 0:
+def _skip_line(file: BinaryIO, path: str, begin: int) -> int:
+    """Moves to the end of a line that is too long, without holding it, and returns the number of skipped bytes."""
+    skipped = 0
+    while not (piece := file.readline(_CHUNK)).endswith(b"\n") and piece:
+        skipped += len(piece)
+        if skipped > LINE_BYTES_SKIPPED - LINE_BYTES:
+            raise ConfigError(
+                f"{path} has a line {_longer_than(LINE_BYTES_SKIPPED)} (from byte {begin:,} on), so it hardly holds one JSON "
+                f"object per line: fix it or leave it out."
+            )
+    return skipped + len(piece)
+
+
+def _skip_to_line(file: BinaryIO, part: Part) -> int:
+    """Moves to the first line that begins in a part, and returns its position; the part's end or later if there is none."""
+    if part.start > 0:
         # Starts one byte early to keep a line that begins exactly at `start`.
-        file.seek(start - 1)
-        file.readline()
+        file.seek(part.start - 1)
+        left = part.stop - part.start + 1
+        while left > 0 and not (piece := file.readline(min(_CHUNK, left))).endswith(b"\n") and piece:
+            left -= len(piece)
     return file.tell()
 
 
@@ -202,13 +279,11 @@ def _field(line: bytes, text_key: str) -> tuple[str | None, str]:
 
 def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = parse_json(line.removesuffix(b"\n").decode("utf-8"), lenient=True)
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 (byte {error.start} of the line)"
-    except json.JSONDecodeError as error:
-        return None, f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-    except (ValueError, RecursionError) as error:
-        return None, f"not JSON that can be read ({' '.join(str(error).split())})"
+    except RefusedInput as error:
+        return None, str(error)
     if not isinstance(value, dict):
         return None, "not a JSON object"
     return value, ""
@@ -275,67 +350,3 @@ def _parquet(path: str) -> Any:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{path} cannot be read as Parquet ({line_of(error)}): fix it or leave it out.") from None
-
-
-# ------------------------------------------------------------------------------------------------------- compression
-
-
-class _DamagedFile(Exception):
-    """The compressed data is damaged and reading cannot continue."""
-
-
-def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:
-    if path.lower().endswith(".gz"):
-        return io.BufferedReader(_Gzip(raw), _CHUNK)
-    if path.lower().endswith(".zst"):
-        return io.BufferedReader(_Zstandard(raw), _CHUNK)
-    return raw
-
-
-class _Gzip(io.RawIOBase):
-    def __init__(self, raw: BinaryIO):
-        self._file = gzip.GzipFile(fileobj=raw)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            return self._file.readinto(buffer)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _DamagedFile(f"damaged gzip ({line_of(error)})") from None
-
-
-class _Zstandard(io.RawIOBase):
-    """Behaves like zstandard's own reader, but does not accept a truncated file as complete."""
-
-    def __init__(self, raw: BinaryIO):
-        import zstandard
-
-        self._error = zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._raw, self._frame, self._waiting = raw, None, b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            data = self._waiting or self._raw.read(_CHUNK // 8)
-            self._waiting = b""
-            if not data:
-                if self._frame is not None:
-                    raise _DamagedFile("damaged Zstandard (it ends too early)")
-                return 0
-            self._frame = self._frame or self._new_frame()
-            try:
-                self._output = memoryview(self._frame.decompress(data))
-            except self._error as error:
-                raise _DamagedFile(f"damaged Zstandard ({line_of(error)})") from None
-            if self._frame.eof:
-                self._waiting, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count

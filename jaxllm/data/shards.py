@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,35 +20,28 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.prepared import (
+from jaxllm.data.compression import DamagedFile
+from jaxllm.data.manifest import (
+    DATA_ENDINGS,
     INDEX_SHA256,
     MANIFEST,
-    SHARD_KEYS,
     TOKENIZER,
     check_sizes,
     index_sha256,
-    missing_key,
+    is_shard,
     read_json,
     shard_name,
 )
-from jaxllm.data.records import Part, Record, is_parquet, read_part, records_before
-from jaxllm.data.tokenizer import Tokenizer, token_dtype
+from jaxllm.data.records import Part, Record, has_changed, is_parquet, read_part, records_before
+from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
 
 BROKEN_KEPT = 1000
 """Number of broken records whose details a shard stores. It counts all of them."""
 _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
 # One record per chunk, so that reading one record decompresses only it. Ids in two or four bytes compress well.
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
-_DATA = (".array_record", ".lengths.npy", ".keys.npy")
 FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
 """Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
-_KEYS = {
-    **dict.fromkeys(FOR_MANIFEST, int),
-    **SHARD_KEYS,
-    "broken_records": list,
-    "options": {"tokenizer": {"name": str, "sha256": str}, "text_key": str, "shard_bytes": int, "record_tokens": int},
-    "inputs": {"count": int, "bytes": int, "sha256": str},
-}
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ def write_shard(
     Raises:
       ConfigError: an input cannot be read, the folder cannot be written, or (strict) a record is broken.
     """
-    temporary = {ending: temporary_path(folder, task.name + ending) for ending in _DATA}
+    temporary = {ending: temporary_path(folder, task.name + ending) for ending in DATA_ENDINGS}
     try:
         shard = _write(temporary, task, origin, tokenizer, strict, report)
         if read_shard(folder, task.name) is not None:
@@ -98,7 +91,7 @@ def write_shard(
         final = folder / f"{task.name}.json"
         # The .json of a damaged shard must not vouch for files that are being replaced.
         final.unlink(missing_ok=True)
-        for ending in _DATA:
+        for ending in DATA_ENDINGS:
             os.replace(temporary[ending], folder / (task.name + ending))
         replace_json(final, shard)
     except OSError as error:
@@ -113,22 +106,17 @@ def write_shard(
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     """Reads a shard's .json. Returns None unless it and its files exist with their recorded sizes."""
     shard: Any = read_json(folder / f"{name}.json")
-    if not is_shard(shard):
+    if not is_shard(shard) or shard["name"] != name:
         return None
     try:
-        check_sizes(folder, shard)
+        check_sizes(folder, shard["files"])
     except ConfigError:
         return None
     return shard
 
 
-def is_shard(content: Any) -> bool:
-    """Whether the content of a .json has all keys of a shard."""
-    return missing_key(content, _KEYS) is None
-
-
 def remove_shard(folder: Path, name: str) -> None:
-    for ending in (".json", *_DATA):
+    for ending in (".json", *DATA_ENDINGS):
         (folder / (name + ending)).unlink(missing_ok=True)
 
 
@@ -199,8 +187,13 @@ def _write(
 
     for part in task.parts:
         first = None
-        for record in read_part(part, text_key):
-            if record.text:
+        for record in read_part(part, text_key, in_blocks=isinstance(tokenizer, ByteTokenizer)):
+            if record.blocks:
+                # The texts before it come first.
+                encode(before)
+                output.add_blocks(part, record.blocks(), report)
+                encode(before + record.read)
+            elif record.text:
                 texts.append(record.text)
                 characters += len(record.text)
                 if len(texts) >= _BATCH_TEXTS or characters >= _BATCH_CHARACTERS:
@@ -225,7 +218,7 @@ def _write(
         "empty": empty,
         "sha256": output.digest.hexdigest(),
         INDEX_SHA256: index_sha256(*output.index),
-        "files": {task.name + ending: files[ending].stat().st_size for ending in _DATA},
+        "files": {task.name + ending: files[ending].stat().st_size for ending in DATA_ENDINGS},
         "broken_records": kept,
         "options": origin.options,
         "inputs": origin.inputs,
@@ -249,16 +242,35 @@ class _Output:
     def add(self, text: str, ids: np.ndarray) -> int:
         """Appends a document and returns its number of tokens."""
         utf8 = text.encode()
-        content = ids.astype(self._dtype, copy=False).tobytes()
+        self._append(ids.astype(self._dtype, copy=False).tobytes())
+        self._end(len(ids), hashlib.blake2b(utf8), len(utf8))
+        return len(ids)
+
+    def add_blocks(self, part: Part, blocks: Iterator[bytes], report: Callable[[int, int], None]) -> None:
+        """Appends a document of bytes, as the tokenizer of bytes encodes it, block by block."""
+        size, key = 0, hashlib.blake2b()
+        try:
+            for block in blocks:
+                self._append(block)
+                key.update(block)
+                size += len(block)
+                report(0, len(block))
+        except (DamagedFile, OSError):
+            raise has_changed(part.file) from None
+        self._append(DOCUMENT_END)
+        self._end(size + len(DOCUMENT_END), key, size)
+
+    def _append(self, content: bytes) -> None:
         self._pending += content
         while len(self._pending) >= self._record_bytes:
             self._write_record()
         self.digest.update(content)
-        self._lengths.append(len(ids))
-        self._keys.append(int.from_bytes(hashlib.blake2b(utf8).digest()[:8], "little"))
-        self._tokens += len(ids)
-        self._text_bytes += len(utf8)
-        return len(ids)
+
+    def _end(self, tokens: int, key: hashlib.blake2b, text_bytes: int) -> None:
+        self._lengths.append(tokens)
+        self._keys.append(int.from_bytes(key.digest()[:8], "little"))
+        self._tokens += tokens
+        self._text_bytes += text_bytes
 
     def close(self) -> None:
         """Closes the three files. They are on the disk when this returns."""

@@ -6,7 +6,6 @@ or removing a document does not move another, and two machines with the same doc
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import math
 import os
@@ -23,6 +22,7 @@ from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
 from jaxllm.data.documents import Documents, DocumentsInMemory, gather
+from jaxllm.data.listing import first_bad_byte, read_texts
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.megatron import MegatronDocuments
 from jaxllm.data.prepared import PreparedDocuments
@@ -210,7 +210,7 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
         origin = f"standard library of Python {platform.python_version()}"
         where = f"There is no Python source below {root}: use data.source=files with data.paths."
     else:
-        texts, skipped = _read_files(source.paths), 0
+        texts, skipped = read_texts(source.paths), 0
         origin = ", ".join(source.paths)
         where = f"The files of data.paths ({origin}) hold no text: name files that do."
     if not any(texts.values()):
@@ -246,6 +246,10 @@ class ChainedDocuments(Documents):
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         return gather(self._firsts, documents, starts, stops, lambda part, *spans: self._parts[part].read(*spans))
 
+    def where(self, document: int, token: int) -> str:
+        part = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        return self._parts[part].where(document - int(self._firsts[part]), token)
+
 
 class SplitDocument(Documents):
     """A single document split into two: its first tokens for training, its last tokens held out. See Documents."""
@@ -262,6 +266,9 @@ class SplitDocument(Documents):
 
     def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
         return self._whole.scored(*self._in_whole(documents, starts, stops))
+
+    def where(self, document: int, token: int) -> str:
+        return self._whole.where(0, int(self._begins[document]) + token)
 
     def _in_whole(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, ...]:
         begins = self._begins[documents]
@@ -345,33 +352,5 @@ def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
     # Some distributions have dangling links here.
     texts = {name: (root / name).read_bytes() for name in sorted(names) if (root / name).is_file()}
-    readable = {name: text for name, text in texts.items() if _first_bad_byte(text) is None}
+    readable = {name: text for name, text in texts.items() if first_bad_byte(text) is None}
     return readable, len(texts) - len(readable)
-
-
-def _read_files(patterns: tuple[str, ...]) -> dict[str, bytes]:
-    """Reads the matching files by name, sorted. A file that matches two patterns is read once."""
-    matches = (match for pattern in patterns for match in glob.iglob(pattern, recursive=True))
-    texts = {}
-    for name in sorted({_name(match) for match in matches if os.path.isfile(match)}):
-        try:
-            texts[name] = Path(name).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{name} cannot be read ({error.strerror}): fix it or leave it out of data.paths.") from None
-        bad = _first_bad_byte(texts[name])
-        if bad is not None:
-            raise ConfigError(f"{name} is not UTF-8 text (byte {bad}): convert it or leave it out of data.paths.")
-    return texts
-
-
-def _name(path: str) -> str:
-    absolute, here = Path(os.path.abspath(path)), Path.cwd()
-    return (absolute.relative_to(here) if absolute.is_relative_to(here) else absolute).as_posix()
-
-
-def _first_bad_byte(text: bytes) -> int | None:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start
-    return None

@@ -206,7 +206,10 @@ def test_ids_that_the_vocabulary_lacks_are_refused_by_source(vocab_size, ids):
             return [np.where(text == 50, ids[0], text) for text in super().read(documents, starts, stops)]
 
     samples = stream(Strange([90]), vocab_size=vocab_size)
-    with pytest.raises(ConfigError, match=rf"^Source source0 holds the token id {ids[0]} and model\.vocab_size={vocab_size}: "):
+    place = r"\(token 50 of document 0 of numbers\)"
+    with pytest.raises(
+        ConfigError, match=rf"^Source source0 holds the token id {ids[0]} and model\.vocab_size={vocab_size} {place}: "
+    ):
         samples.samples(epoch(samples))
 
 

@@ -1,4 +1,5 @@
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -99,6 +100,15 @@ def out_of_order(index, tokens):
     index.write_bytes(raw)
 
 
+def bounds_that_wrap(index, tokens):
+    raw = bytearray(index.read_bytes())
+    count, bounds = struct.unpack_from("<QQ", raw, 18)
+    # Differences of 64 bits would all seem to be positive.
+    wrapped = [0, *[2**63 - 1] * (bounds - 3), count + 1 - 2**63, count]
+    struct.pack_into(f"<{bounds}q", raw, len(raw) - 8 * bounds, *wrapped)
+    index.write_bytes(raw)
+
+
 def no_tokens(index, tokens):
     tokens.unlink()
 
@@ -112,6 +122,7 @@ def no_tokens(index, tokens):
         (other_format, r"x\.idx is not an index in Megatron-LM's current format: make it again"),
         (floats, r"x\.idx holds ids of type 7, which is not an integer type: make it again"),
         (out_of_order, r"x\.idx does not list contiguous sequences: make it again"),
+        (bounds_that_wrap, r"x\.idx does not list contiguous sequences: make it again"),
         (no_tokens, r"There is no file .*x\.bin: data\.paths names Megatron-LM files without their \.bin or \.idx\.$"),
     ],
 )

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from outside import wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxllm import untrusted
 from jaxllm.config import ConfigError
-from jaxllm.data import prepared
+from jaxllm.data import prepared, records
 from jaxllm.data.prepare import parse_shard, prepare
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.tokenizer import load_tokenizer
@@ -384,7 +385,7 @@ def test_another_origin_is_refused_and_overwrites_nothing(tmp_path, tokenizer, c
 
 
 BROKEN = {
-    3: (b'{"text": "cut off\n', "not JSON (Invalid control character at column 18)"),
+    3: (b'{"text": "cut off\n', "not JSON (Unterminated string starting at column 10)"),
     8: (b'["a", "list"]\n', "not a JSON object"),
     20: (b'{"txet": "x"}\n', "no field 'text'"),
     21: (b'{"text": 5}\n', "field 'text' is not a string"),
@@ -428,6 +429,105 @@ def test_only_the_first_broken_records_are_shown_and_kept(tmp_path, monkeypatch)
     assert summary.broken_records == tuple(f"a.jsonl:{i}: not JSON (Expecting value at column 1)" for i in range(1, 11))
     assert "broken: 1,490 more; the shards' .json files name them" in summary.lines()
     assert len(json.loads(next(Path("out").glob("tokens-*.json")).read_text())["broken_records"]) == 1000
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("shard_bytes", [1 << 28, 150, 37])
+def test_a_line_that_is_too_long_is_passed_over_and_no_other(tmp_path, monkeypatch, ending, shard_bytes):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "LINE_BYTES", 100)
+    monkeypatch.setattr(records, "LINE_BYTES_SKIPPED", 400)
+    monkeypatch.setattr(records, "_CHUNK", 7)
+    fits, long = b'{"text": "%s"}\n' % (b"y" * 88), b'{"text": "%s"}\n' % (b"x" * 89)
+    assert len(fits) == 101
+    assert len(long) == 102
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], lambda content: content)
+    content = lines(["one"]) + long + fits + lines(["two"]) + b"z" * 300 + b"\n" + lines(["three"]) + b"z" * 200
+    Path(f"a.{ending}").write_bytes(compress(content))
+    summary = here([f"a.{ending}"], "out", shard_bytes=shard_bytes)
+    assert contents("out") == encoded("bytes", ["one", "y" * 88, "two", "three"])
+    assert summary.broken_records == tuple(f"a.{ending}:{number}: longer than 0 MiB" for number in (2, 5, 7))
+
+    Path(f"b.{ending}").write_bytes(compress(lines(["one"]) + b"z" * 500))
+    with pytest.raises(
+        ConfigError, match=r"b\.jsonl.* has a line longer than 0 MiB \(from byte 2\d on\), so it hardly holds one"
+    ):
+        here([f"b.{ending}"], "new", shard_bytes=shard_bytes)
+
+
+def test_a_line_has_so_many_values_outside_of_its_texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(untrusted, "JSON_VALUES", 5)
+    texts = ["[,{" * 9, '",[' * 9, '\\",' * 9]
+    many = [b'{"text": [[],[],[],[]]}\n', b'{"a": 1, "b": 2, "c": 3, "d": 4, "text": "x"}\n']
+    cut_off = [b'{"text": "' + b'\\",' * 9 + b"\n", b'{"text": "' + b"," * 9 + b"\\\n"]
+    Path("a.jsonl").write_bytes(lines(texts) + b"".join(many) + b"".join(cut_off))
+    found = list(records.read_objects("a.jsonl"))
+    assert [value and value["text"] for _, value, _ in found] == [*texts, None, "x", None, None]
+    assert [reason.partition(" (")[0] for *_, reason in found[3:]] == ["it has more than 5 values", "", "not JSON", "not JSON"]
+
+
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "txt.zst"])
+@pytest.mark.parametrize("chunk", [3, 7, 64, 1 << 20])
+def test_a_long_text_in_blocks_gives_the_same_bytes(tmp_path, monkeypatch, ending, chunk):
+    monkeypatch.chdir(tmp_path)
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], lambda content: content)
+    texts = [text + "\0é日🜁" for text in made_up(6)]
+    for number, text in enumerate([*texts[:3], "a", *texts[3:]]):
+        Path(f"{number}.{ending}").write_bytes(compress(text.encode()))
+    here([f"*.{ending}"], "whole", record_tokens=16)
+    monkeypatch.setattr(records, "BLOCKS_FROM", 2)
+    monkeypatch.setattr(records, "_CHUNK", chunk)
+    here([f"*.{ending}"], "blocks", record_tokens=16)
+    assert files_of(Path("blocks")) == files_of(Path("whole"))
+
+
+def test_what_is_no_text_is_broken_whatever_its_length(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "BLOCKS_FROM", 10)
+    monkeypatch.setattr(records, "TEXT_BYTES", 50)
+    monkeypatch.setattr(records, "_CHUNK", 8)
+    for name, content in {
+        "a.txt": b"0123456789abcde\xffg",
+        "b.txt": b"0123456789abcd\xe6\x97",
+        "c.txt": b"01234567" + bytes(16),
+        "d.txt.gz": gzip.compress(b"a" * 100_000),
+        "e.txt.gz": gzip.compress(b"0123456789abcde")[:-9],
+        "f.txt": b"z" * 51,
+    }.items():
+        Path(name).write_bytes(content)
+    damage = "damaged gzip (Compressed file ended before the end-of-stream marker was reached)"
+    summary = here(["*.*"], "out")
+    assert summary.broken_records == (
+        "a.txt: not UTF-8 text (byte 15)",
+        "b.txt: not UTF-8 text (byte 14)",
+        "c.txt: not text (only zero bytes from byte 8 on)",
+        "d.txt.gz: it expands to more than 100 times its size",
+        f"e.txt.gz: {damage}",
+    )
+    assert contents("out") == encoded("bytes", ["z" * 51])
+    Path("g.txt").write_bytes(b"good")
+    summary = here(["*.*"], "tokens", tokenizer)
+    assert summary.broken_records[2:] == (
+        "d.txt.gz: longer than 0 MiB: split it",
+        f"e.txt.gz: {damage}",
+        "f.txt: longer than 0 MiB: split it",
+    )
+
+
+def test_a_text_that_changes_between_its_two_readings_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "BLOCKS_FROM", 2)
+    (tmp_path / "a.txt").write_bytes(b"text")
+    in_blocks = records._in_blocks
+
+    def changes(part):
+        record = in_blocks(part)
+        (tmp_path / "a.txt").write_bytes(b"te\xff")
+        return record
+
+    monkeypatch.setattr(records, "_in_blocks", changes)
+    with pytest.raises(ConfigError, match=r"a\.txt has changed while it was being prepared: run the command again when it is"):
+        here([tmp_path / "a.txt"], tmp_path / "out")
 
 
 def test_strict_stops_at_the_first_also_when_an_earlier_run_passed_it(broken):
@@ -533,7 +633,7 @@ def test_a_flipped_bit_in_what_decides_the_held_out_split_is_found(tmp_path, end
     file.write_bytes(content)
     # A folder from before this checksum is read, with the same fingerprint.
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    del manifest["shards"][0][prepared.INDEX_SHA256]
+    del manifest["shards"][0]["index_sha256"]
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
     assert PreparedDocuments(tmp_path / "out").fingerprint == fingerprint
 
@@ -541,11 +641,14 @@ def test_a_flipped_bit_in_what_decides_the_held_out_split_is_found(tmp_path, end
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"shards": None}, "shards"),
-        ({"tokenizer": {"name": "bytes"}}, "tokenizer.kind"),
-        ({"shards": [{"name": "tokens-00000-of-00001"}]}, "shards: documents"),
-        ({"shards": []}, "how ids are stored"),
-        ({"dtype": "words"}, "how ids are stored"),
+        ({"shards": None}, "shards is null: it should be a valid list"),
+        ({"tokenizer": {"name": "bytes"}}, "it has no tokenizer.kind"),
+        ({"shards": [{"name": "tokens-00000-of-00001"}]}, "it has no shards.0.documents"),
+        ({"shards": []}, "shards is []: List should have at least 1 item after validation, not 0"),
+        ({"dtype": "words"}, "dtype is words: it should be 'uint8', 'uint16' or 'uint32'"),
+        ({"record_tokens": 10**18}, "record_tokens is 1000000000000000000: it should be less than or equal to 2147483647"),
+        ({"record_tokens": 3}, "tokens-00000-of-00001 has 1 records, which record_tokens and tokens do not give"),
+        ({"documents": 6}, "documents is 6, and its shards have 5"),
     ],
 )
 def test_a_manifest_that_lacks_something_is_damaged(tmp_path, change, what):
@@ -556,9 +659,7 @@ def test_a_manifest_that_lacks_something_is_damaged(tmp_path, change, what):
     manifest.write_text(json.dumps(json.loads(whole) | change))
     with pytest.raises(ConfigError) as error:
         PreparedDocuments(tmp_path / "out")
-    assert str(error.value) == (
-        f"{manifest} is damaged (it does not say {what}): delete it and run the same jaxllm data prepare again."
-    )
+    assert str(error.value) == (f"{manifest} is damaged ({what}): delete it and run the same jaxllm data prepare again.")
     manifest.unlink()
     here([tmp_path / "a.jsonl"], tmp_path / "out")
     assert manifest.read_bytes() == whole
@@ -731,6 +832,20 @@ def test_shards_are_counted_from_zero(text):
 
 
 # ---------------------------------------------------------------------------------------------------------- command
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"workers": 10**9}, "--workers=1000000000 is not valid: it should be at most 4,096."),
+        ({"record_tokens": 10**18}, "record_tokens=1000000000000000000 is not valid: it should be at most 2,147,483,647."),
+        ({"shard_bytes": 2**60}, "--shard-megabytes=1099511627776 is not valid: it should be at most 2,147,483,647."),
+    ],
+)
+def test_numbers_have_a_top(tmp_path, options, sentence):
+    with pytest.raises(ConfigError) as error:
+        here([tmp_path / "a.txt"], tmp_path / "out", **options)
+    assert str(error.value) == sentence
 
 
 def test_the_command_reports_what_it_did(tmp_path, tokenizer):

@@ -319,7 +319,9 @@ def test_tokenizers_that_do_not_fit_are_refused(shelf, data, sentence):
 def test_ids_beyond_the_vocabulary_are_refused_when_read(shelf, tmp_path):
     prefix = write(tmp_path / "large", [[[300] * 40]])
     data = Read(source="megatron", paths=[str(prefix)], held_out_fraction=0).data
-    with pytest.raises(ConfigError, match=r"^Source megatron holds the token id 300 and model\.vocab_size=256: "):
+    with pytest.raises(
+        ConfigError, match=r"^Source megatron holds the token id 300 and model\.vocab_size=256 \(id \d+ of .*large\.bin\): "
+    ):
         data.stream().samples(np.arange(2))
 
 

@@ -1,0 +1,73 @@
+"""Files by pattern are those that glob finds, and a limit ends the search."""
+
+import glob
+import os
+
+import pytest
+
+from jaxllm.config import ConfigError
+from jaxllm.data import listing
+from jaxllm.data.listing import Listing, read_texts
+
+PATTERNS = [
+    *("*", "**", "**/", "**/*", "**/*.txt", "*/**", "*/**/*.txt", "a/**/*.txt", "a/**/b/*.txt", "**/b/**/*", "**/b/*.txt"),
+    *(
+        "**/.hidden",
+        "**/.*",
+        ".folder/**",
+        "a**/*.txt",
+        "**/**",
+        "**/**/1.txt",
+        "**/[12].txt",
+        "./**/1.txt",
+        "a//**//1.txt",
+        "**/**//**/1.txt",
+        "a/**/b/**/c/*",
+    ),
+    *("[ab]/**/1.txt", "a/1.txt", "nothing/**", "nothing", "a/1.txt/**", "**/?[*].txt", "a\0/**", ""),
+]
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Folders with hidden files and folders, odd names, a link to a file, one to nothing, and one that makes a circle."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "a", "a/b", "a/b/c", "b", "b/b", ".folder", "a/.folder", "a/x[1]"):
+        os.makedirs(folder, exist_ok=True)
+        for name in ("1.txt", "2.txt", "3.md", ".hidden", "x*.txt"):
+            (tmp_path / folder / name).write_text("text")
+    os.symlink("1.txt", "a/linked.txt")
+    os.symlink("nowhere", "a/dangling.txt")
+    os.symlink("../b", "a/to_b")
+    os.symlink("..", "b/b/circle")
+    return tmp_path
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_files_are_those_of_glob(tree, pattern):
+    found = {os.path.normpath(path) for path in Listing().files(pattern)}
+    if "\0" in pattern:
+        assert not found
+    else:
+        assert found == {os.path.normpath(p) for p in glob.iglob(pattern, recursive=True) if os.path.isfile(p)}
+
+
+def test_what_is_too_much_to_read_at_the_start_is_refused(tree, monkeypatch):
+    assert len(read_texts(("**/*.txt",))) > 20
+    monkeypatch.setattr(listing, "MOST_FILES", 20)
+    with pytest.raises(ConfigError, match=r"^data\.paths names more than 20 files or 4 GiB, which is too much to tok"):
+        read_texts(("**/*.txt",))
+    monkeypatch.setattr(listing, "MOST_ENTRIES", 30)
+    with pytest.raises(ConfigError, match=r"^Below \*\*/\*\.txt are more than 30 files and folders: name a smaller folder, or"):
+        read_texts(("**/*.txt",))
+
+
+def test_a_long_search_says_how_far_it_is(tree, monkeypatch, capfd):
+    monkeypatch.setattr(listing, "_SECONDS_BETWEEN_LINES", -1)
+    list(Listing().files("**/*.txt"))
+    assert "jaxllm: listing **/*.txt: " in capfd.readouterr().err
+
+
+def test_a_pattern_may_have_many_stars(tree):
+    assert list(Listing().files("**/" * 3000 + "3.md")) != []
+    assert list(Listing().files("**/nothing/" * 3000 + "3.md")) == []
