@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +29,8 @@ from jaxllm.config.types import (
     XlaOptions,
     one_or_more,
 )
+from jaxllm.file_patterns import MOST_ENTRIES, Listing
+from jaxllm.untrusted import RefusedInput, shown
 
 MOST_CPU_DEVICES = 4096
 """Each has its own threads: JAX takes a minute and a gigabyte to make 20,000."""
@@ -111,8 +112,14 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
     if source in ("files", "chat"):
         for pattern in paths:
-            if not any(Path(p).is_file() for p in glob.iglob(pattern, recursive=True)):
-                raise refuse(f"{where}.paths: no file matches {pattern!r}; check the path (it is relative to {Path.cwd()}).")
+            try:
+                is_one = any(Listing(MOST_ENTRIES).files(pattern))
+            except RefusedInput as error:
+                raise refuse(f"{where}.paths: no file was found and {error}: name a smaller folder.") from None
+            if not is_one:
+                raise refuse(
+                    f"{where}.paths: no file matches {shown(pattern)!r}; check the path (it is relative to {Path.cwd()})."
+                )
 
 
 class SourceConfig(Section):

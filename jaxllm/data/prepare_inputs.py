@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.listing import Listing
 from jaxllm.data.manifest import is_shard, read_json
 from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
 from jaxllm.data.shards import Origin, Task
 from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.file_patterns import Listing
 
 
 def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:

@@ -22,10 +22,10 @@ from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
 from jaxllm.data.documents import Documents, DocumentsInMemory, gather
-from jaxllm.data.listing import first_bad_byte, read_texts
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.megatron import MegatronDocuments
 from jaxllm.data.prepared import PreparedDocuments
+from jaxllm.data.texts import first_bad_byte, read_texts
 from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 # Folders beside the standard library's sources that are not part of it: installed packages, tests, byte code. pydoc_data holds
