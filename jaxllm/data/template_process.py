@@ -23,7 +23,7 @@ Answer = tuple[int, str]
 
 # Texts of a conversation that are in memory together: its renderings may be a thousand times as long as itself.
 _TOGETHER = 16
-_OUTPUT_BYTES, _BYTES_PER_BYTE = 16 * 2**20, 16
+_OUTPUT_BYTES, _BYTES_PER_BYTE = 2**20, 16
 
 
 class TemplateStopped(Exception):
@@ -37,7 +37,7 @@ class TemplateProcess:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], knows_date: bool):
         self._template = pickle.dumps((source, dict(special_tokens), knows_date))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._running: subprocess.Popen[bytes] | None = None
         self._end = None
 
@@ -67,9 +67,10 @@ class TemplateProcess:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._end is not None:
-            self._end()
-        self._running = self._end = None
+        with self._lock:
+            if self._end is not None:
+                self._end()
+            self._running = self._end = None
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Answer]:
         program = [sys.executable, "-P", "-S", str(Path(template_program.__file__)), *sys.path]

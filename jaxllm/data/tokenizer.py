@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxllm import untrusted
 from jaxllm.config.errors import ConfigError, line_of
-from jaxllm.data.tokenizer_growth import require_modest_growth, require_short_affixes
+from jaxllm.data.tokenizer_growth import require_modest_growth
 from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, shown
 
 BYTES = "bytes"
@@ -142,10 +142,9 @@ class JsonTokenizer:
         except (OSError, RefusedInput) as error:
             raise ConfigError(f"{file} cannot be read ({_reason(error)}): fix it or name another tokenizer.") from None
         try:
-            require_short_affixes(parse_json(self._content))
+            require_modest_growth(parse_json(self._content))
             # The library raises plain Exception.
             self._tokenizer = _from_json(self._content.decode("utf-8"))
-            require_modest_growth(self._tokenizer)
         except Exception as error:
             raise ConfigError(
                 f"{file} is not a tokenizer ({shown(line_of(error), 500)}): save it again with the tokenizers library."

@@ -8,6 +8,7 @@ decomposition, so that a normalizer's Unicode forms (NFKD and the like) add noth
 from __future__ import annotations
 
 import base64
+import json
 import math
 import struct
 import unicodedata
@@ -21,12 +22,14 @@ GROWTH, ADDED_BYTES, STEPS, ADDED_TOKENS, AFFIX = 100, 4096, 256, 1024, 256
 of the prefix or suffix of each piece. T5 has 66 of the first; real tokenizers have at most 3, 10, 3 and 4 of the others."""
 
 
-def require_short_affixes(described: Any) -> None:
-    """Takes the content of a tokenizer.json.
+def require_modest_growth(described: Any) -> None:
+    """Takes the content of a tokenizer.json, before the library makes a tokenizer of it: that normalizes the added tokens.
 
     Raises:
-      RefusedInput: it is no object, or its model adds a long text to each piece.
+      RefusedInput: it is no object, or a text may grow beyond the limits.
     """
+    import tokenizers
+
     if not isinstance(described, dict):
         raise RefusedInput("it is not a JSON object")
     model = described.get("model")
@@ -34,14 +37,9 @@ def require_short_affixes(described: Any) -> None:
         affix = model.get(key) if isinstance(model, dict) else None
         if isinstance(affix, str) and len(affix) > AFFIX:
             raise RefusedInput(f"its {key} has more than {AFFIX} characters")
-
-
-def require_modest_growth(tokenizer: Any) -> None:
-    """Takes a tokenizer of the library, which describes each part in one form, whatever form the file has.
-
-    Raises:
-      RefusedInput: a text may grow beyond the limits.
-    """
+    # The library describes each part in one form, whatever form the file has.
+    bare = {**described, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(bare))
     text = _Growth()
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if part == "decoder":
