@@ -27,7 +27,7 @@ _OUTPUT_BYTES, _BYTES_PER_BYTE = 2**20, 16
 
 
 class TemplateStopped(Exception):
-    """Why the process has ended or was ended: a phrase such as "takes more than 3 s of processor time to render"."""
+    """Why the process has ended or was ended: a phrase such as "takes more than 2 s of processor time to render"."""
 
 
 class TemplateProcess:

@@ -23,7 +23,7 @@ RENDERED, NOT_JINJA, REFUSED, FAILED, TOO_LARGE = b"rnfeo"
 """What a rendering gives: a text, the reason why it has none, or nothing because memory does not suffice."""
 HEADER = struct.Struct("<BQ")
 LENGTH = struct.Struct("<Q")
-SECONDS, BYTES_PER_SECOND = 3, 100_000
+SECONDS, BYTES_PER_SECOND = 2, 100_000
 """Processor time of a rendering, and the bytes of a conversation that give a second more. A usual one takes a millisecond."""
 MEMORY_BYTES, BYTES_PER_BYTE = 512 * 2**20, 32
 """Memory of the process, and what each byte of a conversation adds."""
@@ -35,8 +35,12 @@ def main() -> None:
     received, answers = sys.stdin.buffer, sys.stdout.buffer
     environment, template, special_tokens = _environment(), None, {}
     _forbid_files(environment)
+    largest = 0
     while length := received.read(LENGTH.size):
         size = LENGTH.unpack(length)[0]
+        # What a long conversation has used may not be given back at once.
+        largest = max(largest, size)
+        _limit_memory(largest)
         request = pickle.loads(received.read(size))
         if template is None:
             source, special_tokens, knows_date = request
@@ -76,11 +80,6 @@ def _within_limits(size: int, action: Callable[[], Any]) -> tuple[int, Any]:
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 
-    with suppress(ValueError, OSError):
-        # Not all systems have this limit.
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]
-        wanted = MEMORY_BYTES + BYTES_PER_BYTE * size
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
     signal.setitimer(signal.ITIMER_PROF, SECONDS + size / BYTES_PER_SECOND)
     try:
         try:
@@ -98,6 +97,14 @@ def _within_limits(size: int, action: Callable[[], Any]) -> tuple[int, Any]:
         return TOO_LARGE, b""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit_memory(size: int) -> None:
+    with suppress(ValueError, OSError):
+        # Not all systems have this limit.
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        wanted = MEMORY_BYTES + BYTES_PER_BYTE * size
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
 def _answer(answers: Any, kind: int, content: bytes) -> None:

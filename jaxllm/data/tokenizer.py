@@ -143,9 +143,11 @@ class JsonTokenizer:
             raise ConfigError(f"{file} cannot be read ({_reason(error)}): fix it or name another tokenizer.") from None
         try:
             require_modest_growth(parse_json(self._content))
-            # The library raises plain Exception.
             self._tokenizer = _from_json(self._content.decode("utf-8"))
-        except Exception as error:
+        except BaseException as error:
+            # The library raises plain Exception, and panics while it normalizes the added tokens.
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
             raise ConfigError(
                 f"{file} is not a tokenizer ({shown(line_of(error), 500)}): save it again with the tokenizers library."
             ) from None
@@ -221,7 +223,8 @@ class JsonTokenizer:
         return self._bare[parse_special]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with self._library_errors("decode"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,16 +238,17 @@ class JsonTokenizer:
                 shutil.copyfile(self._file.parent / name, folder / name)
 
     @contextmanager
-    def _library_errors(self) -> Iterator[None]:
-        """Turns the library's encoding errors into a ConfigError with one sentence."""
+    def _library_errors(self, verb: str = "encode") -> Iterator[None]:
+        """Turns the library's errors into a ConfigError with one sentence."""
         try:
             yield
         except BaseException as error:
-            # The library raises plain Exception. Its panics are not an Exception, and their class cannot be imported.
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
+            # The library raises plain Exception.
+            if type(error) is not Exception and not _is_panic(error):
                 raise
+            reason = shown(line_of(error), 500)
             raise ConfigError(
-                f"The tokenizer {self.name} cannot encode a text ({line_of(error)}): fix its tokenizer.json or choose another."
+                f"The tokenizer {self.name} cannot {verb} a text ({reason}): fix its tokenizer.json or choose another."
             ) from None
 
     def _array(self, ids: list[int]) -> np.ndarray:
@@ -290,6 +294,11 @@ def _from_json(content: str) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _is_panic(error: BaseException) -> bool:
+    # It is not an Exception, and its class cannot be imported.
+    return type(error).__name__ == "PanicException"
 
 
 def read_json(file: Path) -> dict[str, Any]:
