@@ -150,6 +150,8 @@ def generate(
         ids = [encode_chat(reader, template, prompt, vocab_size, how.system) for prompt in prompts]
     # A folder without a generation_config.json has these keys in its config.json.
     ends = stop_ids(reader, {**home.original_config, **home.generation}, template, how.stops)
+    if template is not None:
+        template.close()
     most = max(map(len, ids)) + how.max_new_tokens
     _require_sensible(home, most, len(ids))
     loaded = _open(model, overrides, _divisible(bucket(most), overrides))

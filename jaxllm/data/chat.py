@@ -1,7 +1,7 @@
 """Chat templates: how a conversation becomes text, and which part of that text is the model's answer.
 
 A template is a Jinja program that comes with a model. It turns messages, [{"role": "user", "content": "..."}, ...], into the
-text that the model was trained on. It is foreign code, so it runs in Jinja's sandbox.
+text that the model was trained on. It is foreign code, so it runs in Jinja's sandbox, in a process with limits of its own.
 
 An answer is found by rendering twice: first the conversation before an assistant's message with the generation prompt, which
 is what the model gets as input; then the conversation with that message. The second text continues the first. The added text,
@@ -10,17 +10,18 @@ up to the token that ends the turn, is what the model has to write.
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config.errors import ConfigError, line_of
-from jaxllm.data.tokenizer import read_json
+from jaxllm.config.errors import ConfigError
+from jaxllm.data.template_process import TemplateProcess, TemplateStopped, Wish
+from jaxllm.data.template_program import FAILED, NOT_JINJA, RENDERED
+from jaxllm.data.tokenizer import read_json, token_text
+from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, shown
 
 ASSISTANT = "assistant"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -30,10 +31,18 @@ Span = tuple[int, int]
 
 # Two code points that Unicode reserves for internal use of a program; no text may contain them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+_NO_MARKS = ("", "")
+_LONGEST_REASON = 500
+_SPECIAL_TOKENS = 1000
+"""Names of special tokens in the files of a tokenizer. Real ones have ten."""
 
 
 class ChatTemplateError(ConfigError):
     """The template does not suit these messages. The error message is one sentence that says what to change."""
+
+
+class ChatTemplateLimit(ConfigError):
+    """The template needs more time or memory than a text is worth. The next conversation would wait as long."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class ChatTemplate:
     then use a fixed date, or refuse."""
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, marks: tuple[str, str] = ("", "")
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, marks: tuple[str, str] = _NO_MARKS
     ) -> str:
         """Renders a conversation to text, with special tokens spelled out.
 
@@ -60,24 +69,10 @@ class ChatTemplate:
 
         Raises:
           ChatTemplateError: the template refuses these messages.
+          ChatTemplateLimit: it needs too much time or memory.
         """
-        from jinja2 import TemplateError
-
-        try:
-            return self.compiled.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                generation_marks=marks,
-                # Templates that test whether these are none expect them to exist.
-                tools=None,
-                documents=None,
-                **self.special_tokens,
-            )
-        except TemplateError as error:
-            raise self._refusal(f"refuses the conversation ({line_of(error)})") from None
-        except Exception as error:
-            # The template is foreign code: any exception is a fault of these messages or of the template.
-            raise self._refusal(f"fails on the conversation ({type(error).__name__}: {line_of(error)})") from None
+        (text,) = self._texts(messages, [(len(messages), add_generation_prompt, marks)])
+        return text
 
     def render_answers(
         self, messages: Sequence[Message], wanted: Collection[int], special_tokens: Sequence[str]
@@ -95,19 +90,50 @@ class ChatTemplate:
 
         Raises:
           ChatTemplateError: the template refuses these messages, or the position of an answer is unclear.
+          ChatTemplateLimit: it needs too much time or memory.
         """
-        text, finder = self.render(messages), _Finder(special_tokens)
+        numbers, finder = sorted(wanted), _Finder(special_tokens)
+        wishes: list[Wish] = [(len(messages), False, _NO_MARKS)]
+        for number in numbers:
+            wishes.append((number, True, _NO_MARKS))
+            if number + 1 < len(messages):
+                wishes.append((number + 1, False, _NO_MARKS))
+        # One after the other as they are needed: together they may not fit into memory.
+        texts = self._texts(messages, wishes)
+        text = next(texts)
         try:
-            return text, [self._answer(messages, number, text, finder) for number in sorted(wanted)]
+            return text, [self._answer(messages, number, text, texts, finder) for number in numbers]
         except ChatTemplateError:
             if not self._has_marks:
                 raise
         return text, self._marked(messages, wanted, text, finder)
 
-    def _answer(self, messages: Sequence[Message], number: int, text: str, finder: _Finder) -> Span:
-        before, so_far = messages[:number], messages[: number + 1]
-        prompt = self.render(before, add_generation_prompt=True)
-        whole = text if len(so_far) == len(messages) else self.render(so_far)
+    def check(self) -> None:
+        """Raises ConfigError if the source is not Jinja, or if compiling it needs too much time or memory."""
+        assert self._process is not None
+
+    def close(self) -> None:
+        """Ends the process that renders. A later rendering starts it again."""
+        if "_process" in self.__dict__:
+            self._process.close()
+
+    def _texts(self, messages: Sequence[Message], wishes: Sequence[Wish]) -> Iterator[str]:
+        """Texts of beginnings of a conversation. Raises as `render` does, where the text would be."""
+        try:
+            for kind, text in self._process.render(messages, wishes):
+                if kind == RENDERED:
+                    yield text
+                    continue
+                verb = "fails on" if kind == FAILED else "refuses"
+                raise self._refusal(f"{verb} the conversation ({shown(text, _LONGEST_REASON)})")
+        except TemplateStopped as stop:
+            raise self._limit(stop) from None
+        except RecursionError:
+            raise self._refusal("is not tried on a conversation that nests too deeply") from None
+
+    def _answer(self, messages: Sequence[Message], number: int, text: str, texts: Iterator[str], finder: _Finder) -> Span:
+        before, prompt = messages[:number], next(texts)
+        whole = text if number + 1 == len(messages) else next(texts)
         if not whole.startswith(prompt):
             raise self._refusal(
                 f"writes the text before message {number + 1} differently once that answer follows, and has no "
@@ -153,20 +179,22 @@ class ChatTemplate:
         return re.search(r"{%-?\+?\s*generation\b", self.source) is not None
 
     @cached_property
-    def compiled(self) -> Any:
-        """The compiled Jinja template. Raises ConfigError if the source is not Jinja."""
-        from jinja2 import TemplateSyntaxError
-
-        environment = _environment()
-        if self.knows_date:
-            environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    def _process(self) -> TemplateProcess:
+        process = TemplateProcess(self.source, self.special_tokens, self.knows_date)
         try:
-            return environment.from_string(self.source)
-        except TemplateSyntaxError as error:
-            raise ConfigError(
-                f"The chat template of {self.origin} is not Jinja (line {error.lineno}: {line_of(error)}): fix it, or name "
-                f"another template."
-            ) from None
+            kind, reason = process.compile()
+        except TemplateStopped as stop:
+            raise self._limit(stop) from None
+        if kind == RENDERED:
+            return process
+        process.close()
+        verb = "is not Jinja" if kind == NOT_JINJA else "cannot be compiled"
+        raise ConfigError(
+            f"The chat template of {self.origin} {verb} ({shown(reason, _LONGEST_REASON)}): fix it, or name another template."
+        )
+
+    def _limit(self, stop: TemplateStopped) -> ChatTemplateLimit:
+        return ChatTemplateLimit(f"The chat template of {self.origin} {stop}: fix it, or name another template.")
 
 
 def load_chat_template(
@@ -191,7 +219,8 @@ def load_chat_template(
         return None
     source, origin = found
     template = ChatTemplate(source, str(origin), {} if folder is None else _special_tokens(Path(folder)), knows_date)
-    template.compiled  # noqa: B018  # Refuses a broken template here, not at the first conversation.
+    # Refuses a broken template here, not at the first conversation.
+    template.check()
     return template
 
 
@@ -202,35 +231,40 @@ def _template_in(folder: Path) -> tuple[str, Path] | None:
     origin = folder / "tokenizer_config.json"
     found = read_json(origin).get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
         if "default" not in named:
             raise ConfigError(
-                f"{origin} has no chat template named default, but {', '.join(map(str, named)) or 'an empty list'}: save the "
-                f"one you mean as {TEMPLATE_FILE} beside it."
+                f"{origin} has no chat template named default, but {shown(', '.join(named)) or 'an empty list'}: save the one "
+                f"you mean as {TEMPLATE_FILE} beside it."
             )
         found = named["default"]
     if found is None:
         return None
     if not isinstance(found, str):
         raise ConfigError(f"The chat_template in {origin} is not text: fix it, or save one as {TEMPLATE_FILE} beside it.")
+    if len(found) > RECIPE_BYTES:
+        raise ConfigError(f"The chat_template in {origin} is larger than {RECIPE_BYTES // 2**20} MiB: name another template.")
     return found, origin
 
 
 def _read_template(file: Path) -> tuple[str, Path]:
     try:
-        return file.read_text(encoding="utf-8"), file
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template {file} cannot be read ({line_of(error)}): name another file.") from None
+        text = read_text(file, RECIPE_BYTES)
+    except (OSError, RefusedInput) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"The chat template {file} cannot be read ({reason}): name another file.") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n"), file
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
     """Text of each NAME_token of the folder."""
     tokens = {}
-    for values in (read_json(folder / "special_tokens_map.json"), read_json(folder / "tokenizer_config.json")):
-        for name, token in values.items():
-            text = token.get("content") if isinstance(token, dict) else token
-            if name.endswith("_token") and isinstance(text, str):
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        for name, token in read_json(file).items():
+            if name.endswith("_token") and (text := token_text(token, name, file)) is not None:
                 tokens[name] = text
+        if len(tokens) > _SPECIAL_TOKENS:
+            raise ConfigError(f"{file} names more than {_SPECIAL_TOKENS} special tokens: name those that the template uses.")
     return tokens
 
 
@@ -258,39 +292,3 @@ class _Finder:
             return ended
         following = self._special.match(text, stop)
         return following.end() if following else stop
-
-
-def _environment() -> Any:
-    """The Jinja environment that chat templates expect, as documented by transformers."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationMarks(Extension):
-        """The block {% generation %} ... {% endgeneration %}: puts the marks given to render() around its content."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("_between_marks", [nodes.ContextReference()])
-            return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _between_marks(self, context: Any, caller: Any) -> str:
-            begin, end = context.get("generation_marks", ("", ""))
-            return begin + caller() + end
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
-        # Jinja's own filter escapes HTML markup.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = tojson
-    return environment

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, Message, Span
+from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.records import is_lines, read_objects
 from jaxllm.data.tokenizer import Tokenizer
@@ -73,11 +73,15 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
     broken: list[str] = []
     conversations = _conversations(files, tokenizer, template, broken)
     keys, ids, scored = [], [], []
-    while together := list(islice(conversations, _TOGETHER)):
-        for conversation, (tokens, answers) in zip(together, _tokenize(together, tokenizer), strict=True):
-            keys.append(conversation.key)
-            ids.append(tokens)
-            scored.append(answers)
+    try:
+        while together := list(islice(conversations, _TOGETHER)):
+            for conversation, (tokens, answers) in zip(together, _tokenize(together, tokenizer), strict=True):
+                keys.append(conversation.key)
+                ids.append(tokens)
+                scored.append(answers)
+    finally:
+        if template is not None:
+            template.close()
     if not ids:
         reason = broken[0] if broken else "they are empty"
         raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
@@ -111,6 +115,10 @@ def _conversations(
                 yield _read(record, tokenizer, template)
             except (_BrokenLine, ChatTemplateError) as error:
                 broken.append(f"{path}:{line}: {str(error).rstrip('.')}")
+            except RecursionError:
+                broken.append(f"{path}:{line}: it nests too deeply")
+            except ChatTemplateLimit as error:
+                raise ConfigError(f"{path}:{line}: {error}") from None
 
 
 def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:

@@ -16,10 +16,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxllm import untrusted
 from jaxllm.config.errors import ConfigError, line_of
+from jaxllm.data.tokenizer_growth import require_modest_growth
+from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, shown
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
+_LONGEST_TOKEN = 4096
 
 
 class Tokenizer(Protocol):
@@ -79,9 +83,13 @@ def load_tokenizer(path: str | Path, name: str | None = None, *, for_documents: 
     if str(path) == BYTES:
         return ByteTokenizer()
     file = Path(path)
-    if file.is_dir():
-        file = file / "tokenizer.json"
-    if not file.is_file():
+    try:
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        found = file.is_file()
+    except OSError as error:
+        raise ConfigError(f"There is no tokenizer {shown(str(file))} ({error.strerror}): name another folder.") from None
+    if not found:
         raise ConfigError(f"There is no tokenizer {file}: name a folder with tokenizer.json, or bytes.")
     return JsonTokenizer(file, name or file.resolve().parent.name, for_documents)
 
@@ -127,14 +135,21 @@ class JsonTokenizer:
     def __init__(self, file: Path, name: str, for_documents: bool = True):
         self.name = name
         self.folder: Path | None = file.parent
-        self._file, self._content = file, _read(file)
+        self._file = file
         self._bare: dict[bool, Any] = {}
         try:
-            # The library raises plain Exception.
+            self._content = read_bytes(file)
+        except (OSError, RefusedInput) as error:
+            raise ConfigError(f"{file} cannot be read ({_reason(error)}): fix it or name another tokenizer.") from None
+        try:
+            require_modest_growth(parse_json(self._content))
             self._tokenizer = _from_json(self._content.decode("utf-8"))
-        except Exception as error:
+        except BaseException as error:
+            # The library raises plain Exception, and panics while it normalizes the added tokens.
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
             raise ConfigError(
-                f"{file} is not a tokenizer ({line_of(error)}): save it again with the tokenizers library."
+                f"{file} is not a tokenizer ({shown(line_of(error), 500)}): save it again with the tokenizers library."
             ) from None
 
         self._config = read_json(file.parent / "tokenizer_config.json")
@@ -142,13 +157,15 @@ class JsonTokenizer:
         self.eos_id, eos_name = self._mark("eos")
         self._adds_bos = self._config.get("add_bos_token") is True
         if self.eos_id is None and for_documents:
-            missing = f"its eos_token {eos_name!r} is not in the vocabulary" if eos_name else "no file beside it names one"
+            missing = (
+                f"its eos_token {shown(repr(eos_name))} is not in the vocabulary" if eos_name else "no file beside it names one"
+            )
             raise ConfigError(
                 f"{file} has no token that ends a document ({missing}): "
                 f'add {{"eos_token": "..."}} with a token of its vocabulary to tokenizer_config.json in the same folder.'
             )
         if self._adds_bos and self.bos_id is None:
-            missing = f"bos_token {bos_name!r} is not in the vocabulary" if bos_name else "there is no bos_token"
+            missing = f"bos_token {shown(repr(bos_name))} is not in the vocabulary" if bos_name else "there is no bos_token"
             raise ConfigError(
                 f"{file.parent / 'tokenizer_config.json'} says add_bos_token but {missing}: name one, or remove add_bos_token."
             )
@@ -162,7 +179,7 @@ class JsonTokenizer:
         wanted = sorted({*special, self.bos_id, self.eos_id} - {None})
         self.special_tokens = tuple(map(self._tokenizer.id_to_token, wanted))
 
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._dtype = token_dtype(self.vocab_size)
         marks = json.dumps({"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos})
         self.sha256 = hashlib.sha256(self._content + marks.encode()).hexdigest()
@@ -176,7 +193,7 @@ class JsonTokenizer:
             ids = self._with_bos(encoding.ids)
             if not ids or ids[-1] != self.eos_id:
                 ids.append(self.eos_id)
-            documents.append(np.array(ids, self._dtype))
+            documents.append(self._array(ids))
         return documents
 
     def encode(self, text: str, add_special: bool = True) -> np.ndarray:
@@ -187,26 +204,27 @@ class JsonTokenizer:
             # Text never becomes EOS, so the post-processor added this one. A lone EOS id is the BOS token too.
             if len(ids) > 1 and ids[-1] == self.eos_id:
                 ids.pop()
-        return np.array(ids, self._dtype)
+        return self._array(ids)
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         with self._library_errors():
             encodings = self._without_post_processor(parse_special).encode_batch(list(texts), add_special_tokens=False)
-        return [(np.array(e.ids, self._dtype), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
+        return [(self._array(e.ids), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
 
     def _without_post_processor(self, parse_special: bool) -> Any:
         """The same vocabulary and rules without a post-processor: it adds no tokens and keeps the true position of each token
         (GPT-2's post-processor removes white space from the offsets it reports).
         """
         if parse_special not in self._bare:
-            bare = _from_json(json.dumps({**json.loads(self._content), "post_processor": None}))
+            bare = _from_json(json.dumps({**parse_json(self._content), "post_processor": None}))
             bare.add_special_tokens(list(self.special_tokens))
             bare.encode_special_tokens = not parse_special
             self._bare[parse_special] = bare
         return self._bare[parse_special]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with self._library_errors("decode"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,17 +238,28 @@ class JsonTokenizer:
                 shutil.copyfile(self._file.parent / name, folder / name)
 
     @contextmanager
-    def _library_errors(self) -> Iterator[None]:
-        """Turns the library's encoding errors into a ConfigError with one sentence."""
+    def _library_errors(self, verb: str = "encode") -> Iterator[None]:
+        """Turns the library's errors into a ConfigError with one sentence."""
         try:
             yield
         except BaseException as error:
-            # The library raises plain Exception. Its panics are not an Exception, and their class cannot be imported.
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
+            # The library raises plain Exception.
+            if type(error) is not Exception and not _is_panic(error):
                 raise
+            reason = shown(line_of(error), 500)
             raise ConfigError(
-                f"The tokenizer {self.name} cannot encode a text ({line_of(error)}): fix its tokenizer.json or choose another."
+                f"The tokenizer {self.name} cannot {verb} a text ({reason}): fix its tokenizer.json or choose another."
             ) from None
+
+    def _array(self, ids: list[int]) -> np.ndarray:
+        # All ids of the library have 32 bits.
+        array = np.array(ids, np.uint32)
+        if array.size and array.max() >= self.vocab_size:
+            raise ConfigError(
+                f"{self._file} adds the id {array.max()} to a text, and its vocabulary has {self.vocab_size:,} ids: fix its "
+                f"post_processor, or choose another tokenizer."
+            )
+        return array.astype(self._dtype, copy=False)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         if self._adds_bos and self.bos_id is not None and (not ids or ids[0] != self.bos_id):
@@ -243,19 +272,17 @@ class JsonTokenizer:
     def _mark(self, which: str) -> tuple[int | None, str | None]:
         """Id and name of the BOS or EOS token. The id is None if the vocabulary lacks it; both are None if no file names it."""
         folder = self._file.parent
-        for values in (self._config, read_json(folder / "special_tokens_map.json")):
-            token = values.get(f"{which}_token")
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                return self._tokenizer.token_to_id(token), token
+        for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+            token = read_json(file).get(f"{which}_token")
+            if (text := token_text(token, f"{which}_token", file)) is not None:
+                return self._tokenizer.token_to_id(text), text
         for file in ("config.json", "generation_config.json"):
             token_id = read_json(folder / file).get(f"{which}_token_id")
             if isinstance(token_id, list) and token_id:
                 token_id = token_id[0]
-            if isinstance(token_id, int) and token_id >= 0:
-                token = self._token(token_id)
-                return (None, f"id {token_id}") if token is None else (token_id, token)
+            if isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0:
+                token = self._token(token_id) if token_id < 2**32 else None
+                return (None, f"id {shown(token_id)}") if token is None else (token_id, token)
         return None, None
 
 
@@ -269,21 +296,33 @@ def _from_json(content: str) -> Any:
     return tokenizer
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}): fix it or name another tokenizer.") from None
+def _is_panic(error: BaseException) -> bool:
+    # It is not an Exception, and its class cannot be imported.
+    return type(error).__name__ == "PanicException"
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Reads the JSON object in a file; an empty dict if there is no file."""
-    if not file.is_file():
-        return {}
     try:
-        values = json.loads(_read(file))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({line_of(error)}): fix it or remove it.") from None
+        if not file.is_file():
+            return {}
+        values = untrusted.read_json(file)
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"{file} cannot be used ({_reason(error)}): fix it or remove it.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} does not hold a JSON object: fix it or remove it.")
     return values
+
+
+def token_text(token: Any, name: str, file: Path) -> str | None:
+    """The text of a special token, which a file gives as a text or as an object with `content`. None if it gives neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    if len(text) > _LONGEST_TOKEN:
+        raise ConfigError(f"The {shown(name)} in {file} has more than {_LONGEST_TOKEN:,} characters: give a token's text.")
+    return text
+
+
+def _reason(error: Exception) -> str:
+    return str(error.strerror) if isinstance(error, OSError) else str(error)

@@ -32,13 +32,15 @@ def encode_chat(
     """Encodes a conversation up to its first answer: an optional system message and the user's text.
 
     Raises:
-      ConfigError: the template refuses it, an id is outside the model's vocabulary, or a text is not Unicode.
+      ConfigError: the template refuses it or writes nothing, an id is outside the model's vocabulary, or a text is not Unicode.
     """
     _require_unicode(text, system or "")
     messages = [] if system is None else [{"role": "system", "content": system}]
     rendered = template.render([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
     # The template writes special tokens as text.
     ((ids, _),) = tokenizer.encode_with_starts([rendered], parse_special=True)
+    if not len(ids):
+        raise ConfigError(f"The chat template of {template.origin} makes nothing of a message: fix it, or leave out --chat.")
     require_ids(ids, tokenizer, vocab_size)
     return ids
 

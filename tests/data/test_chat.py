@@ -1,8 +1,14 @@
+import contextlib
 import functools
+import gc
 import gzip
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +18,7 @@ import zstandard
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxllm.config import ConfigError, load_config
-from jaxllm.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
+from jaxllm.data.chat import ChatTemplate, ChatTemplateError, ChatTemplateLimit, load_chat_template
 from jaxllm.data.conversations import _key, read_conversations
 from jaxllm.data.sources import load_data
 from jaxllm.data.tokenizer import load_tokenizer
@@ -351,6 +357,10 @@ def test_the_template_of_a_folder(tmp_path):
     [
         ([{"name": "tools", "template": "x"}], "has no chat template named default, but tools: save the one you mean"),
         (7, "The chat_template in .*tokenizer_config.json is not text: fix it"),
+        (
+            [{"name": ["default"], "template": "x"}],
+            "has no chat template named default, but \\['default'\\]: save the one you mean",
+        ),
         ("{% if %}", r"tokenizer_config.json is not Jinja \(line 1: .*\): fix it, or name another template"),
     ],
 )
@@ -374,6 +384,78 @@ def test_what_a_template_may_do():
         render("{{ ''.__class__.__mro__ }}")
     with pytest.raises(ChatTemplateError, match=r"fails on the conversation \(TypeError: "):
         render("{{ 'a' + 1 }}")
+
+
+HUNGRY = "{% if messages[0].content == 'much' %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages[0].content }}"
+
+
+def test_a_template_that_needs_too_much_is_stopped_and_can_be_used_again():
+    template = ChatTemplate(HUNGRY, "a test", {})
+    for _ in range(2):
+        with pytest.raises(
+            ChatTemplateLimit, match=r"^The chat template of a test needs more than 512 MiB of memory to render: "
+        ):
+            template.render([{"role": "user", "content": "much"}])
+        assert template.render([{"role": "user", "content": "little"}]) == "little"
+    template.close()
+
+
+def test_limits_grow_with_the_conversation():
+    text = "law " * 2**22
+    assert ChatTemplate(CHATML, "a test", {}).render([{"role": "user", "content": text}]).count("law") == 2**22
+
+
+def test_a_conversation_on_which_a_template_is_stopped_is_named(read, tmp_path):
+    with pytest.raises(ConfigError, match=r"^\S*chat\.jsonl:2: The chat template of a test needs more than 512 MiB of memory"):
+        read([{"prompt": "x", "completion": "y"}, {"prompt": "much", "completion": "y"}], HUNGRY + "{{ messages[-1].content }}")
+
+
+def test_texts_have_all_characters_in_any_number():
+    """Halves of a surrogate pair, and more texts than are rendered together."""
+    messages = [{"role": role, "content": f"\ud83d \udc4d {n}"} for n in range(40) for role in ("user", "assistant")]
+    text, spans = template_of(CHATML).render_answers(messages, range(1, 80, 2), SPECIAL)
+    assert [text[start:stop] for start, stop in spans] == [f"\ud83d \udc4d {n}<|im_end|>" for n in range(40)]
+
+
+def test_nothing_of_a_template_runs_when_the_conversations_have_been_read(tokenizer, conversations):
+    gc.collect()
+    before, template = children(), template_of(CHATML)
+    read_conversations([str(conversations)], tokenizer, template)
+    assert children() == before
+    template.render([])
+    assert len(children() - before) == 1
+    del template
+    gc.collect()
+    assert children() == before
+
+
+def test_a_template_does_not_outlive_its_process():
+    program = (
+        "import os, sys, time; from jaxllm.data.chat import ChatTemplate\n"
+        "template = ChatTemplate('x', 'a test', {}); template.render([])\n"
+        "print(template._process._running.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = Path("/proc", process.stdout.readline().strip())
+        assert child.exists()
+        process.kill()
+    for _ in range(100):
+        # Who takes the place of a parent may let a child that has ended stay in the list.
+        if not child.exists() or "State:\tZ" in (child / "status").read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("the child runs on")
+
+
+def children():
+    """Process ids of the children that render."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found |= {stat.parent.name} if b"template_program" in (stat.parent / "cmdline").read_bytes() else set()
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- in a config

@@ -1,4 +1,7 @@
+import base64
 import json
+import re
+import struct
 
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from jaxllm.config import ConfigError
 from jaxllm.data.tokenizer import DOCUMENT_END, load_tokenizer, token_dtype
+from jaxllm.data.tokenizer_growth import GROWTH, _Growth
 
 LINES = ["the law of the mesh", "a ring of shards, a mesh of rings", "gather, then scatter: the law"] * 3
 BOS, EOS = "<|begin|>", "<|end|>"
@@ -232,3 +236,83 @@ def test_panics_of_the_library_are_one_sentence_and_nothing_else_is(folder, rais
     tokenizer._tokenizer = Panics()
     with pytest.raises(ConfigError if raised == "PanicException" else kind, match=sentence):
         tokenizer.encode_documents(["the law"])
+
+
+# ------------------------------------------------------------------------------------------- how much a text may grow
+
+
+def charsmap(longest):
+    """A map of SentencePiece with an empty trie."""
+    return base64.b64encode(struct.pack("<I", 4) + b"\0" * 4 + b"a\0" + longest.encode() + b"\0").decode()
+
+
+def text_step(kind, **fields):
+    return {"type": kind, **fields}
+
+
+def replace(pattern, content):
+    kind = "String" if isinstance(pattern, str) else "Regex"
+    return text_step("Replace", pattern={kind: pattern if kind == "String" else pattern.pattern}, content=content)
+
+
+PREPEND, SPACES, LONGEST = text_step("Prepend", prepend="▁"), replace(" ", "▁"), "صلى الله عليه وسلم"
+PRECOMPILED, METASPACE = (
+    text_step("Precompiled", precompiled_charsmap=charsmap(LONGEST)),
+    text_step("Metaspace", replacement="▁"),
+)
+BYTE_LEVEL, SINGLE_SPACES = text_step("ByteLevel"), replace(re.compile(" {2,}"), " ")
+QUOTES = [replace("``", '"'), replace("''", '"')]
+BLANKS = [replace(" " * n, f"<|blank_{n}|>") for n in range(80, 1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "factor"),
+    [
+        pytest.param([PREPEND, SPACES], 3, id="llama 2"),
+        pytest.param([BYTE_LEVEL], 2, id="llama 3"),
+        pytest.param([SPACES], 3, id="gemma"),
+        pytest.param([text_step("NFC"), BYTE_LEVEL], 2, id="qwen"),
+        pytest.param([text_step("BertNormalizer")], 2, id="bert"),
+        pytest.param([text_step("NFC"), replace(re.compile(r"\s+"), " "), text_step("Lowercase"), BYTE_LEVEL], 4, id="clip"),
+        pytest.param([PRECOMPILED, SINGLE_SPACES, METASPACE], 66, id="t5"),
+        pytest.param(
+            [*QUOTES, text_step("NFKD"), text_step("StripAccents"), PRECOMPILED, SINGLE_SPACES, METASPACE], 66, id="albert"
+        ),
+        pytest.param([replace("\n", "<n>"), replace("\t", "<|tab|>"), *BLANKS], 7, id="blanks"),
+        pytest.param([replace("a", "aa")] * 7, 128, id="doubling"),
+        pytest.param([replace("a", "bb"), replace("b", "aa")] * 4, 256, id="doubling by turns"),
+        pytest.param([replace("a", "ﷺ"), text_step("NFKD"), replace("ا", "ﷺ")], 33**2, id="decomposed"),
+        pytest.param([replace("", "aaaa")] * 3, 125, id="everywhere"),
+    ],
+)
+def test_growth_is_bounded_above_what_real_tokenizers_do(steps, factor):
+    growth = _Growth()
+    for step in steps:
+        growth.take(step)
+    assert growth.factor == factor
+    assert (growth.factor > GROWTH) == (factor > 66)
+
+
+@pytest.mark.parametrize(("normalizer", "text"), [([replace("a", "ab")] * 3, "a law"), ([PREPEND, SPACES], "a b c")])
+def test_growth_is_no_less_than_the_library_makes_of_a_text(normalizer, text):
+    made = trained(EOS)
+    described = json.loads(made.to_str()) | {"normalizer": text_step("Sequence", normalizers=normalizer)}
+    grown = Tokenizer.from_str(json.dumps(described)).normalizer.normalize_str(text)
+    growth = _Growth()
+    for step in normalizer:
+        growth.take(step)
+    assert len(text) < len(grown) <= len(text.encode()) * growth.factor + growth.before
+
+
+def test_ids_beyond_the_vocabulary_are_refused_by_file(folder):
+    raw = trained(EOS)
+    raw.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 300)])
+    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS}))
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json adds the id 300 to a text, and its vocabulary has \d+ ids: fix its"
+    ):
+        tokenizer.encode("the law")
+
+
+def test_a_tokenizer_without_a_vocabulary_is_no_error_of_ours(folder):
+    assert load_tokenizer(folder(Tokenizer(models.BPE())), for_documents=False).vocab_size == 0

@@ -1,5 +1,6 @@
 """Every input that a red team of November 2026 found not handled: each ends in one sentence and code 2, or is taken rightly."""
 
+import hostile_chat
 import hostile_configs
 import hostile_data
 import hostile_models
@@ -7,7 +8,13 @@ import hostile_runs
 import pytest
 from hostile import Case, run
 
-CASES = [*hostile_configs.CASES, *hostile_models.CASES, *hostile_runs.CASES, *hostile_data.CASES]
+CASES = [
+    *hostile_chat.CASES,
+    *hostile_configs.CASES,
+    *hostile_data.CASES,
+    *hostile_models.CASES,
+    *hostile_runs.CASES,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
