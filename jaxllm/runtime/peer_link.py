@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from jaxllm.config import ConfigError
 from jaxllm.runtime import exit_codes, progress
-from jaxllm.runtime.socket_messages import Reader
+from jaxllm.runtime.socket_messages import Name, Pid, Rank, Reader, Sentence, Switch
+from jaxllm.untrusted import RefusedInput, checked
 
 MOST_NAMED = 16
 MAX_MESSAGE_BYTES = 2**16
@@ -34,25 +37,62 @@ class Member:
 class PeerStatus(NamedTuple):
     """Phase of a process, as far as process 0 knows."""
 
-    rank: int
-    host: str
+    rank: Rank
+    host: Name
     seen: progress.Snapshot
 
 
-@dataclass
+@dataclass(frozen=True)
+class Hello:
+    """The first message of a connection."""
+
+    hello: Rank
+    host: Name
+    pid: Pid
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """PeerMonitor.slowest of process 0."""
+
+    slowest: PeerStatus | None
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The sender is done: its closed connection is no loss."""
+
+
+@dataclass(frozen=True)
 class StopNotice:
     """Reason why all processes have to exit."""
 
-    sentence: str
-    code: int
-    own_error: bool = False
+    sentence: Sentence
+    code: Annotated[int, Field(strict=True, ge=1, le=255)]
+    own_error: Switch = False
     """A process reported its own error: others may be about to find the same."""
-    stuck: bool = False
+    stuck: Switch = False
     """All processes should print their stacks."""
 
     @property
     def wait_s(self) -> float:
         return GRACE_S if self.own_error else 0.0
+
+
+Message = Hello | progress.Snapshot | Slowest | Bye | StopNotice
+
+
+def parse(message: dict[str, Any]) -> Message | None:
+    """A message by its first key; None if its kind is not known.
+
+    Raises:
+      RefusedInput: its kind is known, but it holds something else.
+    """
+    kinds: dict[str, type[Message]] = {"hello": Hello, "phase": progress.Snapshot, "slowest": Slowest, "bye": Bye}
+    kind = next((kind for key, kind in kinds.items() if key in message), None)
+    if kind is None and "notice" in message:
+        return checked(message["notice"], StopNotice)
+    return None if kind is None else checked(message, kind)
 
 
 @dataclass
@@ -66,6 +106,14 @@ class Link:
     reader: Reader = field(default_factory=lambda: Reader(MAX_MESSAGE_BYTES))
     excused: bool = False
     """The other end said goodbye or announced its failure: its silence is no loss."""
+
+    def receive(self) -> list[Message] | None:
+        """Messages that have come; None if the other end is closed, or is no peer monitor."""
+        messages = self.reader.receive(self.socket)
+        try:
+            return None if messages is None else [known for known in map(parse, messages) if known is not None]
+        except RefusedInput:
+            return None
 
     def send(self, **message: Any) -> None:
         # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
