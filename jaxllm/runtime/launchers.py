@@ -38,9 +38,9 @@ PORTS_APART = 509
 """Distance between the ports of two steps of one job. A prime, so that a step and a neighbour job's step rarely collide."""
 
 LONGEST_TEXT = 4096
-"""Of a launch's name."""
+"""Limit for the name of a launch."""
 MOST_BRACKETS = 8
-"""Of one name in SLURM's node list, which has up to five dims."""
+"""Limit for one name in a node list; SLURM's own limit is five dims."""
 
 LAUNCHERS = {"variables": "JAXLLM_*", "slurm": "SLURM", "open mpi": "Open MPI", "kubernetes": "Kubernetes"}
 """Names for users."""

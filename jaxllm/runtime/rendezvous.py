@@ -56,7 +56,7 @@ FIRST_REPLY_S = 15.0
 and send nothing."""
 SLOWEST_RETRY_S = 1.0
 LONGEST_WAIT_S = 10**6
-"""Of one wait on a socket: Python takes no more than 2**31 milliseconds."""
+"""Limit for one wait on a socket: Python takes no more than 2**31 milliseconds."""
 
 
 class RendezvousError(ConfigError):

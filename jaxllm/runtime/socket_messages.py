@@ -12,11 +12,11 @@ from pydantic import AfterValidator, Field
 from jaxllm.untrusted import INT32, parse_json, shown
 
 MOST_PROCESSES = 2**17
-"""Of one run; four times the GPUs of the largest published one."""
+"""Limit for one run."""
 MAX_SENTENCE = 4000
 
 Name = Annotated[str, Field(strict=True, max_length=256), AfterValidator(lambda text: shown(text, 256))]
-"""Of a host, a GPU or a version. Its control characters are escaped: it is printed."""
+"""A host, a GPU or a version. Its control characters are escaped: it is printed."""
 Sentence = Annotated[str, Field(strict=True), AfterValidator(lambda text: shown(text, MAX_SENTENCE))]
 """A message for a person, cut and escaped likewise."""
 Switch = Annotated[bool, Field(strict=True)]

@@ -43,7 +43,7 @@ NESTED = 1000
 """A supervisor inside another counts its attempts from this number times the outer attempt: attempts of one launch only
 increase."""
 MOST_ATTEMPTS = 10**15
-"""Of the variable JAXLLM_ATTEMPT."""
+"""Limit for JAXLLM_ATTEMPT, so that no sum of attempts exceeds 64 bits."""
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,

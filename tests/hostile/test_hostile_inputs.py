@@ -1,10 +1,11 @@
 """Every input that a red team of November 2026 found not handled: each ends in one sentence and code 2, or is taken rightly."""
 
 import hostile_configs
+import hostile_runtime
 import pytest
 from hostile import Case, run
 
-CASES = [*hostile_configs.CASES]
+CASES = [*hostile_configs.CASES, *hostile_runtime.CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
