@@ -15,7 +15,7 @@ from pydantic import Field
 from jaxllm.config import ConfigError
 from jaxllm.runtime import exit_codes, progress
 from jaxllm.runtime.socket_messages import Name, Pid, Rank, Reader, Sentence, Switch
-from jaxllm.untrusted import RefusedInput, checked
+from jaxllm.untrusted import checked
 
 MOST_NAMED = 16
 MAX_MESSAGE_BYTES = 2**16
@@ -106,14 +106,6 @@ class Link:
     reader: Reader = field(default_factory=lambda: Reader(MAX_MESSAGE_BYTES))
     excused: bool = False
     """The other end said goodbye or announced its failure: its silence is no loss."""
-
-    def receive(self) -> list[Message] | None:
-        """Messages that have come; None if the other end is closed, or is no peer monitor."""
-        messages = self.reader.receive(self.socket)
-        try:
-            return None if messages is None else [known for known in map(parse, messages) if known is not None]
-        except RefusedInput:
-            return None
 
     def send(self, **message: Any) -> None:
         # Closed, or so full that the other end has not read for minutes: the receiving side detects both.

@@ -272,18 +272,18 @@ class PeerMonitor:
             self._listener.close()
 
     def _read(self, link: Link) -> None:
-        messages = link.receive()
+        messages = link.reader.receive(link.socket)
         if messages is None:
             return self._closed(link)
         link.heard_s = time.monotonic()
         try:
             for message in messages:
-                self._handle(link, message)
+                self._handle(link, peer_link.parse(message))
         except ValueError:
-            # A port scanner, or another run.
+            # Not a jaxllm peer of this run: a port scanner, or another run.
             self._closed(link)
 
-    def _handle(self, link: Link, message: peer_link.Message) -> None:
+    def _handle(self, link: Link, message: peer_link.Message | None) -> None:
         """Raises ValueError if this run has no such process."""
         if link.rank is None:
             if not isinstance(message, Hello) or not 0 < message.hello < len(self._members):
