@@ -108,6 +108,9 @@ class Link:
     """The other end said goodbye or announced its failure: its silence is no loss."""
 
     def send(self, **message: Any) -> None:
+        if self.rank is None:
+            # A stranger is told nothing.
+            return
         # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
