@@ -45,9 +45,13 @@ class Listing:
         if not rest:
             yield from filter(os.path.isfile, glob.iglob(pattern))
             return
+        base = base.rstrip("/") or base[:1]
         for root in glob.iglob(base) if glob.has_magic(base) else [base]:
             for folder, names, entries in _folders(root or "."):
                 self._count(pattern, entries)
+                if not base:
+                    # glob writes a/b, not ./a/b.
+                    folder = folder[2:]
                 if "/" in rest[0]:
                     yield from self.files(os.path.join(glob.escape(folder), rest[0]))
                 else:

@@ -36,13 +36,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxllm.config import ConfigError
 from jaxllm.runtime import distributed, exit_codes
+from jaxllm.runtime.socket_messages import Name, Pid
 from jaxllm.stderr import print_sentence
+from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json, read_bytes
 
 HOLDER = ".holder.json"
+HOLDER_BYTES = 2**16
 BEAT_S = 5.0
 SILENT_S = 4 * BEAT_S
 """At least three missed heartbeats, whenever the watch began between two of them."""
@@ -54,16 +57,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    launch_id: str | None
-    attempt: int
-    host: str
-    pid: int
-    machine: str
+    launch_id: Text | None
+    attempt: Whole
+    host: Name
+    pid: Pid
+    machine: Text
     """The boot and PID namespace in which `pid` is valid; "" if unknown."""
-    started_at: str
+    started_at: Text
     """Start time of the process, in clock ticks since that boot: the system reuses PIDs."""
-    token: str
-    time: str
+    token: Text
+    time: Text
     """Last heartbeat, UTC. For people, and to detect changes."""
 
     @property
@@ -84,9 +87,9 @@ class Holder:
 
     @classmethod
     def from_json(cls, content: bytes) -> Holder:
-        values = json.loads(content)
-        values["started_at"] = values.pop("born")
-        return cls(**values)
+        """Raises RefusedInput if the content is no holder."""
+        values = checked(parse_json(content, HOLDER_BYTES), dict[str, Any])
+        return checked({**values, "started_at": values.get("born")}, cls)
 
 
 class RunDirLock:
@@ -103,7 +106,7 @@ class RunDirLock:
         """Returns when this process holds `folder`; that may take SILENT_S.
 
         Raises:
-          ConfigError: another run holds it, or the lock file cannot be written.
+          ConfigError: another run holds it, the lock file cannot be written, or it is a link to nothing.
         """
         launch = distributed.launch_info()
         lock = cls(folder, this_process(launch.launch_id, launch.attempt))
@@ -153,6 +156,8 @@ class RunDirLock:
         while True:
             found = read_holder(self._path)
             if found is None and not self._path.exists():
+                if self._path.is_symlink():
+                    raise ConfigError(f"{self._path} is a link to a file that does not exist: remove it.")
                 try:
                     self._write_holder(over=False)
                     return
@@ -302,14 +307,14 @@ def utc() -> str:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """None if there is no such file, or its content is not a holder.
+    """None if there is no such file, or it is not a holder's.
 
     Raises:
       OSError: it cannot be read.
     """
     try:
-        return Holder.from_json(path.read_bytes())
-    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
+        return Holder.from_json(read_bytes(path, HOLDER_BYTES))
+    except (FileNotFoundError, RefusedInput):
         return None
 
 

@@ -14,11 +14,9 @@ the prompt already contains its first characters.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -31,6 +29,8 @@ from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, ChatTem
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.records import is_lines, read_objects
 from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.file_patterns import MOST_ENTRIES, Listing
+from jaxllm.untrusted import RefusedInput
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,13 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
 
 
 def _files(patterns: Sequence[str]) -> list[str]:
-    found = sorted({path for pattern in patterns for path in glob.iglob(pattern, recursive=True) if os.path.isfile(path)})
+    listing = Listing(MOST_ENTRIES)
+    try:
+        found = sorted({path for pattern in patterns for path in listing.files(pattern)})
+    except RefusedInput as error:
+        raise ConfigError(
+            f"data.paths is too much to read at the start of each run ({error}): name a smaller folder."
+        ) from None
     for path in found:
         if not is_lines(path):
             raise ConfigError(f"{path} is not .jsonl: conversations must be JSON lines, one on each line.")

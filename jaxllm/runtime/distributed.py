@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import logging
 import os
 import re
@@ -34,6 +33,7 @@ from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.runtime.rendezvous import Answer
 from jaxllm.runtime.rendezvous_checks import too_few_gpus
 from jaxllm.stderr import flush, print_sentence
+from jaxllm.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,14 @@ def start(run: RunConfig) -> None:
     several processes it returns once all have met.
 
     Raises:
-      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; the variables of the launcher or JAXLLM_*
-        are not valid; the processes do not fit together, or not all of them come in time.
+      ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; XLA_FLAGS or the variables of the
+        launcher or JAXLLM_* are not valid; the processes do not fit together, or not all of them come in time.
     """
     global _answer
-    late_flags = xla_flags.apply(run)
     launch = launchers.find(os.environ)
+    if not has_backends():
+        xla_flags.require_known()
+    late_flags = xla_flags.apply(run)
     if has_backends():
         if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
             raise ConfigError(
@@ -98,6 +100,8 @@ def start_without_devices() -> None:
     """Sets JAX up to compile for devices that are not here: on the CPU, alone, whatever else this machine has. If JAX runs
     already, it stays as it is.
     """
+    if not has_backends():
+        xla_flags.require_known()
     xla_flags.apply(RunConfig(cpu_devices=1))
     if not has_backends():
         jax.config.update("jax_platforms", "cpu")
@@ -206,7 +210,7 @@ def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> Non
 def _verdict(here: str, different: dict[int, str]) -> str:
     if not different:
         return ""
-    mine, theirs = json.loads(here), json.loads(next(iter(different.values())))
+    mine, theirs = parse_json(here), parse_json(next(iter(different.values())))
     keys = [f"{section}.{key}" for section in mine for key in mine[section] if mine[section][key] != theirs[section].get(key)]
     return (
         f"The processes were given different configs: {' and '.join(keys)} of process{'es' if len(different) > 1 else ''} "

@@ -24,6 +24,7 @@ from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.socket_messages import connect, listen
 from jaxllm.runtime.time_limit import time_limit
 from jaxllm.stderr import print_sentence
+from jaxllm.untrusted import RefusedInput, whole_number
 
 JAX_START_S = 60
 """Limit for JAX to start on all processes once they have met: it takes about a second."""
@@ -168,8 +169,11 @@ def _boot_id() -> str:
 def _device_choice(environ: MutableMapping[str, str]) -> list[int] | None:
     """GPUs that the user chose with JAX's own variables, by CUDA's numbers; None: all that are visible."""
     chosen = environ.get("JAX_LOCAL_DEVICE_IDS") or environ.get("JAX_CUDA_VISIBLE_DEVICES") or "all"
-    numbers = [word.strip() for word in chosen.split(",")]
-    return [int(word) for word in numbers] if all(word.isdecimal() for word in numbers) else None
+    try:
+        return [whole_number(word.strip()) for word in chosen.split(",")]
+    except RefusedInput:
+        # JAX refuses it.
+        return None
 
 
 def _bypass_proxies(environ: MutableMapping[str, str], host: str) -> None:

@@ -17,12 +17,15 @@ A process may drive all GPUs of its host or some of them: the rendezvous finds o
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.runtime.supervisor import NESTED
+from jaxllm.runtime.socket_messages import MOST_PROCESSES
+from jaxllm.runtime.supervisor import MOST_ATTEMPTS, NESTED
+from jaxllm.untrusted import INT32, INT64, RefusedInput, shown, whole_number
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
 START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
@@ -33,6 +36,11 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 """Range of ports derived from a job's number: above those that Linux gives to outgoing connections (32768 to 60999)."""
 PORTS_APART = 509
 """Distance between the ports of two steps of one job. A prime, so that a step and a neighbour job's step rarely collide."""
+
+LONGEST_TEXT = 4096
+"""Limit for the name of a launch."""
+MOST_BRACKETS = 8
+"""Limit for one name in a node list; SLURM's own limit is five dims."""
 
 LAUNCHERS = {"variables": "JAXLLM_*", "slurm": "SLURM", "open mpi": "Open MPI", "kubernetes": "Kubernetes"}
 """Names for users."""
@@ -109,47 +117,46 @@ def find(environ: Mapping[str, str]) -> Launch | None:
         return None
     if missing:
         raise ConfigError(_missing_sentence(found.launcher, missing))
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(
-            f"{COORDINATOR}={coordinator} has no port: write host:port, such as host-0:29500, with the host of process 0."
-        )
-    host = host.strip("[]")
-    count, rank = _whole_number(environ, count_from, at_least=1), _whole_number(environ, id_from, at_least=0)
+    host, port = _address(coordinator)
+    count, rank = _whole_number(environ, count_from, 1, MOST_PROCESSES), _whole_number(environ, id_from, 0)
     if rank >= count:
         raise ConfigError(f"{id_from}={rank} is not below {count_from}={count}: processes are numbered from 0 to {count - 1}.")
     if found.several_hosts and is_loopback(host):
         raise ConfigError(
-            f"{COORDINATOR}={coordinator} means a different machine on each host, and {LAUNCHERS[found.launcher]} started this "
-            f"run on several: give the host of process 0 by a name that all can reach."
+            f"{COORDINATOR}={shown(coordinator)} means a different machine on each host, and {LAUNCHERS[found.launcher]} "
+            f"started this run on several: give the host of process 0 by a name that all can reach."
         )
     limit_s = _whole_number(environ, START_TIMEOUT_S, 1) if environ.get(START_TIMEOUT_S) else DEFAULT_START_TIMEOUT_S
     port_from = COORDINATOR if environ.get(COORDINATOR) else "the SLURM job's number"
     hosts = found.hosts if len(found.hosts) == count else ()
     if count == 1:
         return None
-    return Launch(found.launcher, host, int(port), count, rank, limit_s, port_from, id_from, count_from, hosts)
+    return Launch(found.launcher, host, port, count, rank, limit_s, port_from, id_from, count_from, hosts)
 
 
 def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     """The launch that this process belongs to, alone or not.
 
     Raises:
-      ConfigError: JAXLLM_ATTEMPT or JAXLLM_BEAT_FD is not a number, or JAXLLM_RESTARTS is neither yes nor no.
+      ConfigError: JAXLLM_ATTEMPT or JAXLLM_BEAT_FD is not a number, JAXLLM_RESTARTS is neither yes nor no, or JAXLLM_LAUNCH_ID
+        is too long.
     """
     found = _open_mpi(environ) or _slurm(environ) or _kubernetes(environ)
     given = any(environ.get(name) for name in REQUIRED)
-    attempt = _whole_number(environ, ATTEMPT, 0) if environ.get(ATTEMPT) else 0
-    queued_again = environ.get("SLURM_RESTART_COUNT", "")
-    if queued_again.isdecimal():
-        attempt += int(queued_again) * (NESTED if environ.get(ATTEMPT) else 1)
+    attempt = _whole_number(environ, ATTEMPT, 0, MOST_ATTEMPTS) if environ.get(ATTEMPT) else 0
+    attempt += (_number_or_none(environ, "SLURM_RESTART_COUNT") or 0) * (NESTED if environ.get(ATTEMPT) else 1)
     restarts = environ.get(RESTARTS) or "no"
     if restarts not in ("yes", "no"):
-        raise ConfigError(f"{RESTARTS}={restarts} is not valid: write yes where a supervisor restarts this run, or unset it.")
+        raise ConfigError(
+            f"{RESTARTS}={shown(restarts)} is not valid: write yes where a supervisor restarts this run, or unset it."
+        )
+    launch_id = environ.get(LAUNCH_ID) or environ.get("SLURM_JOB_ID") or None
+    if launch_id and len(launch_id) > LONGEST_TEXT:
+        raise ConfigError(f"{LAUNCH_ID}={shown(launch_id)} is not valid: give a name of at most {LONGEST_TEXT:,} characters.")
     return LaunchInfo(
         found.launcher if found else "variables" if given else "alone",
         attempt,
-        environ.get(LAUNCH_ID) or environ.get("SLURM_JOB_ID") or None,
+        launch_id,
         restarts == "yes",
         _whole_number(environ, BEAT_FD, 0) if environ.get(BEAT_FD) else None,
     )
@@ -157,31 +164,38 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
 
 def gpus_asked(environ: Mapping[str, str]) -> int | None:
     """Number of GPUs that the launcher gave to this step on this host; None where it does not tell."""
-    given = environ.get("SLURM_GPUS_ON_NODE", "") if environ.get("SLURM_STEP_ID") else ""
-    return int(given) if given.isdecimal() else None
+    return _number_or_none(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_STEP_ID") else None
 
 
 def idle_hosts(environ: Mapping[str, str]) -> int:
     """Number of hosts of a SLURM job that stay idle because srun did not start this run: it is one process, on this host."""
     if environ.get("SLURM_STEP_ID") or not environ.get("SLURM_JOB_ID") or launch_info(environ).launcher != "alone":
         return 0
-    hosts = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
-    return int(hosts) - 1 if hosts.isdecimal() else 0
+    hosts = _number_or_none(environ, "SLURM_JOB_NUM_NODES" if environ.get("SLURM_JOB_NUM_NODES") else "SLURM_NNODES")
+    return 0 if hosts is None else hosts - 1
 
 
 def expand_node_list(node_list: str) -> list[str]:
     """Hosts of SLURM's short form, in its order: h[1-3,7],gpu-[001-004]x are h1 h2 h3 h7 gpu-001x and so on.
 
     Raises:
-      ConfigError: the text is not a node list.
+      ConfigError: the text is not a node list, or has more than MOST_PROCESSES hosts.
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list)
     try:
-        if not parts or ",".join(parts) != node_list:
+        if not parts or ",".join(parts) != node_list or any(part.count("[") > MOST_BRACKETS for part in parts):
             raise ValueError
-        return [host for part in parts for host in _expand(part)]
+        hosts = list(itertools.islice((host for part in parts for host in _expand(part)), MOST_PROCESSES + 1))
     except ValueError:
-        raise ConfigError(f"The SLURM node list {node_list} cannot be read: set {COORDINATOR}=host:port instead.") from None
+        raise ConfigError(
+            f"The SLURM node list {shown(node_list)} cannot be read: set {COORDINATOR}=host:port instead."
+        ) from None
+    if len(hosts) > MOST_PROCESSES:
+        raise ConfigError(
+            f"The SLURM node list {shown(node_list)} has more than {MOST_PROCESSES:,} hosts: correct it, or set "
+            f"{COORDINATOR}=host:port instead."
+        )
+    return hosts
 
 
 def is_loopback(host: str) -> bool:
@@ -204,8 +218,9 @@ def _expand(part: str) -> Iterator[str]:
     numbers, _, after = rest.partition("]")
     for span in numbers.split(","):
         first, dash, last = span.partition("-")
-        # Leading zeros are part of the name.
-        for number in range(int(first), int(last if dash else first) + 1):
+        least = whole_number(first, 0, INT64)
+        # Leading zeros are part of the name. A span without a number would take time and give no host to count.
+        for number in range(least, whole_number(last if dash else first, least, INT64) + 1):
             for end in _expand(after):
                 yield f"{before}{number:0{len(first)}d}{end}"
 
@@ -224,13 +239,18 @@ def _slurm(environ: Mapping[str, str]) -> _LauncherVariables | None:
         return None
     count = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if environ.get(name)), NUM_PROCESSES)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    job, step = environ.get("SLURM_JOB_ID", ""), environ["SLURM_STEP_ID"]
+    job, step = _number_or_none(environ, "SLURM_JOB_ID", INT64), _number_or_none(environ, "SLURM_STEP_ID", INT64)
     # A step of one process needs no coordinator, and may run where its hosts cannot be read.
     if environ.get(count) == "1" or environ.get(NUM_PROCESSES) == "1":
         return _LauncherVariables("slurm", count, "SLURM_PROCID")
-    hosts = tuple(expand_node_list(nodes)) if nodes else ()
+    try:
+        hosts = tuple(expand_node_list(nodes)) if nodes else ()
+    except ConfigError:
+        if not environ.get(COORDINATOR):
+            raise
+        hosts = ()
     # Steps without a number, such as srun --pty's, have no small integer.
-    offset = int(job) + (int(step) * PORTS_APART if step.isdecimal() else 0) if job.isdecimal() else None
+    offset = None if job is None else job + (step or 0) * PORTS_APART
     coordinator = f"{hosts[0]}:{FIRST_PORT + offset % NUM_PORTS}" if hosts and offset is not None else ""
     return _LauncherVariables("slurm", count, "SLURM_PROCID", coordinator, hosts, len(hosts) > 1)
 
@@ -261,8 +281,39 @@ def _missing_sentence(launcher: str, missing: list[str]) -> str:
     )
 
 
-def _whole_number(environ: Mapping[str, str], name: str, at_least: int) -> int:
-    text = environ[name]
-    if not text.isdecimal() or int(text) < at_least:
-        raise ConfigError(f"{name}={text} is not valid: it should be a whole number of at least {at_least}.")
-    return int(text)
+def _address(coordinator: str) -> tuple[str, int]:
+    """Host and port."""
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    try:
+        number = whole_number(port, 1, 2**16 - 1)
+    except RefusedInput:
+        number = 0
+    if not host or not number:
+        raise ConfigError(
+            f"{COORDINATOR}={shown(coordinator)} has no port: write host:port, such as host-0:29500, with the host of "
+            f"process 0."
+        )
+    try:
+        # As the resolver does it: a part of a name has up to 63 characters.
+        is_name = len(host) < 256 and host.isprintable() and bool(host.encode("idna"))
+    except UnicodeError:
+        is_name = False
+    if not is_name:
+        raise ConfigError(f"{COORDINATOR}={shown(coordinator)} names no host: write host:port, such as host-0:29500.")
+    return host, number
+
+
+def _whole_number(environ: Mapping[str, str], name: str, at_least: int, at_most: int = INT32) -> int:
+    try:
+        return whole_number(environ[name], at_least, at_most)
+    except RefusedInput as reason:
+        raise ConfigError(f"{name}={shown(environ[name])} is not valid: {reason}.") from None
+
+
+def _number_or_none(environ: Mapping[str, str], name: str, at_most: int = INT32) -> int | None:
+    """A number that a launcher gives for information: without it there is less to say."""
+    try:
+        return whole_number(environ.get(name, ""), 0, at_most)
+    except RefusedInput:
+        return None

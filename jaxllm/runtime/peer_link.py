@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from jaxllm.config import ConfigError
 from jaxllm.runtime import exit_codes, progress
-from jaxllm.runtime.socket_messages import Reader
+from jaxllm.runtime.socket_messages import Name, Pid, Rank, Reader, Sentence, Switch
+from jaxllm.untrusted import checked
 
 MOST_NAMED = 16
 MAX_MESSAGE_BYTES = 2**16
@@ -34,25 +37,62 @@ class Member:
 class PeerStatus(NamedTuple):
     """Phase of a process, as far as process 0 knows."""
 
-    rank: int
-    host: str
+    rank: Rank
+    host: Name
     seen: progress.Snapshot
 
 
-@dataclass
+@dataclass(frozen=True)
+class Hello:
+    """The first message of a connection."""
+
+    hello: Rank
+    host: Name
+    pid: Pid
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """PeerMonitor.slowest of process 0."""
+
+    slowest: PeerStatus | None
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The sender is done: its closed connection is no loss."""
+
+
+@dataclass(frozen=True)
 class StopNotice:
     """Reason why all processes have to exit."""
 
-    sentence: str
-    code: int
-    own_error: bool = False
+    sentence: Sentence
+    code: Annotated[int, Field(strict=True, ge=1, le=255)]
+    own_error: Switch = False
     """A process reported its own error: others may be about to find the same."""
-    stuck: bool = False
+    stuck: Switch = False
     """All processes should print their stacks."""
 
     @property
     def wait_s(self) -> float:
         return GRACE_S if self.own_error else 0.0
+
+
+Message = Hello | progress.Snapshot | Slowest | Bye | StopNotice
+
+
+def parse(message: dict[str, Any]) -> Message | None:
+    """A message by its first key; None if its kind is not known.
+
+    Raises:
+      RefusedInput: its kind is known, but it holds something else.
+    """
+    kinds: dict[str, type[Message]] = {"hello": Hello, "phase": progress.Snapshot, "slowest": Slowest, "bye": Bye}
+    kind = next((kind for key, kind in kinds.items() if key in message), None)
+    if kind is None and "notice" in message:
+        return checked(message["notice"], StopNotice)
+    return None if kind is None else checked(message, kind)
 
 
 @dataclass
@@ -68,6 +108,9 @@ class Link:
     """The other end said goodbye or announced its failure: its silence is no loss."""
 
     def send(self, **message: Any) -> None:
+        if self.rank is None:
+            # A stranger is told nothing.
+            return
         # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jaxllm.runtime import exit_codes, progress
-from jaxllm.runtime.peer_link import GRACE_S, Link, Member, PeerStatus, StopNotice, connect, listed
+from jaxllm.runtime import exit_codes, peer_link, progress
+from jaxllm.runtime.peer_link import GRACE_S, Bye, Hello, Link, Member, PeerStatus, Slowest, StopNotice, connect, listed
 from jaxllm.runtime.socket_messages import STRANGERS
 from jaxllm.stderr import flush, print_sentence
 
@@ -246,10 +246,7 @@ class PeerMonitor:
             return
         others = [one for one in self._statuses() if one.seen.phase != "step"]
         self._slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
-        status = None
-        if slowest is not None:
-            seen = slowest.seen
-            status = [slowest.rank, slowest.host, seen.phase, seen.step, round(seen.seconds, 1)]
+        status = None if slowest is None else [slowest.rank, slowest.host, asdict(slowest.seen)]
         for link in list(self._links):
             link.send(slowest=status)
 
@@ -275,22 +272,24 @@ class PeerMonitor:
             self._listener.close()
 
     def _read(self, link: Link) -> None:
+        messages = link.reader.receive(link.socket)
+        if messages is None:
+            return self._closed(link)
+        link.heard_s = time.monotonic()
         try:
-            messages = link.reader.receive(link.socket)
-            if messages is None:
-                self._closed(link)
-                return
-            link.heard_s = time.monotonic()
             for message in messages:
-                self._handle(link, message)
-        except (ValueError, LookupError, TypeError, AttributeError):
+                self._handle(link, peer_link.parse(message))
+        except ValueError:
             # Not a jaxllm peer of this run: a port scanner, or another run.
             self._closed(link)
 
-    def _handle(self, link: Link, message: dict[str, Any]) -> None:
+    def _handle(self, link: Link, message: peer_link.Message | None) -> None:
+        """Raises ValueError if this run has no such process."""
         if link.rank is None:
-            member = self._members[message["hello"]]
-            if (member.host, member.pid) != (message["host"], message["pid"]):
+            if not isinstance(message, Hello) or not 0 < message.hello < len(self._members):
+                raise ValueError("not a peer")
+            member = self._members[message.hello]
+            if (member.host, member.pid) != (message.host, message.pid):
                 raise ValueError("another run's")
             link.rank = member.rank
             self._connected.add(member.rank)
@@ -298,18 +297,16 @@ class PeerMonitor:
                 self._stop_listening()
                 for stranger in [other for other in self._links if other.rank is None]:
                     self._drop(stranger)
-        elif "phase" in message:
+        elif isinstance(message, progress.Snapshot):
             with self._lock:
-                self._seen[link.rank] = progress.Snapshot(message["phase"], message["step"], message["seconds"])
-        elif "slowest" in message:
-            status = message["slowest"]
-            self._slowest = PeerStatus(status[0], status[1], progress.Snapshot(*status[2:])) if status else None
-        elif "bye" in message:
+                self._seen[link.rank] = message
+        elif isinstance(message, Slowest):
+            self._slowest = message.slowest
+        elif isinstance(message, Bye):
             link.excused = True
-        elif "notice" in message:
-            notice = StopNotice(**message["notice"])
-            link.excused = link.excused or notice.own_error or notice.stuck or link.rank == 0
-            self._receive_notice(notice, but=link)
+        elif isinstance(message, StopNotice):
+            link.excused = link.excused or message.own_error or message.stuck or link.rank == 0
+            self._receive_notice(message, but=link)
 
     def _closed(self, link: Link) -> None:
         if link.rank is not None and not link.excused:

@@ -19,7 +19,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from pydantic import Field
+
+from jaxllm.untrusted import INT32, Whole
 
 Phase = Literal["start", "meet", "compile", "data", "step", "evaluate", "save", "finish"]
 """meet: wait for the other processes to start, which has its own time limit."""
@@ -28,10 +32,10 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True)
 class Snapshot:
-    phase: str
-    step: int
+    phase: Phase
+    step: Whole
     """Steps started, over the whole run; 0 before the first."""
-    seconds: float
+    seconds: Annotated[float, Field(strict=True, ge=0, le=INT32, allow_inf_nan=False)]
     """Time since the phase began. It restarts at 0 with each step, and when an inner phase ends."""
 
     def __str__(self) -> str:
@@ -54,7 +58,8 @@ class StepTime(NamedTuple):
 
 KEPT_STEPS = 50
 _lock = threading.Lock()
-_phase, _step, _since_s = "start", 0, time.monotonic()
+_phase: Phase = "start"
+_step, _since_s = 0, time.monotonic()
 _spent_s = {"step": 0.0, "data": 0.0, "wait": 0.0}
 """Since the last at_step. A step waits for its batch before it starts."""
 _total_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -140,7 +145,7 @@ def show_stacks() -> None:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
 
-def _enter(name: str) -> str:
+def _enter(name: Phase) -> Phase:
     """Enters a phase and returns the previous one."""
     global _phase
     with _lock:

@@ -9,7 +9,8 @@ frees the port for JAX and releases them. Every process that came learns of any 
     process 0      serve(open_port(launch, info), info, launch, monitor_port)  -> Answer
     the others     join(info, launch)                                          -> Answer
 
-A message is one line: MAGIC and a JSON object. This module uses the standard library only, no JAX.
+A message is one line: MAGIC and a JSON object, typed by ProcessInfo on the way to process 0 and by _Reply on the way back. This
+module uses no JAX.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.runtime.launchers import COORDINATOR, Launch, is_loopback
@@ -35,7 +38,8 @@ from jaxllm.runtime.rendezvous_checks import (
     why_incompatible,
     why_rejected,
 )
-from jaxllm.runtime.socket_messages import STRANGERS, Reader, connect, listen
+from jaxllm.runtime.socket_messages import STRANGERS, Name, Pid, Rank, Reader, Seconds, Sentence, Switch, connect, listen
+from jaxllm.untrusted import checked
 
 MAGIC = "jaxllm roll call "
 MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
@@ -51,6 +55,8 @@ FIRST_REPLY_S = 15.0
 """Limit for process 0's first reply. Another holder of its port, such as an earlier run about to end, may accept a connection
 and send nothing."""
 SLOWEST_RETRY_S = 1.0
+LONGEST_WAIT_S = 10**6
+"""Limit for one wait on a socket: Python takes no more than 2**31 milliseconds."""
 
 
 class RendezvousError(ConfigError):
@@ -77,6 +83,31 @@ class Answer:
     """Indices of the visible GPUs that this process shall drive; None: all."""
     address: str = ""
     """Process 0's address, as this process reached it. Not sent."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is the same for all processes."""
+
+    members: list[tuple[Name, Pid]]
+    monitor_port: Annotated[int, Field(strict=True, gt=0, lt=2**16)]
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What process 0 sends: one of these at a time."""
+
+    wait_s: Seconds | None = None
+    """Time until its own limit."""
+    other: Sentence | None = None
+    """It belongs to another launch."""
+    refused: Sentence | None = None
+    missing: Switch = False
+    """With `refused`: a restart may help."""
+    all: _Run | None = None
+    devices: list[Rank] | None = None
+    """With `all`: Answer.devices."""
+    start: Switch = False
 
 
 # ----------------------------------------------------------------------------------------------------------------- process 0
@@ -313,32 +344,31 @@ def join(own: ProcessInfo, launch: Launch) -> Answer:
 def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> Answer:
     connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
     answer, reader = None, Reader(MAX_ANSWER_BYTES, MAGIC)
-    messages = _next(connection, reader, min(until_s, time.monotonic() + FIRST_REPLY_S))
+    replies = _next(connection, reader, min(until_s, time.monotonic() + FIRST_REPLY_S))
     while True:
-        message = messages.pop(0)
-        if "wait_s" in message:
+        reply = replies.pop(0)
+        if reply.wait_s is not None:
             # Process 0 may have been started later, and then waits longer.
-            until_s = max(until_s, time.monotonic() + float(message["wait_s"]) + 2 * GRACE_S)
-        elif "other" in message:
-            raise _AnotherLaunch(message["other"])
-        elif "refused" in message:
-            raise (RendezvousError if message.get("missing") else ConfigError)(message["refused"])
-        elif "all" in message:
-            same = message["all"]
-            members = [(name, pid) for name, pid in same["members"]]
-            address = connection.getpeername()[0]
-            answer = Answer(members, same["monitor_port"], message["devices"], address)
+            until_s = max(until_s, time.monotonic() + reply.wait_s + 2 * GRACE_S)
+        elif reply.other is not None:
+            raise _AnotherLaunch(reply.other)
+        elif reply.refused is not None:
+            raise (RendezvousError if reply.missing else ConfigError)(reply.refused)
+        elif reply.all is not None:
+            if len(reply.all.members) != own.count:
+                raise _NotReady("something else answers there")
+            answer = Answer(reply.all.members, reply.all.monitor_port, reply.devices, connection.getpeername()[0])
             connection.sendall(f'{MAGIC}{{"ready": true}}\n'.encode())
-        elif "start" in message and answer is not None:
+        elif reply.start and answer is not None:
             return answer
-        messages = messages or _next(connection, reader, until_s)
+        replies = replies or _next(connection, reader, until_s)
 
 
-def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[dict[str, Any]]:
-    """The next message, and those that came with it; raises OSError or _NotReady if there is none."""
-    messages: list[dict[str, Any]] = []
-    while not messages:
-        connection.settimeout(max(until_s - time.monotonic(), 0.1))
+def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[_Reply]:
+    """The next reply, and those that came with it; raises OSError or _NotReady if there is none."""
+    replies: list[_Reply] = []
+    while not replies:
+        connection.settimeout(min(max(until_s - time.monotonic(), 0.1), LONGEST_WAIT_S))
         try:
             received = connection.recv(65536)
         except TimeoutError:
@@ -346,10 +376,10 @@ def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[dic
         if not received:
             raise _NotReady("it closed the connection")
         try:
-            messages = reader.read(received)
+            replies = [checked(message, _Reply) for message in reader.read(received)]
         except ValueError:
             raise _NotReady("something else answers there") from None
-    return messages
+    return replies
 
 
 def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:

@@ -13,39 +13,46 @@ import itertools
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch, is_loopback
+from jaxllm.runtime.socket_messages import MOST_PROCESSES, Name, Pid, Rank, Switch
+from jaxllm.untrusted import RefusedInput, Text, Whole, checked, shown
 
 MOST_NAMED = 8
 """Maximum number of hosts or rank ranges in one sentence."""
 
 
+Flag = Annotated[str, Field(strict=True)]
+
+
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Description that a process sends of itself."""
+    """Description that a process sends of itself. A message has MAX_INFO_BYTES at most, and with it each list."""
 
-    rank: int
-    count: int
+    rank: Rank
+    count: Annotated[int, Field(strict=True, ge=1, le=MOST_PROCESSES)]
     """World size that its launcher gave it."""
-    host: str
-    machine: str
+    host: Name
+    machine: Text
     """Identity of the host. Different hosts may share a name."""
-    pid: int
-    versions: dict[str, str]
+    pid: Pid
+    versions: dict[Name, Name]
     """Version of each package, for messages."""
-    flags: list[str]
+    flags: list[Flag]
     """XLA flags that change the compiled program."""
-    launch_id: str | None = None
-    attempt: int = 0
-    cpu: bool = False
+    launch_id: Text | None = None
+    attempt: Whole = 0
+    cpu: Switch = False
     """The run asks for the CPU."""
-    gpus: list[str] | None = None
+    gpus: list[Name] | None = None
     """UUIDs of the GPUs that this process sees, in CUDA's order; None: the driver could not be asked."""
-    gpus_asked: int | None = None
+    gpus_asked: Whole | None = None
     """GPUs that the launcher gave to this run on this host; None where it does not tell."""
-    host_address: str = ""
+    host_address: Name = ""
     """Address of the host's own name, resolved on that host; empty if it does not resolve."""
 
     def __str__(self) -> str:
@@ -59,11 +66,10 @@ class ProcessInfo:
 def parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:
     """The description in a message, also of another version of jaxllm: versions are compared first. None if there is none."""
     try:
-        info = ProcessInfo(**{field.name: message[field.name] for field in fields(ProcessInfo) if field.name in message})
-        is_one = isinstance(info.versions, dict) and isinstance(info.flags, list) and 0 <= info.rank < info.count
-    except TypeError:
+        info = checked(message, ProcessInfo)
+    except RefusedInput:
         return None
-    return info if is_one else None
+    return info if info.rank < info.count else None
 
 
 def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:
@@ -90,7 +96,8 @@ def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicat
         )
     if sorted(info.flags) != sorted(first.flags):
         ours, theirs = set(first.flags), set(info.flags)
-        only = [f"{flag} only for {info.rank}" for flag in theirs - ours] + [f"{flag} only for 0" for flag in ours - theirs]
+        only = [f"{shown(flag, 200)} only for {info.rank}" for flag in theirs - ours]
+        only += [f"{shown(flag, 200)} only for 0" for flag in ours - theirs]
         return (
             f"{info.title} has other XLA_FLAGS than {first} ({_some(sorted(only)) or 'some are given twice'}): export the same "
             f"on all hosts."

@@ -1,12 +1,28 @@
-"""TCP connections between processes, and the messages on them: JSON objects, one per line. Standard library only."""
+"""TCP connections between processes, and the messages on them: JSON objects, one per line, bounded and typed (untrusted.py)."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from jaxllm.untrusted import INT32, parse_json, shown
+
+MOST_PROCESSES = 2**17
+"""Limit for one run."""
+MAX_SENTENCE = 4000
+
+Name = Annotated[str, Field(strict=True, max_length=256), AfterValidator(lambda text: shown(text, 256))]
+"""A host, a GPU or a version. Its control characters are escaped: it is printed."""
+Sentence = Annotated[str, Field(strict=True), AfterValidator(lambda text: shown(text, MAX_SENTENCE))]
+"""A message for a person, cut and escaped likewise."""
+Switch = Annotated[bool, Field(strict=True)]
+Rank = Annotated[int, Field(strict=True, ge=0, lt=MOST_PROCESSES)]
+Pid = Annotated[int, Field(strict=True, ge=0, le=INT32)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=INT32, allow_inf_nan=False)]
 
 STRANGERS = 64
 """Connections that a port holds beside those of the run's processes: beyond them, the oldest that has not said who it is makes
@@ -46,10 +62,9 @@ class Reader:
         return [self._parsed(line) for line in lines]
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
-        try:
-            message = json.loads(line.removeprefix(self._prefix)) if line.startswith(self._prefix) else None
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+        if not line.startswith(self._prefix):
+            raise ValueError("not a message")
+        message = parse_json(line.removeprefix(self._prefix), self._longest_bytes)
         if not isinstance(message, dict):
             raise ValueError("not a message")
         return message

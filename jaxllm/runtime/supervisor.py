@@ -42,6 +42,8 @@ ONE_OF_SEVERAL = ("SLURM_JOB_ID", "JAXLLM_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "
 NESTED = 1000
 """A supervisor inside another counts its attempts from this number times the outer attempt: attempts of one launch only
 increase."""
+MOST_ATTEMPTS = 10**15
+"""Limit for JAXLLM_ATTEMPT, so that no sum of attempts exceeds 64 bits."""
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,
@@ -72,11 +74,19 @@ class Limits:
 
 
 def environment(outer: Mapping[str, str], limits: Limits) -> dict[str, str]:
-    """Environment of COMMAND in its first attempt: ours, and the variables of this launch."""
+    """Environment of COMMAND in its first attempt: ours, and the variables of this launch.
+
+    Raises:
+      ValueError: JAXLLM_ATTEMPT is not valid.
+    """
     inner = dict(outer)
     if limits.restarts:
-        attempt = int(outer.get("JAXLLM_ATTEMPT") or 0)
-        inner |= {"JAXLLM_RESTARTS": "yes", "JAXLLM_ATTEMPT": str(attempt * NESTED)}
+        attempt, most = outer.get("JAXLLM_ATTEMPT") or "0", MOST_ATTEMPTS // NESTED
+        # Not by jaxllm.untrusted: its imports would triple this process's time to start, and double its memory.
+        if not (attempt.isascii() and attempt.isdecimal() and len(attempt) <= 20 and int(attempt) <= most):
+            wish = f"it should be a whole number from 0 to {most:,}, as an outer supervisor sets it; unset it otherwise"
+            raise ValueError(f"JAXLLM_ATTEMPT={attempt[:80]!a} is not valid: {wish}")
+        inner |= {"JAXLLM_RESTARTS": "yes", "JAXLLM_ATTEMPT": str(int(attempt) * NESTED)}
     if not any(outer.get(name) for name in ("JAXLLM_LAUNCH_ID", *ONE_OF_SEVERAL)):
         # Each of several supervisors would choose another name, and processes of two launches do not meet.
         inner["JAXLLM_LAUNCH_ID"] = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns() // 10**6}"
@@ -346,7 +356,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not command:
         parser.error(f"there is no command; write {usage}")
     follow = options.pop("follow")
-    return Supervisor(command, Limits(**options), follow).run()
+    try:
+        supervisor = Supervisor(command, Limits(**options), follow)
+    except ValueError as error:
+        parser.error(str(error))
+    return supervisor.run()
 
 
 if __name__ == "__main__":

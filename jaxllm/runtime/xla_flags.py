@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import mmap
 import os
 import re
-import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,10 @@ from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.parameters import layer_parameters
+from jaxllm.runtime import flag_names
 from jaxllm.runtime.cpus import available_cpus
+from jaxllm.runtime.flag_names import is_known
+from jaxllm.untrusted import RefusedInput, whole_number
 
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 MEMORY_VARIABLES = (
@@ -227,7 +229,7 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
     asked = optional_gpu_options(config)
     options = options | asked
-    given = set(_given_names())
+    given = set(flag_names.names(given_flags()))
     accepted, lacking = {}, []
     for name, value in options.items():
         ways = (name, value), RENAMED_GPU_OPTIONS.get(name, (name, value))
@@ -268,6 +270,9 @@ def _may_fit(config: Config, device: jax.Device, capacity_bytes: int | None) -> 
 def apply(run: RunConfig) -> list[str]:
     """Adds this run's flags to XLA_FLAGS, and to the environment the share of a GPU's memory that XLA may take; returns what
     was added. The user's settings take precedence. Once JAX has started a device, they have no effect.
+
+    Raises:
+      ConfigError: the number of CPU devices in XLA_FLAGS is none.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
     variables = {}
@@ -275,14 +280,14 @@ def apply(run: RunConfig) -> list[str]:
         for_kind, variables = gpu_presets(kinds)
         flags |= for_kind
     given = given_flags()
-    cpu_devices = run.cpu_devices or _forced_cpu_devices(given)
+    cpu_devices = run.cpu_devices or flag_names.forced_cpu_devices(given)
     if cpu_devices is not None:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
         # A parent process with fewer devices may have set it to less.
-        if not os.environ.get(CPU_THREADS, "").isdecimal() or int(os.environ[CPU_THREADS]) <= cpu_devices:
+        if not _is_above(os.environ.get(CPU_THREADS, ""), cpu_devices):
             os.environ.pop(CPU_THREADS, None)
             variables[CPU_THREADS] = str(max(cpu_devices, available_cpus()) + 1)
-    names = _given_names()
+    names = flag_names.names(given)
     added = [f"--{name}={value}" for name, value in flags.items() if name not in names and is_known(name)]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
@@ -294,6 +299,12 @@ def apply(run: RunConfig) -> list[str]:
             os.environ[name] = value
             added.append(f"{name}={value}")
     return added
+
+
+def _is_above(text: str, number: int) -> bool:
+    with suppress(RefusedInput):
+        return whole_number(text) > number
+    return False
 
 
 def gpu_presets(kinds: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
@@ -325,22 +336,12 @@ def environment() -> dict[str, str]:
 
 def unknown_flags() -> list[str]:
     """Names in XLA_FLAGS that the installed jaxlib does not have: the first use of a device would end the process."""
-    return [name for name in _given_names() if not is_known(name)]
+    return flag_names.unknown(given_flags())
 
 
-def _given_names() -> list[str]:
-    """Names of the flags in XLA_FLAGS, without dashes, each once."""
-    try:
-        words = shlex.split(given_flags())
-    except ValueError:
-        words = given_flags().split()
-    # A word without dashes is the name of a file that contains flags.
-    return list(dict.fromkeys(word[2:].partition("=")[0] for word in words if word.startswith("--")))
-
-
-def _forced_cpu_devices(flags: str) -> int | None:
-    given = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
-    return int(given[-1]) if given else None
+def require_known() -> None:
+    """Raises ConfigError if XLA would abort this process at XLA_FLAGS, or read only some of them."""
+    flag_names.require_known(given_flags())
 
 
 def given_flags() -> str:
@@ -367,15 +368,3 @@ def is_accepted(option: str, value: Any) -> bool:
             raise
         return False
     return True
-
-
-@functools.cache
-def is_known(flag: str) -> bool:
-    """Whether the installed jaxlib has this flag of XLA_FLAGS. XLA aborts the process at an unknown one, and reads flags when
-    JAX starts, so this searches its libraries for the name (0.1 s).
-    """
-    for library in Path(jaxlib.__file__).parent.glob("*.so"):
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(flag.encode() + b"\0") != -1:
-                return True
-    return False

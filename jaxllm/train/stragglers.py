@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.runtime import distributed, progress
+from jaxllm.untrusted import checked, parse_json
 
 LOOK_EVERY_S = 60.0
 AGAIN_S = 600.0
@@ -74,7 +75,7 @@ class Stragglers:
             self._board.put(str(jax.process_index()), json.dumps(mine))
         if not distributed.is_main_process():
             return
-        found = {int(rank): Times(*json.loads(text)) for rank, text in self._board.read().items()}
+        found = {int(rank): checked(parse_json(text), Times) for rank, text in self._board.read().items()}
         for rank, sentence in straggler_sentences(found).items():
             if now_s - self._reported_s.get(rank, -AGAIN_S) >= AGAIN_S:
                 self._reported_s[rank] = now_s

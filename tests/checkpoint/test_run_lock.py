@@ -161,10 +161,45 @@ def test_a_lock_file_of_an_earlier_version_is_understood(tmp_path):
     assert holder(tmp_path) == ELSEWHERE
 
 
-def test_an_unreadable_file_is_replaced_after_a_while(launch, quick, tmp_path):
-    (tmp_path / ".holder.json").write_text("")
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "7",
+        "[" * 30_000,
+        '{"a":' * 10_000,
+        json.dumps(vars(ELSEWHERE) | {"born": "99", "pid": "1\0"}),
+        json.dumps(vars(ELSEWHERE) | {"born": "99", "pid": -1}),
+        json.dumps(vars(ELSEWHERE) | {"born": "99", "pid": 10**30}),
+        json.dumps(vars(ELSEWHERE) | {"born": "99", "attempt": "many"}),
+        json.dumps(vars(ELSEWHERE) | {"born": None}),
+        json.dumps(vars(ELSEWHERE) | {"born": "99", "host": "h" * 100_000}),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_file_that_is_no_holder_s_is_replaced_after_a_while(launch, quick, tmp_path, content):
+    (tmp_path / ".holder.json").write_text(content)
+    assert holder(tmp_path) is None
     with closing_lock(RunDirLock.take(tmp_path)):
         assert holder(tmp_path).pid == os.getpid()
+
+
+def test_a_pipe_in_the_place_of_the_file_is_replaced_after_a_while(launch, quick, tmp_path):
+    os.mkfifo(tmp_path / ".holder.json")
+    with closing_lock(RunDirLock.take(tmp_path)):
+        assert holder(tmp_path).pid == os.getpid()
+
+
+def test_a_link_to_nothing_is_refused(launch, tmp_path):
+    (tmp_path / ".holder.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"\.holder\.json is a link to a file that does not exist: remove it\.$"):
+        RunDirLock.take(tmp_path)
+
+
+def test_control_characters_of_a_holder_are_not_printed(tmp_path):
+    put(tmp_path, replace(ELSEWHERE, host="h1\x1b[2J"))
+    assert holder(tmp_path).name == r"pid 1234 on h1\x1b[2J"
 
 
 def test_a_holder_elsewhere_that_beats_refuses(launch, quick, tmp_path):

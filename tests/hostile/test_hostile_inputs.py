@@ -5,6 +5,7 @@ import hostile_configs
 import hostile_data
 import hostile_models
 import hostile_runs
+import hostile_runtime
 import pytest
 from hostile import Case, run
 
@@ -14,6 +15,7 @@ CASES = [
     *hostile_data.CASES,
     *hostile_models.CASES,
     *hostile_runs.CASES,
+    *hostile_runtime.CASES,
 ]
 
 

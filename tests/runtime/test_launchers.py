@@ -1,5 +1,7 @@
 """Values that launchers set in the environment, and messages for values that are not valid."""
 
+import time
+
 import pytest
 
 from jaxllm.config import ConfigError
@@ -105,10 +107,33 @@ def test_lists_of_nodes(node_list, hosts):
     assert expand_node_list(node_list) == hosts.split()
 
 
-@pytest.mark.parametrize("node_list", ["", "h[1-", "h]1", "h[]", "h[a-b]", "a,,b", "h[1-2]]"])
+UNREADABLE = ["", "h[1-", "h]1", "h[]", "h[a-b]", "a,,b", "h[1-2]]", "h[2-1]", "h[1-999999999]n[2-1]", f"h[{'0' * 5000}]"]
+
+
+@pytest.mark.parametrize("node_list", [*UNREADABLE, "h" + "[1]" * 30_000], ids=lambda text: text[:30])
 def test_invalid_lists_of_nodes(node_list):
     with pytest.raises(ConfigError, match="cannot be read: set JAXLLM_COORDINATOR=host:port instead"):
         expand_node_list(node_list)
+
+
+@pytest.mark.parametrize("node_list", ["h[1-999999999]", "h[0-999]" + "[0-9]" * 6, ",".join(["h[1-70000]"] * 2)])
+def test_lists_of_too_many_nodes_are_not_expanded(node_list):
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match="has more than 131,072 hosts: correct it, or set JAXLLM_COORDINATOR=host:port"):
+        expand_node_list(node_list)
+    assert time.monotonic() - began_s < 5
+
+
+def test_a_list_of_nodes_that_cannot_be_read_does_not_matter_where_the_coordinator_is_given():
+    assert find(SLURM | COORDINATOR | {"SLURM_STEP_NODELIST": "h[1-999999999]"}).address == "h0:29500"
+
+
+def test_numbers_that_are_none_say_nothing():
+    """They are for information."""
+    for text in ("9" * 5000, "-1", "many", "٣"):
+        assert gpus_asked(SLURM | {"SLURM_GPUS_ON_NODE": text}) is None
+        assert idle_hosts({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": text}) == 0
+        assert launch_info(SLURM | {"SLURM_RESTART_COUNT": text}).attempt == 0
 
 
 def test_gpus_asked():
@@ -143,6 +168,16 @@ def test_loopback(host, loopback):
         (without(OURS, "JAXLLM_COORDINATOR"), "JAXLLM_NUM_PROCESSES and JAXLLM_PROCESS_ID are set, but not JAXLLM_COORDINATOR"),
         (OURS | {"JAXLLM_COORDINATOR": "h0"}, "JAXLLM_COORDINATOR=h0 has no port: write host:port"),
         (OURS | {"JAXLLM_COORDINATOR": "h0:70000"}, "JAXLLM_COORDINATOR=h0:70000 has no port"),
+        (OURS | {"JAXLLM_COORDINATOR": "h0:" + "9" * 5000}, "has no port: write host:port"),
+        (OURS | {"JAXLLM_COORDINATOR": "h" * 5000 + ":29500"}, "names no host: write host:port"),
+        (OURS | {"JAXLLM_COORDINATOR": "h..0:29500"}, "JAXLLM_COORDINATOR=h..0:29500 names no host: write host:port"),
+        (OURS | {"JAXLLM_COORDINATOR": "h\x1b0:29500"}, r"JAXLLM_COORDINATOR=h\x1b0:29500 names no host"),
+        (
+            OURS | {"JAXLLM_NUM_PROCESSES": "131073"},
+            "JAXLLM_NUM_PROCESSES=131073 is not valid: it should be a whole number from 1 to",
+        ),
+        (OURS | {"JAXLLM_NUM_PROCESSES": "9" * 5000}, "is not valid: it should be a whole number from 1 to 131,072."),
+        (OURS | {"JAXLLM_PROCESS_ID": "-1"}, "JAXLLM_PROCESS_ID=-1 is not valid: it should be a whole number of at least 0."),
         (OURS | {"JAXLLM_PROCESS_ID": "3"}, "JAXLLM_PROCESS_ID=3 is not below JAXLLM_NUM_PROCESSES=3: processes are numbered"),
         (OURS | {"JAXLLM_START_TIMEOUT_S": "soon"}, "JAXLLM_START_TIMEOUT_S=soon is not valid"),
         (MPI, "Open MPI does not tell where process 0 is: start with launch/mpi.sh, or give mpirun -x JAXLLM_COORDINATOR="),
@@ -195,8 +230,23 @@ def test_attempts_grow_where_a_supervisor_runs_in_a_slurm_job():
     assert attempts == sorted(set(attempts))
 
 
-@pytest.mark.parametrize("wrong", [{"JAXLLM_ATTEMPT": "x"}, {"JAXLLM_BEAT_FD": "-1"}, {"JAXLLM_RESTARTS": "perhaps"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"JAXLLM_ATTEMPT": "x"},
+        {"JAXLLM_ATTEMPT": str(10**16)},
+        {"JAXLLM_BEAT_FD": "-1"},
+        {"JAXLLM_BEAT_FD": "99999999999999999999"},
+        {"JAXLLM_RESTARTS": "perhaps"},
+    ],
+    ids=str,
+)
 def test_invalid_launch_info(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ConfigError, match=f"{name}={value} is not valid"):
         launch_info(wrong)
+
+
+def test_a_launch_of_an_endless_name_is_refused():
+    with pytest.raises(ConfigError, match=r"^JAXLLM_LAUNCH_ID=xxx.* is not valid: give a name of at most 4,096 characters\.$"):
+        launch_info({"JAXLLM_LAUNCH_ID": "x" * 100_000})

@@ -236,7 +236,7 @@ def test_processes_take_up_the_checkpoint_of_one(recipe, tmp_path):
         ((None, "2", "0"), "JAXLLM_NUM_PROCESSES and JAXLLM_PROCESS_ID are set, but not JAXLLM_COORDINATOR: set all of"),
         (("host", "2", "0"), "JAXLLM_COORDINATOR=host has no port: write host:port"),
         (("host:http", "2", "0"), "JAXLLM_COORDINATOR=host:http has no port"),
-        (("host:29500", "two", "0"), "JAXLLM_NUM_PROCESSES=two is not valid: it should be a whole number of at least 1"),
+        (("host:29500", "two", "0"), "JAXLLM_NUM_PROCESSES=two is not valid: it should be a whole number from 1 to 131,072"),
         (("host:29500", "0", "0"), "JAXLLM_NUM_PROCESSES=0 is not valid"),
         (("host:29500", "2", "-1"), "JAXLLM_PROCESS_ID=-1 is not valid: it should be a whole number of at least 0"),
         (

@@ -165,7 +165,10 @@ def test_a_graceful_close_is_not_a_loss(run):
 def test_other_programs_are_ignored(run):
     ends = run(3, missing=(2,))
     hello = b'{"hello": 1, "host": "h1", "pid": 7}\n'
-    words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", hello, b'{"hello": 9}\n', b"x" * 70_000, b"[" * 2000 + b"\n")
+    own = b'{"hello": 0, "host": "h0", "pid": 100}\n'
+    negative = b'{"hello": -1, "host": "h2", "pid": 102}\n'
+    deep = (b"[" * 60_000 + b"\n", b'{"a":' * 10_000 + b"\n")
+    words = (b"GET / HTTP/1.1\r\n\r\n", b"7\n", hello, b'{"hello": 9}\n', b"x" * 70_000, own, negative, *deep)
     for word in words:
         with socket.create_connection(run.address) as stranger:
             # The monitor closes the connection; otherwise this runs into the time limit.
@@ -176,6 +179,51 @@ def test_other_programs_are_ignored(run):
                     pass
     until(lambda: len(ends[0].monitor._links) == 1, "all strangers are gone")
     assert not any(end.said or end.codes for end in ends.values())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"hello": "1", "host": "h1", "pid": 101},
+        {"hello": 1, "host": "h1"},
+        {"phase": "step", "step": "12", "seconds": 0.1},
+        {"phase": "step", "step": 12, "seconds": None},
+        {"phase": "step", "step": 12, "seconds": 1e300},
+        {"phase": "asleep", "step": 12, "seconds": 0.1},
+        {"phase": ["step"], "step": 12, "seconds": 0.1},
+        {"phase": "step", "step": 10**30, "seconds": 0.1},
+        {"slowest": [1, "h1"]},
+        {"slowest": ["1", "h1", {"phase": "save", "step": 11, "seconds": 4.0}]},
+        {"slowest": 5},
+        {"notice": "end"},
+        {"notice": {"sentence": "the end", "code": 0}},
+        {"notice": {"sentence": "the end", "code": 10**6}},
+        {"notice": {"sentence": ["the end"], "code": 2}},
+    ],
+    ids=str,
+)
+def test_a_message_of_other_types_is_none(message):
+    with pytest.raises(ValueError, match=r" should be | should match | has no "):
+        peer_link.parse(message)
+
+
+def test_garbage_of_a_process_is_its_loss(run):
+    ends = run(3, missing=(2,))
+    run.play(2, phase="step", step=[12], seconds="long")
+    assert ends[1].ended()[0].startswith("process 2 on h2 is lost (its connection closed): it was killed or crashed")
+
+
+def test_a_notice_is_one_printable_line(run):
+    ends = run(2, missing=(1,))
+    run.play(1, notice={"sentence": "no\x1b[2J\n" + "x" * 60_000, "code": 2, "own_error": False, "stuck": False})
+    sentence, code = ends[0].ended()
+    assert sentence.startswith(r"no\x1b[2J\nxxx")
+    assert len(sentence) < 5000
+    assert code == 2
+
+
+def test_a_message_of_an_unknown_kind_is_ignored():
+    assert peer_link.parse({"news": 1}) is None
 
 
 def test_strangers_do_not_use_up_descriptors(run):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -131,7 +132,7 @@ def test_other_programs_at_the_port_disturb_nothing(launch):
         browser.sendall(b"GET / HTTP/1.1\r\nHost: h0\r\n\r\n")
         assert browser.recv(100) == b""
         odd = [vars(call(1)) | change for change in ({"versions": 1}, {"flags": None}, {"rank": "1"}, {"rank": -2})]
-        for content in ("[" * 2000, "[]", *map(json.dumps, odd)):
+        for content in ("[" * 60_000, '{"a":' * 10_000, "[]", '{"rank": NaN}', *map(json.dumps, odd)):
             with socket.create_connection(("127.0.0.1", place.port)) as stray:
                 stray.sendall(f"{MAGIC}{content}\n".encode())
                 assert stray.recv(100) == b""
@@ -141,6 +142,88 @@ def test_other_programs_at_the_port_disturb_nothing(launch):
         assert zero.result(timeout=30).members == others[0].result(timeout=30).members
         for stray in many:
             stray.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 3},
+        {"rank": -1},
+        {"rank": "1"},
+        {"rank": True},
+        {"rank": 1.0},
+        {"rank": [1]},
+        {"rank": 10**30},
+        {"count": 10**9},
+        {"count": 0, "rank": 0},
+        {"host": 5},
+        {"host": "h" * 300},
+        {"host": "\ud800"},
+        {"machine": None},
+        {"pid": 10**12},
+        {"versions": ["0.1.0"]},
+        {"versions": {"jaxllm": 5}},
+        {"flags": [5, "--xla_a=1"]},
+        {"flags": "--xla_a=1"},
+        {"launch_id": 7},
+        {"attempt": -1},
+        {"cpu": "yes"},
+        {"gpus": [0, 1]},
+        {"gpus_asked": 1e300},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_description_of_other_types_is_none(change):
+    assert parse_process_info(json.loads(json.dumps(vars(call(1)) | change))) is None
+
+
+def test_control_characters_of_a_description_are_not_printed():
+    message = vars(call(1)) | {"host": "h1\x1b[2J", "versions": {"jaxllm": "\x1b[31mred\n", "JAX": "9"}}
+    sentence = why_rejected(parse_process_info(message), call(0), Launch("variables", "h", 1, 3, 0), None)
+    assert sentence.startswith(r"Process 1 on h1\x1b[2J has jaxllm \x1b[31mred\n and JAX 9, process 0")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '{"wait_s": "soon"}',
+        '{"wait_s": 1e300}',
+        '{"wait_s": -1}',
+        '{"wait_s": NaN}',
+        '{"refused": 5}',
+        '{"other": ["x"]}',
+        '{"all": {"members": [["h0", 100]], "monitor_port": 4321}, "devices": null}',
+        '{"all": {"members": [["h0", "100"], ["h1", 1], ["h2", 2]], "monitor_port": 4321}}',
+        '{"all": {"members": [["h0", 100], ["h1", 1], ["h2", 2]], "monitor_port": 70000}}',
+        '{"all": {"members": [["h0", 100], ["h1", 1], ["h2", 2]], "monitor_port": 4321}, "devices": [-1]}',
+        "[" * 60_000,
+    ],
+    ids=lambda reply: reply[:60],
+)
+def test_a_reply_of_other_types_is_something_else(launch, reply):
+    place = launch(1, start_timeout_s=1)
+    with socket.create_server(("127.0.0.1", place.port)) as listener, ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join, call(1), place)
+        listener.settimeout(5)
+        while not joined.done():
+            with suppress(TimeoutError, ConnectionError), listener.accept()[0] as connection:
+                connection.sendall(f"{MAGIC}{reply}\n".encode())
+                connection.recv(65536)
+                listener.settimeout(0.5)
+        with pytest.raises(RendezvousError, match=r"after 1 s \(something else answers there; 127.0.0.1 is h1 itself\)"):
+            joined.result()
+
+
+def test_a_sentence_of_process_0_is_one_printable_line(launch):
+    place = launch(1)
+    with socket.create_server(("127.0.0.1", place.port)) as listener, ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join, call(1), place)
+        with listener.accept()[0] as connection:
+            connection.sendall((MAGIC + json.dumps({"refused": "no\x1b[2J\n" + "x" * 10**6}) + "\n").encode())
+            with pytest.raises(ConfigError) as error:
+                joined.result(timeout=30)
+    assert str(error.value).startswith(r"no\x1b[2J\nxxx")
+    assert len(str(error.value)) < 5000
 
 
 # -------------------------------------------------------------------------------------------------------------------- refused
@@ -246,6 +329,22 @@ def test_one_that_came_and_went_is_named(launch):
             RendezvousError, match=r"Processes 1 and 2 of 3 did not come .*, where process 2 on h2 disconnected again"
         ):
             zero.result(timeout=30)
+
+
+def test_process_0_killed_after_some_have_come_ends_them_at_the_limit(launch):
+    """It may be restarted until then."""
+    place = launch(1, start_timeout_s=2)
+    listener = socket.create_server(("127.0.0.1", place.port))
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join, call(1), place)
+        with listener.accept()[0] as connection:
+            assert connection.recv(65536)
+            connection.sendall(f'{MAGIC}{{"wait_s": 300}}\n'.encode())
+            listener.close()
+        with pytest.raises(RendezvousError, match=r"Process 1 cannot reach process 0 at .* after 2 s \(Connection refused"):
+            joined.result(timeout=30)
+    assert time.monotonic() - began < 5
 
 
 def test_one_that_is_frozen_when_all_are_there_is_named(launch, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.runtime import exit_codes
-from jaxllm.runtime.supervisor import LONGEST_PAUSE_S, NESTED, ONE_OF_SEVERAL, Limits, describe_exit, environment
+from jaxllm.runtime.supervisor import LONGEST_PAUSE_S, NESTED, ONE_OF_SEVERAL, Limits, describe_exit, environment, main
 
 CHECKOUT = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -160,6 +161,16 @@ def test_refusals(arguments, sentence):
     (line,) = result.stderr.splitlines()
     assert line.startswith("jaxllm: ")
     assert sentence in line
+
+
+@pytest.mark.parametrize("attempt", ["x", "-1", "1.5", "9" * 5000, str(10**13)], ids=lambda text: text[:20])
+def test_an_attempt_that_is_no_number_is_refused(attempt, capfd, monkeypatch):
+    monkeypatch.setenv("JAXLLM_ATTEMPT", attempt)
+    with pytest.raises(SystemExit) as ended:
+        main(["--", "true"])
+    assert ended.value.code == exit_codes.BAD_INPUT
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match(r"jaxllm: supervise: JAXLLM_ATTEMPT='.{1,80}' is not valid: it should be a whole number from 0 to", line)
 
 
 def test_it_starts_no_jax():

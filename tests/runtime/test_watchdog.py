@@ -241,13 +241,13 @@ def test_a_process_stuck_in_c_ends(work, code, words):
     assert 'File "<string>", line 8 in <module>' in result.stderr
 
 
-@pytest.mark.parametrize("what", ["file", "read end", "nothing"])
+@pytest.mark.parametrize("what", ["file", "read end", "nothing", "largest"])
 def test_a_number_that_is_not_a_supervisor_s_pipe_is_ignored(what, tmp_path):
     """Variables may reach a process that its supervisor's open files do not."""
     ours, theirs = os.pipe()
     path = tmp_path / "tokens"
     with path.open("wb") as file:
-        watchdog.beat({"file": file.fileno(), "read end": ours, "nothing": 10**6}[what])
+        watchdog.beat({"file": file.fileno(), "read end": ours, "nothing": 10**6, "largest": 2**31 - 1}[what])
         assert not any(thread.name == "beat" for thread in threading.enumerate())
     assert path.read_bytes() == b""
     os.close(ours)

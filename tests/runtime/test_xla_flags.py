@@ -1,10 +1,16 @@
 """Presets of XLA's flags and of CUDA's and NCCL's variables: by kind of GPU, what the user set wins, nothing jaxlib lacks."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import jaxlib
 import pytest
+import yaml
+from tiny import TINY
 
 from jaxllm.config import ConfigError, RunConfig, XlaOptions
 from jaxllm.cost_model.hardware import GPUS
@@ -227,8 +233,63 @@ def test_options_follow_what_a_step_sends(tiny_config, monkeypatch, overrides, c
         # A beginning of a name, and what else the library holds, is no flag; a file of flags is not opened.
         ("--xla_gpu_autotune_leve=1 /tmp/flags", ["xla_gpu_autotune_leve"]),
         ("--xla_dump_to='/tmp/a b' --nope", ["nope"]),
+        ('--xla_dump_to="/tmp/a \\" b" --nope', ["nope"]),
+        ("--xla_dump_hlo_pass_re=don't --nope=1\n\t--xla_dump_to=/tmp", ["nope"]),
     ],
 )
 def test_flags_that_would_end_the_process(given, unknown, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
     assert unknown_flags() == unknown
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--xla_nope=1", "XLA_FLAGS has --xla_nope, which this JAX (jaxlib {}) does not know: remove it."),
+        (
+            "--xla_a --xla_dump_to=x --xla_b=1",
+            "XLA_FLAGS has --xla_a and --xla_b, which this JAX (jaxlib {}) does not know: remove them.",
+        ),
+        ("--", "XLA_FLAGS has --, which this JAX (jaxlib {}) does not know: remove it."),
+        ("garbage; rm -rf x", "XLA_FLAGS has garbage;, which is no flag: write --name=value for each flag, or unset it."),
+        ("-xla_dump_to=x", "XLA_FLAGS has -xla_dump_to, which is no flag: write --name=value for each flag, or unset it."),
+        # XLA would not read what comes behind.
+        ("--xla_dump_to=x y --xla_nope", "XLA_FLAGS has y, which is no flag: write --name=value for each flag, or unset it."),
+    ],
+)
+def test_flags_at_which_xla_would_end_the_process_are_refused(given, sentence, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    with pytest.raises(ConfigError) as error:
+        xla_flags.require_known()
+    assert str(error.value) == sentence.format(jaxlib.__version__)
+
+
+@pytest.mark.parametrize(
+    "given", ["", " \n", "--xla_dump_to='/tmp/a b' --xla_cpu_enable_fast_math=false", os.environ["XLA_FLAGS"]]
+)
+def test_other_flags_are_taken(given, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    xla_flags.require_known()
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "9" * 5000, "99999999999"], ids=lambda text: text[:20])
+def test_a_number_of_cpu_devices_that_is_none_is_refused(driver, monkeypatch, number):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={number}")
+    with pytest.raises(
+        ConfigError, match=r"^XLA_FLAGS has --xla_force_host_platform_device_count=.*: it should be a whole number"
+    ):
+        xla_flags.apply(RunConfig())
+
+
+@pytest.mark.parametrize("given", ["--xla_nope=1", "garbage; rm -rf x"])
+@pytest.mark.parametrize("command", [["train", "base.yaml"], ["compile", "base.yaml"]], ids=" ".join)
+def test_xla_does_not_end_a_command(command, given, tmp_path):
+    """In a process of its own: here JAX has read its flags."""
+    (tmp_path / "words.txt").write_text("law mesh ring\n" * 500)
+    recipe = TINY | {"data": {"source": "files", "paths": "words.txt"}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(recipe))
+    line = [sys.executable, "-m", "jaxllm.cli", *command]
+    environment = os.environ | {"XLA_FLAGS": given, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].startswith("jaxllm: XLA_FLAGS has ")
