@@ -29,7 +29,6 @@ from jaxllm.config.types import (
     XlaOptions,
     one_or_more,
 )
-from jaxllm.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.untrusted import RefusedInput, shown
 
 MOST_CPU_DEVICES = 4096
@@ -111,6 +110,9 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
     elif not paths:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
     if source in ("files", "chat"):
+        # Only texts are looked for here.
+        from jaxllm.file_patterns import MOST_ENTRIES, Listing
+
         for pattern in paths:
             try:
                 is_one = any(Listing(MOST_ENTRIES).files(pattern))
