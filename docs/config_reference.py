@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import json_schema
+from jaxllm.untrusted import INT32, INT64
 
 PAGE = Path(__file__).with_name("config.md")
 NAMED = "that of `name`"
@@ -81,7 +82,9 @@ def _values(value: Mapping[str, Any]) -> str:
         return f"name: {_values(value['additionalProperties'])}"
     if value["type"] == "null":
         return "`null`"
-    return " ".join([value["type"], *(f"{sign} {value[limit]}" for limit, sign in _LIMITS.items() if limit in value)])
+    # That a counter ends where int32 or int64 does, or a wait after 30 years, is no news to a reader.
+    told = {limit: sign for limit, sign in _LIMITS.items() if value.get(limit, INT64) not in (INT32, INT64, 1e9)}
+    return " ".join([value["type"], *(f"{sign} {value[limit]}" for limit, sign in told.items())])
 
 
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

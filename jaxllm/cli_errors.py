@@ -57,7 +57,7 @@ def ending_in_one_sentence() -> Iterator[None]:
     except OSError as error:
         _end_of(error)
     except MemoryError as error:
-        _end(f"There is not enough memory for this ({error or 'on the host'}): use a larger machine or a smaller task.")
+        _end(f"This machine has too little memory for this{f' ({error})' if str(error) else ''}: use a larger one.")
     except (KeyboardInterrupt, typer.Abort):
         _end("interrupted.", INTERRUPTED)
     except Exception as error:

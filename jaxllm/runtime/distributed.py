@@ -25,6 +25,7 @@ import jax
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.runtime import exit_codes, launchers, xla_flags
+from jaxllm.runtime.cpus import require_threads_and_files
 from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.initialize import initialize
 from jaxllm.runtime.launchers import LaunchInfo
@@ -82,6 +83,7 @@ def start(run: RunConfig) -> None:
         if late_flags:
             log.warning("JAX ran before jaxllm could set %s: make the first Trainer in a fresh process.", " ".join(late_flags))
         return
+    require_threads_and_files()
     on_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
     if launch is None:
         _check_single_process(on_cpu)
