@@ -365,6 +365,7 @@ def main() -> None:
         command = typer.main.get_command(app)
         with command.make_context("jaxllm", sys.argv[1:]) as context:
             command.invoke(context)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

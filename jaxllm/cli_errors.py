@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -63,7 +64,7 @@ def ending_in_one_sentence() -> Iterator[None]:
     except Exception as error:
         if hasattr(error, "format_message"):
             _end_of_usage(error)
-        if "can't start new thread" in str(error):
+        if exit_codes.NO_THREAD in str(error):
             _end("The system starts no more threads for this user: raise `ulimit -u`.")
         _end_of_defect("this is a defect of jaxllm", exit_codes.exit_code_for(error))
 
@@ -79,10 +80,10 @@ def _end_of_usage(error: Any) -> NoReturn:
 
 def _end_of(error: OSError) -> NoReturn:
     code = exit_codes.exit_code_for(error)
-    if error.errno == errno.EPIPE:
+    if error.errno == errno.EPIPE and _has_no_reader(1):
         # The reader of a pipe may stop early, as `head` does. A run that ends for it should say so.
         sentence = "Nobody reads what this run prints any more (broken pipe): print into a file. The same command resumes it."
-        _end(sentence if sys.argv[1:2] == ["train"] else "", code, broken_output=True)
+        _end(sentence if sys.argv[1:2] == ["train"] else "", broken_output=True)
     if error.errno in exit_codes.FULL:
         _end(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.", code, broken_output=True)
     if error.filename is not None:
@@ -91,6 +92,12 @@ def _end_of(error: OSError) -> NoReturn:
     if error.errno in NAMELESS:
         _end(f"{NAMELESS[error.errno]}.", code)
     _end_of_defect("a system call failed where jaxllm does not expect it", code)
+
+
+def _has_no_reader(stream: int) -> bool:
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _end_of_defect(what: str, code: int) -> NoReturn:

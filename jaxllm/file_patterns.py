@@ -1,4 +1,4 @@
-"""Finds the files that patterns with `**` match, in folders of any size."""
+"""Finds the files that patterns match, in folders of any size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Listing:
     """Lists the files of patterns, and counts what it looks at.
 
     Attributes:
-      entries: number of files and folders that were looked at below a `**`.
+      entries: number of files and folders that were looked at.
     """
 
     def __init__(self, most_entries: int | None = None):
@@ -43,10 +43,10 @@ class Listing:
             return
         base, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+\*\*)*(?:/+|$)", pattern, maxsplit=1)
         if not rest:
-            yield from filter(os.path.isfile, glob.iglob(pattern))
+            yield from filter(os.path.isfile, self._paths(pattern, pattern))
             return
         base = base.rstrip("/") or base[:1]
-        for root in glob.iglob(base) if glob.has_magic(base) else [base]:
+        for root in self._paths(base, pattern) if base else [base]:
             for folder, names, entries in _folders(root or "."):
                 self._count(pattern, entries)
                 if not base:
@@ -56,6 +56,26 @@ class Listing:
                     yield from self.files(os.path.join(glob.escape(folder), rest[0]))
                 else:
                     yield from (os.path.join(folder, name) for name in _matching(names, rest[0]))
+
+    def _paths(self, path: str, pattern: str) -> Iterator[str]:
+        """What matches a part of the pattern without `**`, as glob.iglob(path) finds it."""
+        if not glob.has_magic(path):
+            if os.path.lexists(path):
+                yield path
+            return
+        folder, name = os.path.split(path)
+        # A path of slashes alone is its own folder.
+        for home in self._paths(folder, pattern) if folder and folder != path else [folder]:
+            if not glob.has_magic(name):
+                if os.path.lexists(os.path.join(home, name)):
+                    yield os.path.join(home, name)
+                continue
+            try:
+                names = os.listdir(home or ".")
+            except OSError:
+                continue
+            self._count(pattern, len(names))
+            yield from (os.path.join(home, one) for one in _matching(names, name))
 
     def _count(self, pattern: str, more: int) -> None:
         self.entries += more

@@ -1,4 +1,4 @@
-"""The one door for what comes from outside: JSON, YAML, .npy and text, from files, messages and the environment.
+"""The one door for what comes from outside: JSON, YAML and text, from files, messages and the environment.
 
 Size, depth and expansion are bounded before anything is built; duplicate keys and what YAML 1.1 reads in a surprising way are
 refused; `checked` turns the result into the type that says what it may hold. A refusal is a phrase without a full stop, such as
@@ -15,14 +15,11 @@ import stat
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, NoReturn, TypeVar, cast
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 RECIPE_BYTES, JSON_BYTES = MIB, 64 * MIB
@@ -38,8 +35,9 @@ INT32, INT64 = 2**31 - 1, 2**63 - 1
 T = TypeVar("T")
 Whole = Annotated[int, Field(strict=True, ge=0, le=INT64)]
 """A whole number that any array can hold."""
-Text = Annotated[str, Field(strict=True, max_length=4096)]
-"""A name, a path or a sentence."""
+LONGEST_TEXT = 4096
+"""Characters of a name, a path or a sentence."""
+Text = Annotated[str, Field(strict=True, max_length=LONGEST_TEXT)]
 
 
 class RefusedInput(ValueError):
@@ -53,15 +51,20 @@ def read_bytes(path: Path, at_most: int = JSON_BYTES) -> bytes:
       OSError: it cannot be read.
       RefusedInput: it is no regular file, or larger than `at_most` bytes.
     """
-    # Opening a pipe for reading would wait for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise RefusedInput("it is not a regular file")
-        if found.st_size > at_most:
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > at_most:
             raise RefusedInput(_too_large(at_most))
-        content = file.read(at_most + 1)
-    return _bounded(content, at_most)
+        return _bounded(file.read(at_most + 1), at_most)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Opens a regular file. Raises as read_bytes does."""
+    # Opening a pipe for reading would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RefusedInput("it is not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: Path, at_most: int = JSON_BYTES) -> str:
@@ -69,9 +72,9 @@ def read_text(path: Path, at_most: int = JSON_BYTES) -> str:
     return _decoded(read_bytes(path, at_most))
 
 
-def read_json(path: Path, at_most: int = JSON_BYTES) -> Any:
+def read_json(path: Path, at_most: int = JSON_BYTES, *, finite: bool = True) -> Any:
     """Raises as read_bytes and parse_json do."""
-    return parse_json(read_bytes(path, at_most), at_most)
+    return parse_json(read_bytes(path, at_most), at_most, finite=finite)
 
 
 def read_yaml(path: Path, at_most: int = RECIPE_BYTES) -> Any:
@@ -79,58 +82,29 @@ def read_yaml(path: Path, at_most: int = RECIPE_BYTES) -> Any:
     return parse_yaml(read_text(path, at_most), at_most)
 
 
-def read_npy(path: Path, dtype: type[np.generic], dims: int = 1) -> np.ndarray:
-    """Reads an array of a .npy file, without pickles. Its size is compared with the file's before any memory is taken.
-
-    Args:
-      dtype: the kind of its numbers, such as np.integer.
-
-    Raises:
-      OSError: it cannot be read.
-      RefusedInput: the file is something else, has other numbers or dims, or is shorter or longer than it says.
-    """
-    # Who reads a recipe alone, needs no NumPy.
-    import numpy as np
-    from numpy.lib import format as npy
-
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise RefusedInput("it is not a regular file")
-    with open(path, "rb") as file:
-        try:
-            version = npy.read_magic(file)
-            read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
-            shape, fortran, found = read_header(file, max_header_size=10_000)
-        except Exception:
-            # NumPy reads the header as Python: a tokenizer's error may come, or anything else.
-            raise RefusedInput("it is not a .npy file") from None
-        if not np.issubdtype(found, dtype) or found.hasobject or len(shape) != dims or fortran:
-            raise RefusedInput(f"it holds {found} of shape {list(shape)}, not {dtype.__name__} in {dims} dims")
-        size = os.fstat(file.fileno()).st_size - file.tell()
-        if min((0, *shape)) < 0 or math.prod(shape) * found.itemsize != size:
-            raise RefusedInput(f"it says {math.prod(shape):,} numbers and has {size:,} bytes")
-        return np.fromfile(file, found).reshape(shape)
-
-
 def read_lines(path: Path, at_most: int = MIB) -> Iterator[bytes]:
     """Yields each line of a file without its end. A line of more than `at_most` bytes is left out, and never held in memory.
 
     Raises:
       OSError: the file cannot be read.
+      RefusedInput: it is no regular file.
     """
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while line := file.readline(at_most + 2):
-            if len(content := line.rstrip(b"\r\n")) <= at_most:
+            content = line.removesuffix(b"\n").removesuffix(b"\r")
+            if len(content) <= at_most and (line.endswith(b"\n") or len(line) < at_most + 2):
                 yield content
             while line and not line.endswith(b"\n"):
                 line = file.readline(at_most)
 
 
-def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, lenient: bool = False) -> Any:
+def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, finite: bool = True, lenient: bool = False) -> Any:
     """Parses a JSON value.
 
     Args:
-      lenient: take NaN, Infinity and duplicate keys (the last wins) as Python does. For lines of data and metrics, of which
-        there are millions: only their depth and size matter.
+      finite: refuse NaN and Infinity. What jaxllm writes may hold them.
+      lenient: take these, and duplicate keys (the last wins), as Python does, and any depth that Python reads. For lines of
+        data and metrics, of which there are millions.
 
     Raises:
       RefusedInput: it is not JSON, not UTF-8, too large, too long or too deep, has a key twice or a number that is not finite.
@@ -141,7 +115,8 @@ def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, lenient: bool
     try:
         if lenient:
             return json.loads(text)
-        value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_not_json, parse_float=_finite)
+        numbers = {"parse_constant": _not_json, "parse_float": _finite} if finite else {}
+        value = json.loads(text, object_pairs_hook=_once_each, **numbers)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
         raise RefusedInput(f"not JSON ({error.msg.removesuffix(' at')} at {where})") from None
@@ -184,6 +159,7 @@ def parse_yaml(text: str, at_most: int = RECIPE_BYTES) -> Any:
     except RefusedInput:
         raise
     except ValueError:
+        # A number of thousands of digits.
         raise RefusedInput(_TOO_MANY_DIGITS) from None
 
 
@@ -196,15 +172,32 @@ def checked(value: Any, kind: type[T]) -> T:
     try:
         return cast(T, _adapter(kind).validate_python(value))
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False)[0]
         if first["type"] == "jaxllm":
             # A sentence of the config's own checks.
             raise RefusedInput(first["msg"].rstrip(".")) from None
-        where = ".".join(str(part) for part in first["loc"])
+        where = shown(".".join(str(part) for part in first["loc"]))
         if first["type"] == "missing":
             raise RefusedInput(f"it has no {where}") from None
         wish = re.sub(r"^(Input|Value|Dictionary|Object) should", "it should", first["msg"])
         raise RefusedInput(f"{where or 'it'} is {shown(first['input'])}: {wish}") from None
+
+
+def checked_map(value: Any, kind: type[T]) -> dict[str, T]:
+    """A map from texts, as `checked` takes each of its values. It ends at the first that is wrong: pydantic would describe all.
+
+    Raises:
+      RefusedInput: it is something else; names the first key that is wrong.
+    """
+    if not isinstance(value, dict):
+        raise RefusedInput(f"it is {shown(value)}: it should have keys")
+    found = {}
+    for key, part in value.items():
+        try:
+            found[checked(key, _TEXT)] = checked(part, kind)
+        except RefusedInput as error:
+            raise RefusedInput(f"{shown(key)}: {error}") from None
+    return found
 
 
 def whole_number(text: str, at_least: int = 0, at_most: int = INT32) -> int:
@@ -218,6 +211,11 @@ def whole_number(text: str, at_least: int = 0, at_most: int = INT32) -> int:
         limit = f"of at least {at_least}" if at_most == INT32 else f"from {at_least} to {at_most:,}"
         raise RefusedInput(f"it should be a whole number {limit}")
     return int(text)
+
+
+def reason_of(error: OSError | RefusedInput) -> str:
+    """Why a file was not read: a phrase."""
+    return str(error.strerror or error) if isinstance(error, OSError) else str(error)
 
 
 def shown(value: Any, at_most: int = 80) -> str:
@@ -240,6 +238,7 @@ def _too_large(at_most: int) -> str:
 
 
 B = TypeVar("B", bytes, str)
+_TEXT: Any = Text
 
 
 def _bounded(content: B, at_most: int) -> B:
@@ -250,16 +249,17 @@ def _bounded(content: B, at_most: int) -> B:
 
 def _decoded(content: bytes) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise RefusedInput(f"byte {error.start} is not UTF-8") from None
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RefusedInput(f"the key {shown(next(n for n in names if names.count(n) > 1))} is there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise RefusedInput(f"the key {shown(name)} is there twice")
+        found[name] = value
     return found
 
 
@@ -308,10 +308,12 @@ def _beginning(value: Any, depth: int) -> Any:
     if isinstance(value, (dict, list, tuple)) and depth == 0:
         return "..."
     if isinstance(value, dict):
-        return {shown(str(key), 40): _beginning(part, depth - 1) for key, part in list(value.items())[:8]}
+        return {shown(key, 40): _beginning(part, depth - 1) for key, part in list(value.items())[:8]}
     if isinstance(value, (list, tuple)):
         return [_beginning(part, depth - 1) for part in value[:8]]
-    return value[:200] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value[:200]
+    return _bounded_text(value) if isinstance(value, int) and value.bit_length() > 512 else value
 
 
 @lru_cache(maxsize=256)
@@ -338,6 +340,9 @@ class _Loader(yaml.SafeLoader):
             raise RefusedInput(_TOO_DEEP)
         if self._nodes > YAML_NODES:
             raise RefusedInput(f"it has more than {YAML_NODES:,} values")
+        event: Any = self.peek_event()
+        if getattr(event, "tag", None) not in (None, "tag:yaml.org,2002:str"):
+            raise RefusedInput(f"line {event.start_mark.line + 1}: the tag {shown(event.tag)} is not supported")
         try:
             return super().compose_node(parent, index)
         finally:
@@ -356,7 +361,7 @@ class _Loader(yaml.SafeLoader):
 
 _SCALARS = {
     # A leading zero means base 8 in YAML 1.1, and nothing in 1.2.
-    "int": (r"[-+]?(?:0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+|[-+]?0b[01_]+", "-+0123456789"),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F][0-9a-fA-F_]*|[-+]?0b[01][01_]*", "-+0123456789"),
     "float": (
         r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         "-+0123456789.",

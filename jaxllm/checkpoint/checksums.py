@@ -19,9 +19,9 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.files import FILES, META, STATE, cannot_be_read, is_not_damage, read_files, read_meta, why
+from jaxllm.checkpoint.files import FILES, FILES_BYTES, META, STATE, cannot_be_read, is_not_damage, read_files, read_meta, why
 from jaxllm.config.errors import ConfigError
-from jaxllm.untrusted import Text, Whole, checked, read_json
+from jaxllm.untrusted import Whole, checked_map, read_json
 
 PART = "files-of-process-"
 THREADS = min(8, os.cpu_count() or 1)
@@ -56,7 +56,7 @@ def describe_files(folder: Path) -> None:
     """
     known: dict[str, list[int]] = {}
     for part in (parts := list(folder.glob(f"{PART}*.json"))):
-        known |= checked(read_json(part), dict[Text, list[Whole]])
+        known |= checked_map(read_json(part, FILES_BYTES), list[Whole])
     names = {path: path.relative_to(folder).as_posix() for item in (STATE, META) for path in _files_in(folder / item)}
     known |= _described({path: name for path, name in names.items() if name not in known})
     (folder / FILES).write_text(json.dumps({name: known[name] for name in names.values()}))

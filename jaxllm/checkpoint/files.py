@@ -21,7 +21,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import PositiveInt, Switch, Tokens
 from jaxllm.pretrained.folder import versions
 from jaxllm.runtime import distributed
-from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, read_json
+from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, read_json
 
 FORMAT = 2
 """In format 1, a checksum covers only the ends of a large file (checksums.py)."""
@@ -34,6 +34,8 @@ SHARED_LIMIT_S = 20
 """Seconds that a process looks for a file that process 0 wrote: NFS may need some seconds to show it."""
 
 
+FILES_BYTES = 2**30
+"""Limit of files.json: 10 million files."""
 Meta = dict[str, Any]
 """describe_run's, as StoredMeta says."""
 
@@ -167,7 +169,7 @@ def read_meta(folder: Path) -> Meta:
       OSError, ValueError: it is missing or torn.
     """
     # The file that Orbax's JsonSave writes.
-    meta = checked(read_json(folder / META / "metadata"), dict[str, Any])
+    meta = checked(read_json(folder / META / "metadata", finite=False), dict[str, Any])
     if isinstance(meta.get("format"), int) and meta["format"] > FORMAT:
         raise ConfigError(
             f"{folder} has format {meta['format']}, and this jaxllm reads up to {FORMAT}: install a newer jaxllm."
@@ -182,7 +184,7 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     Raises:
       OSError, ValueError: the list is missing or torn.
     """
-    return checked(read_json(folder / FILES), dict[Text, tuple[Whole, Whole]])
+    return checked_map(read_json(folder / FILES, FILES_BYTES), tuple[Whole, Whole])
 
 
 NOT_DAMAGE = (

@@ -22,7 +22,7 @@ from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
-from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_json, stored_shape
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_object, stored_section
 from jaxllm.pretrained.companions import companion_files, copy_companions
 from jaxllm.pretrained.folder import TOKENIZER, Folder, is_model_folder, open_folder
 from jaxllm.pretrained.read_weights import load_params
@@ -99,7 +99,7 @@ def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
         )
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
-    if (path / MODEL).is_file() and read_json(path / MODEL).get("format") == 1:
+    if (path / MODEL).is_file() and read_object(path / MODEL).get("format") == 1:
         require_plain_path(key, path, BACKSLASH)
         return _read_format_1(key, path)
     if is_model_folder(path):
@@ -126,14 +126,13 @@ def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
     meta = read_meta(path)
     run_dir = path.absolute().parent.parent
     config = meta["config"]
-    stored_shape(config["model"], f"The metadata of {path}")
-    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, config["model"], run_dir, train=config.get("train"))
+    section = stored_section(config["model"], f"The metadata of {path}")
+    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, section, run_dir, train=config.get("train"))
 
 
 def _read_format_1(key: str, path: Path) -> WeightsSource:
-    section = read_json(path / MODEL).get("model")
-    stored_shape(section, str(path / MODEL))
-    return WeightsSource(str(path), path / WEIGHTS, dict(section or {}), None)
+    section = stored_section(read_object(path / MODEL).get("model"), str(path / MODEL))
+    return WeightsSource(str(path), path / WEIGHTS, section, None)
 
 
 def initial_weights(config: Config) -> WeightsSource | None:

@@ -9,7 +9,7 @@ Errors in a text or an option are raised before any device is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,10 @@ def generate(
     if template is not None:
         template.close()
     most = max(map(len, ids)) + how.max_new_tokens
-    _require_sensible(home, most, len(ids))
+    _require_sensible(home, most)
     loaded = _open(model, overrides, _divisible(bucket(most), overrides))
+    if jax.default_backend() == "cpu":
+        require_host_memory(len(ids) * _cache_bytes(home.model, most), f"Keys and values of {most:,} positions")
     _say_model(say, loaded)
     _note_length(say, home, most)
     generator = Generator(loaded.model)
@@ -178,18 +180,20 @@ def _note_length(say: Callable[[str], None], home: Folder, positions: int) -> No
         say(f"note: up to {positions:,} positions, but the model supports {longest:,}; expect nonsense beyond those")
 
 
-def _require_sensible(home: Folder, positions: int, rows: int) -> None:
-    """Raises ConfigError if so many positions are nonsense for the model, or if no machine of this size holds their keys and
-    values."""
-    longest, model = _longest(home), home.model
+def _require_sensible(home: Folder, positions: int) -> None:
+    """Raises ConfigError if so many positions are nonsense for the model."""
+    longest = _longest(home)
     if longest is not None and positions > max(NONSENSE_TIMES * longest, NONSENSE_POSITIONS):
         raise ConfigError(
             f"The prompt and --max-new-tokens make up to {positions:,} positions, and the model supports {longest:,}: shorten "
             f"them."
         )
-    room = min(positions, model.get("sliding_window") or positions) if not model.get("full_attention_every") else positions
-    size_bytes = 2 * ITEMSIZE["bfloat16"] * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * room * rows
-    require_host_memory(size_bytes, f"Keys and values of {positions:,} positions")
+
+
+def _cache_bytes(model: Mapping[str, Any], positions: int) -> int:
+    """Bytes of the keys and values of one row at the very least: all layers have windows if some do, and two bytes a number."""
+    room = min(positions, model.get("sliding_window") or positions)
+    return 2 * ITEMSIZE["bfloat16"] * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * room
 
 
 def _tokenizer(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:

@@ -43,7 +43,7 @@ from jaxllm.private_jax import without_dead_code
 from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.initialize import code_hash
 from jaxllm.train.memory_check import capacity_of, total_bytes
-from jaxllm.untrusted import checked, parse_json, read_bytes
+from jaxllm.untrusted import checked, read_json
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: b
 
 def _read(file: Path, because: str) -> CompileReport | None:
     try:
-        values = checked(parse_json(read_bytes(file), lenient=True), dict[str, Any])
+        values = checked(read_json(file, finite=False), dict[str, Any])
         return report_from_json({**values, "hosts_because": because, "cached": True})
     except FileNotFoundError:
         return None

@@ -29,7 +29,7 @@ from jaxllm.config.checks import (
     repeats,
 )
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
-from jaxllm.config.load import find_recipe, read_yaml, take_named, with_overrides
+from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import (
     CheckpointConfig,
@@ -326,7 +326,7 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     Raises:
       ConfigError: one sentence that names the key and what to change.
     """
-    values = read_yaml(find_recipe(Path(path))) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
+    values = read_recipe(find_recipe(Path(path))) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
     # A section whose keys are all commented out is None in YAML.
     values = with_overrides(values, overrides)
     model = values.get("model")

@@ -26,8 +26,7 @@ from jaxllm.config.hf_kinds import (
 )
 from jaxllm.config.hf_window import can_say, read_window, window_keys
 from jaxllm.config.model_config import MOST_LAYERS, ModelConfig
-from jaxllm.untrusted import INT32, RefusedInput, checked, shown
-from jaxllm.untrusted import read_json as read_any_json
+from jaxllm.untrusted import INT32, RefusedInput, checked, read_json, shown
 
 CONFIG, MODEL = "config.json", "model.json"
 
@@ -161,35 +160,35 @@ def folder_shape(path: Path) -> dict[str, Any] | None:
       ConfigError: its description is damaged, or the network is not supported.
     """
     if (path / MODEL).is_file():
-        return stored_shape(read_json(path / MODEL).get("model"), str(path / MODEL))
+        section = stored_section(read_object(path / MODEL).get("model"), str(path / MODEL))
+        return {key: section[key] for key in SHAPE_KEYS}
     if (path / CONFIG).is_file():
-        return model_section(read_json(path / CONFIG), str(path / CONFIG))
+        return model_section(read_object(path / CONFIG), str(path / CONFIG))
     return None
 
 
-def stored_shape(section: Any, where: str) -> dict[str, Any]:
-    """Shape keys of a `model` section that jaxllm wrote into a file.
+def stored_section(section: Any, where: str) -> dict[str, Any]:
+    """A `model` section that jaxllm wrote into a file, with all shape keys: earlier versions had fewer.
 
     Raises:
       ConfigError: it is no model of ours; the message names the key.
     """
     try:
         found = checked(section, dict[str, Any])
-        shape = {key: found[key] for key in SHAPE_KEYS if key in found}
-        checked(shape, ModelConfig)
+        shape = checked({key: found[key] for key in SHAPE_KEYS if key in found}, ModelConfig).model_dump(mode="json")
     except RefusedInput as error:
         raise ConfigError(f"{where} does not describe a model ({error}): convert or export it again.") from None
-    return shape
+    return {**{key: shape[key] for key in SHAPE_KEYS}, **{key: value for key, value in found.items() if value is not None}}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Reads the object in a JSON file.
 
     Raises:
       ConfigError: the file cannot be read or holds no JSON object.
     """
     try:
-        found = read_any_json(path)
+        found = read_json(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the folder.") from None
     except RefusedInput as error:

@@ -11,8 +11,7 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
 from jaxllm.config.sections import RunConfig
-from jaxllm.untrusted import RefusedInput, parse_yaml, shown
-from jaxllm.untrusted import read_yaml as read_any_yaml
+from jaxllm.untrusted import RefusedInput, parse_yaml, read_yaml, shown
 
 
 def config_folder() -> Path:
@@ -44,7 +43,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     return values
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> dict[str, Any]:
     if not path.is_file():
         nearest = difflib.get_close_matches(path.name, [p.name for p in config_folder().glob("*.yaml")], n=1)
         if nearest:
@@ -55,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             hint = "give the path of a YAML recipe such as configs/quickstart.yaml."
         raise ConfigError(f"There is no config file {path}: {hint}")
     try:
-        values = read_any_yaml(path)
+        values = read_yaml(path)
     except RefusedInput as error:
         raise ConfigError(f"{path} cannot be read as YAML ({error}): fix it.") from None
     if not isinstance(values, dict):
@@ -109,7 +108,7 @@ def _of_folder(path: Path) -> tuple[Mapping[str, Any], list[Path]]:
     # For a checkpoint, the shape is in its run directory.
     home = path.parent.parent if path.parent.name == "checkpoints" else path
     if (shape := folder_shape(path)) is None and (home / "config.yaml").is_file():
-        shape = read_yaml(home / "config.yaml").get("model")
+        shape = read_recipe(home / "config.yaml").get("model")
     if not isinstance(shape, Mapping):
         raise ConfigError(
             f"model.name={path} holds no model: give a folder with config.json (Hugging Face) or model.json (jaxllm), a run "
@@ -122,7 +121,7 @@ def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any],
     """The same from the files in run.dir, if that run used this model name and the model folder no longer exists."""
     run = values.get("run")
     folder = Path(str((run if isinstance(run, Mapping) else {}).get("dir", RunConfig.model_fields["dir"].default)))
-    model = read_yaml(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
+    model = read_recipe(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
     return (model, [folder / "tokenizer"]) if isinstance(model, Mapping) and model.get("name") == name else None
 
 
@@ -153,4 +152,4 @@ def _published_shape(name: Any) -> dict[str, Any]:
         nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
         raise ConfigError(f"model.name={name} is neither a published model nor an existing folder: {hint}")
-    return read_yaml(path)
+    return read_recipe(path)

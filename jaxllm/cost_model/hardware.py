@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.display import readable
-from jaxllm.untrusted import RefusedInput, read_yaml
+from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
 
 MIB = 2**20
 TERA = 1e12
@@ -239,8 +239,7 @@ def _gpu_from_file(path: Path) -> Gpu:
     try:
         given = read_yaml(path)
     except (OSError, RefusedInput) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} cannot be read as the description of a GPU: {reason}.") from None
+        raise ConfigError(f"{path} cannot be read as the description of a GPU: {reason_of(error)}.") from None
     if not isinstance(given, dict) or not isinstance(given.get("like"), str) or given["like"] not in GPUS:
         raise ConfigError(f"{path} does not say which GPU it is like: write like: and one of {', '.join(GPUS)}.")
     base = GPUS[given.pop("like")]

@@ -20,8 +20,8 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.template_process import TemplateProcess, TemplateStopped, Wish
 from jaxllm.data.template_program import FAILED, NOT_JINJA, RENDERED
-from jaxllm.data.tokenizer import read_json, token_text
-from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, shown
+from jaxllm.data.tokenizer import read_companion, token_text
+from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, reason_of, shown
 
 ASSISTANT = "assistant"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -110,7 +110,7 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raises ConfigError if the source is not Jinja, or if compiling it needs too much time or memory."""
-        assert self._process is not None
+        _ = self._process
 
     def close(self) -> None:
         """Ends the process that renders. A later rendering starts it again."""
@@ -229,7 +229,7 @@ def _template_in(folder: Path) -> tuple[str, Path] | None:
     if (folder / TEMPLATE_FILE).is_file():
         return _read_template(folder / TEMPLATE_FILE)
     origin = folder / "tokenizer_config.json"
-    found = read_json(origin).get("chat_template")
+    found = read_companion(origin).get("chat_template")
     if isinstance(found, list):
         named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
         if "default" not in named:
@@ -251,7 +251,7 @@ def _read_template(file: Path) -> tuple[str, Path]:
     try:
         text = read_text(file, RECIPE_BYTES)
     except (OSError, RefusedInput) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = reason_of(error)
         raise ConfigError(f"The chat template {file} cannot be read ({reason}): name another file.") from None
     return text.replace("\r\n", "\n").replace("\r", "\n"), file
 
@@ -260,7 +260,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     """Text of each NAME_token of the folder."""
     tokens = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
-        for name, token in read_json(file).items():
+        for name, token in read_companion(file).items():
             if name.endswith("_token") and (text := token_text(token, name, file)) is not None:
                 tokens[name] = text
         if len(tokens) > _SPECIAL_TOKENS:

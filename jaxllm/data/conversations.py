@@ -34,6 +34,9 @@ from jaxllm.untrusted import RefusedInput
 
 log = logging.getLogger(__name__)
 
+MOST_MESSAGES, MOST_UNUSABLE = 4000, 100_000
+"""Limits of messages in a conversation, whose answers are found by rendering it up to each of them, and of lines before the
+first that can be used."""
 BROKEN_SHOWN = 5
 """Number of unusable lines that a warning names."""
 _ROLES = {"human": "user", "gpt": ASSISTANT}
@@ -44,6 +47,18 @@ _TOGETHER = 1000
 
 class _BrokenLine(Exception):
     """The reason why a line cannot be used."""
+
+
+class _BrokenLines:
+    """Counts lines that cannot be used, and keeps the first."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, list[str]()
+
+    def add(self, line: str) -> None:
+        self.count += 1
+        if self.count <= BROKEN_SHOWN:
+            self.first.append(line)
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
       ConfigError: a file cannot be read or is not JSON lines, messages have no template, or no line is usable.
     """
     files = _files(patterns)
-    broken: list[str] = []
+    broken = _BrokenLines()
     conversations = _conversations(files, tokenizer, template, broken)
     keys, ids, scored = [], [], []
     try:
@@ -83,14 +98,14 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
         if template is not None:
             template.close()
     if not ids:
-        reason = broken[0] if broken else "they are empty"
+        reason = broken.first[0] if broken.count else "they are empty"
         raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
-    for line in broken[:BROKEN_SHOWN]:
+    for line in broken.first:
         log.warning("Skipped %s", line)
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
-    total = len(broken) + len(ids)
-    skipped = f"; {len(broken):,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
+    total = broken.count + len(ids)
+    skipped = f"; {broken.count:,} of {total:,} lines skipped, the first {broken.first[0]}" if broken.count else ""
     description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
     return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, description, scored)
 
@@ -110,21 +125,25 @@ def _files(patterns: Sequence[str]) -> list[str]:
 
 
 def _conversations(
-    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: list[str]
+    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: _BrokenLines
 ) -> Iterator[_Text]:
-    """Reads the usable conversations of the files, in order. Appends FILE:LINE: reason to `broken` for the others."""
+    """Reads the usable conversations of the files, in order. Adds FILE:LINE: reason to `broken` for the others."""
+    usable = 0
     for path in files:
         for line, record, reason in read_objects(path):
             try:
                 if record is None:
                     raise _BrokenLine(reason)
                 yield _read(record, tokenizer, template)
+                usable += 1
             except (_BrokenLine, ChatTemplateError) as error:
-                broken.append(f"{path}:{line}: {str(error).rstrip('.')}")
+                broken.add(f"{path}:{line}: {str(error).rstrip('.')}")
             except RecursionError:
-                broken.append(f"{path}:{line}: it nests too deeply")
+                broken.add(f"{path}:{line}: it nests too deeply")
             except ChatTemplateLimit as error:
                 raise ConfigError(f"{path}:{line}: {error}") from None
+            if not usable and broken.count > MOST_UNUSABLE:
+                return
 
 
 def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:
@@ -174,6 +193,8 @@ def _messages(value: Any, where: str) -> list[Message]:
     """Converts messages to role and content, from either naming scheme."""
     if not isinstance(value, list) or not value:
         raise _BrokenLine(f"{where} is not a list of messages")
+    if len(value) > MOST_MESSAGES:
+        raise _BrokenLine(f"{where} has more than {MOST_MESSAGES:,} messages")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.untrusted import INT32, RefusedInput, Whole, checked, shown
-from jaxllm.untrusted import read_json as read_untrusted_json
+from jaxllm.untrusted import INT32, RefusedInput, Whole, checked, read_json, reason_of, shown
 
 FORMAT, VERSION = "jaxllm-tokens", 1
 MANIFEST = "manifest.json"
@@ -59,7 +58,7 @@ class Manifest:
     record_tokens: Annotated[int, Field(strict=True, ge=1, le=INT32)]
     dtype: Literal["uint8", "uint16", "uint32"]
     tokenizer: StoredTokenizer
-    shards: Annotated[list[StoredShard], Field(min_length=1)]
+    shards: Annotated[list[StoredShard], FailFast(), Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class ShardFile(StoredShard):
     text_bytes: Whole
     broken: Whole
     empty: Whole
-    broken_records: list[BrokenRecord]
+    broken_records: Annotated[list[BrokenRecord], FailFast()]
     options: OriginOptions
     inputs: OriginInputs
 
@@ -120,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         what cannot be.
     """
     file = folder / MANIFEST
-    content = read_json(file)
+    content = read_stored(file)
     if content is None:
         found = [
             re.fullmatch(r"tokens-[0-9]{5,10}-of-([0-9]{5,10})\.json", path.name) for path in folder.glob("tokens-*-of-*.json")
@@ -154,16 +153,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_json(file: Path) -> Any:
+def read_stored(file: Path) -> Any:
     """Reads the content of a JSON file; None if there is no file."""
     try:
-        return read_untrusted_json(file)
+        return read_json(file)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise damaged(file, error.strerror or str(error)) from None
-    except RefusedInput as error:
-        raise damaged(file, str(error)) from None
+    except (OSError, RefusedInput) as error:
+        raise damaged(file, reason_of(error)) from None
 
 
 def check_sizes(folder: Path, files: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.manifest import FORMAT, INDEX_SHA256, MANIFEST, TOKENIZER, VERSION, read_json
+from jaxllm.data.manifest import FORMAT, INDEX_SHA256, MANIFEST, TOKENIZER, VERSION, read_stored
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
@@ -265,7 +265,7 @@ def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], t
     try:
         remove_leftovers(folder, of_other_hosts=True)
         _save_tokenizer(folder, tokenizer)
-        if read_json(folder / MANIFEST) != manifest:
+        if read_stored(folder / MANIFEST) != manifest:
             replace_json(folder / MANIFEST, manifest)
     except OSError as error:
         raise unwritable(folder, error.strerror or str(error)) from None

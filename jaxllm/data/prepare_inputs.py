@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.manifest import is_shard, read_json
+from jaxllm.data.manifest import is_shard, read_stored
 from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
 from jaxllm.data.shards import Origin, Task
 from jaxllm.data.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def origin_of(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, s
 def check_same_origin(folder: Path, origin: Origin) -> None:
     """Raises ConfigError if the folder holds shards of another origin."""
     for file in sorted(folder.glob("tokens-*-of-*.json")):
-        there: Any = read_json(file)
+        there: Any = read_stored(file)
         # A shard without a recorded origin is made again, like one without its .json.
         if not is_shard(there):
             continue

@@ -33,8 +33,9 @@ from jaxllm.data.manifest import (
     index_sha256,
     read_manifest,
 )
+from jaxllm.data.npy import read_npy
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from jaxllm.untrusted import RefusedInput, read_npy
+from jaxllm.untrusted import RefusedInput
 
 OPEN_FILES = 256
 """Files of one folder that are open at once. A process may often open only 1,024 files in total."""

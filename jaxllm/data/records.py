@@ -27,9 +27,13 @@ LINE_BYTES, LINE_BYTES_SKIPPED = JSON_BYTES, 4 * JSON_BYTES
 bytes of a line to its ids up to ten copies of it are alive: 640 MiB for the longest."""
 TEXT_BYTES, BLOCKS_FROM = 256 * MIB, 16 * MIB
 """The longest text of a file that a tokenizer encodes in one piece; from the second on, bytes pass in blocks."""
+LONGEST_DOCUMENT = 2**32 - 2
+"""Bytes, which with its end a length of 32 bits counts."""
 _MOST_EXPANDED = 100
 """Times that a compressed text may expand beyond TEXT_BYTES. Text shrinks to a tenth, logs to a fortieth; gzip can reach 1,000
 and Zstandard 30,000."""
+_BLANK = 1_000_000
+"""Blank lines in a row that are hardly meant."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +199,16 @@ def _blocks(path: str) -> Iterator[bytes]:
                 # A hole, as a crash or a failed copy leaves it.
                 raise DamagedFile(f"not text (only zero bytes from byte {position} on)")
             position += len(block)
-            if file is not raw and position > max(TEXT_BYTES, _MOST_EXPANDED * raw.tell()):
-                raise DamagedFile(f"it expands to more than {_MOST_EXPANDED} times its size")
+            _require_modest_expansion(file, raw, position)
+            if position > LONGEST_DOCUMENT:
+                raise DamagedFile("longer than 4 GiB: split it")
             yield block
+
+
+def _require_modest_expansion(file: BinaryIO, raw: BinaryIO, position: int) -> None:
+    """Raises DamagedFile if so many bytes are more than a compressed file should give."""
+    if file is not raw and position > max(TEXT_BYTES, _MOST_EXPANDED * raw.tell()):
+        raise DamagedFile(f"it expands to more than {_MOST_EXPANDED} times its size")
 
 
 def _longer_than(limit: int) -> str:
@@ -221,13 +232,15 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
         whole = not is_splittable(part.file.path)
         file = decompressed(part.file.path, raw)
         position = 0 if whole else _skip_to_line(raw, part)
-        number = 0
+        number = blank = 0
         while whole or position < part.stop:
             begin, reason = position, ""
             number += 1
             try:
                 line = file.readline(LINE_BYTES + 1)
                 position += len(line)
+                if number % 64 == 0:
+                    _require_modest_expansion(file, raw, position)
                 if len(line) > LINE_BYTES and not line.endswith(b"\n"):
                     line, reason = None, _longer_than(LINE_BYTES)
                     position += _skip_line(file, part.file.path, begin)
@@ -240,7 +253,11 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
                 if begin == 0:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.isspace():
+                    blank += 1
+                    if blank % _BLANK == 0:
+                        raise ConfigError(f"{part.file.path} has {blank:,} blank lines in a row: fix it or leave it out.")
                     continue
+                blank = 0
             yield line, number, (raw.tell() if whole else position) - part.start, reason
 
 

@@ -29,7 +29,7 @@ from jaxllm.data.manifest import (
     check_sizes,
     index_sha256,
     is_shard,
-    read_json,
+    read_stored,
     shard_name,
 )
 from jaxllm.data.records import Part, Record, has_changed, is_parquet, read_part, records_before
@@ -105,7 +105,7 @@ def write_shard(
 
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     """Reads a shard's .json. Returns None unless it and its files exist with their recorded sizes."""
-    shard: Any = read_json(folder / f"{name}.json")
+    shard: Any = read_stored(folder / f"{name}.json")
     if not is_shard(shard) or shard["name"] != name:
         return None
     try:

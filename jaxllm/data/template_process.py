@@ -21,9 +21,10 @@ Wish = tuple[int, bool, tuple[str, str]]
 Answer = tuple[int, str]
 """One of the kinds of template_program.py, and the text or the reason."""
 
-# Texts of a conversation that are in memory together: its renderings may be a thousand times as long as itself.
-_TOGETHER = 16
+_TOGETHER, _LONG_BYTES = 16, 2**20
+"""Renderings of a conversation that are in memory together, and the size from which on only one is."""
 _OUTPUT_BYTES, _BYTES_PER_BYTE = 2**20, 16
+"""What renderings may take together, and what each byte of the conversation adds: sixteen beginnings of it take eight."""
 
 
 class TemplateStopped(Exception):
@@ -57,8 +58,9 @@ class TemplateProcess:
         Raises:
           TemplateStopped: one of them needs more than the limits.
         """
-        for start in range(0, len(wishes), _TOGETHER):
-            together = wishes[start : start + _TOGETHER]
+        count = 1 if len(pickle.dumps(messages)) > _LONG_BYTES else _TOGETHER
+        for start in range(0, len(wishes), count):
+            together = wishes[start : start + count]
             request = pickle.dumps((messages, together))
             with self._lock:
                 process = self._running or self._start()[0]
@@ -95,7 +97,11 @@ class TemplateProcess:
         try:
             given.write(LENGTH.pack(len(request)) + request)
             given.flush()
-            return [_answer(written, _OUTPUT_BYTES + _BYTES_PER_BYTE * len(request)) for _ in range(answers)]
+            left, found = _OUTPUT_BYTES + _BYTES_PER_BYTE * len(request), []
+            for _ in range(answers):
+                found.append(_answer(written, left))
+                left -= len(found[-1][1])
+            return found
         except (EOFError, BrokenPipeError):
             reason = _why_ended(process)
             self.close()
@@ -119,7 +125,7 @@ def _answer(written: IO[bytes], at_most: int) -> Answer:
     if len(content) < length:
         raise EOFError
     try:
-        return kind, content.decode("utf-8", "surrogatepass")
+        return kind, content.decode("utf-8")
     except UnicodeDecodeError:
         raise TemplateStopped("writes what is not text") from None
 

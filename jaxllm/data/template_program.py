@@ -69,7 +69,8 @@ def _rendering(
             documents=None,
             **special_tokens,
         )
-        return text.encode("utf-8", "surrogatepass")
+        # Half a surrogate pair is a fault of the template: no text holds one.
+        return text.encode("utf-8")
 
     return render
 
@@ -118,7 +119,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _forbid_files(environment: Any) -> None:

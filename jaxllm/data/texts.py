@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.file_patterns import MOST_ENTRIES, Listing
-from jaxllm.untrusted import GIB, RefusedInput, read_bytes
+from jaxllm.untrusted import GIB, RefusedInput, read_bytes, reason_of
 
 MOST_FILES, MOST_BYTES = 100_000, 4 * GIB
 """Limits of texts that are read at the start of each run. The memory of a host holds them five times over, because the ids are
@@ -48,8 +48,7 @@ def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
         try:
             texts[name] = read_bytes(Path(name), MOST_BYTES)
         except (OSError, RefusedInput) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{name} cannot be read ({reason}): fix it or leave it out of data.paths.") from None
+            raise ConfigError(f"{name} cannot be read ({reason_of(error)}): fix it or leave it out of data.paths.") from None
         bad = first_bad_byte(texts[name])
         if bad is not None:
             raise ConfigError(f"{name} is not UTF-8 text (byte {bad}): convert it or leave it out of data.paths.")

@@ -19,7 +19,7 @@ import numpy as np
 from jaxllm import untrusted
 from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.data.tokenizer_growth import require_modest_growth
-from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, shown
+from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, reason_of, shown
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
@@ -140,7 +140,7 @@ class JsonTokenizer:
         try:
             self._content = read_bytes(file)
         except (OSError, RefusedInput) as error:
-            raise ConfigError(f"{file} cannot be read ({_reason(error)}): fix it or name another tokenizer.") from None
+            raise ConfigError(f"{file} cannot be read ({reason_of(error)}): fix it or name another tokenizer.") from None
         try:
             require_modest_growth(parse_json(self._content))
             self._tokenizer = _from_json(self._content.decode("utf-8"))
@@ -152,7 +152,7 @@ class JsonTokenizer:
                 f"{file} is not a tokenizer ({shown(line_of(error), 500)}): save it again with the tokenizers library."
             ) from None
 
-        self._config = read_json(file.parent / "tokenizer_config.json")
+        self._config = read_companion(file.parent / "tokenizer_config.json")
         self.bos_id, bos_name = self._mark("bos")
         self.eos_id, eos_name = self._mark("eos")
         self._adds_bos = self._config.get("add_bos_token") is True
@@ -273,11 +273,11 @@ class JsonTokenizer:
         """Id and name of the BOS or EOS token. The id is None if the vocabulary lacks it; both are None if no file names it."""
         folder = self._file.parent
         for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-            token = read_json(file).get(f"{which}_token")
+            token = read_companion(file).get(f"{which}_token")
             if (text := token_text(token, f"{which}_token", file)) is not None:
                 return self._tokenizer.token_to_id(text), text
         for file in ("config.json", "generation_config.json"):
-            token_id = read_json(folder / file).get(f"{which}_token_id")
+            token_id = read_companion(folder / file).get(f"{which}_token_id")
             if isinstance(token_id, list) and token_id:
                 token_id = token_id[0]
             if isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0:
@@ -301,14 +301,14 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_companion(file: Path) -> dict[str, Any]:
     """Reads the JSON object in a file; an empty dict if there is no file."""
     try:
         if not file.is_file():
             return {}
         values = untrusted.read_json(file)
     except (OSError, RefusedInput) as error:
-        raise ConfigError(f"{file} cannot be used ({_reason(error)}): fix it or remove it.") from None
+        raise ConfigError(f"{file} cannot be used ({reason_of(error)}): fix it or remove it.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} does not hold a JSON object: fix it or remove it.")
     return values
@@ -322,7 +322,3 @@ def token_text(token: Any, name: str, file: Path) -> str | None:
     if len(text) > _LONGEST_TOKEN:
         raise ConfigError(f"The {shown(name)} in {file} has more than {_LONGEST_TOKEN:,} characters: give a token's text.")
     return text
-
-
-def _reason(error: Exception) -> str:
-    return str(error.strerror) if isinstance(error, OSError) else str(error)

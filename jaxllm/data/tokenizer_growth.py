@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import struct
 import unicodedata
 from collections.abc import Iterator
@@ -63,35 +64,39 @@ class _Growth:
     def __init__(self):
         self.factor, self.before = 1.0, 0.0
         self._inserted: set[str] = set()
+        self._any = False
+        """Whether any character may have been inserted."""
 
     def take(self, step: dict[str, Any]) -> None:
         kind = step["type"]
         if kind == "Replace":
-            self._replace(step["content"], step["pattern"].get("String"))
+            self._replace(step["content"], step["pattern"])
         elif kind == "Prepend":
             self.before += _size(step["prepend"])
             self._inserted |= set(_decomposed(step["prepend"]))
         elif kind == "Metaspace":
-            self._replace(step["replacement"], " ")
+            self._replace(step["replacement"], {"String": " "})
             self.before += 3
         elif kind == "Precompiled":
             # Its longest text stands for a character of three bytes in real ones.
             self._multiply(_longest_text(step["precompiled_charsmap"]) / 3)
+            self._any = True
         elif kind in ("ByteLevel", "BertNormalizer"):
             # The first writes a byte as a character of two; the second puts spaces around a Chinese character.
             self._multiply(2)
 
-    def _replace(self, content: str, pattern: str | None) -> None:
-        """The pattern is None if it is a regular expression, which may match nothing at each position."""
-        size = _size(content)
-        if not pattern:
+    def _replace(self, content: str, pattern: dict[str, str]) -> None:
+        size, text = _size(content), pattern.get("String")
+        shortest = _shortest_match(pattern["Regex"]) if text is None else len(text)
+        if shortest == 0:
+            # It matches before each character and at the end.
             self._multiply(1 + size)
             self.before += size
-        elif self._inserted.isdisjoint(_decomposed(pattern)):
-            # What was inserted so far stays as it is.
-            self.factor = max(self.factor, size / len(pattern))
+        elif text is None or self._any or not self._inserted.isdisjoint(_decomposed(text)):
+            self._multiply(size / shortest)
         else:
-            self._multiply(size / len(pattern))
+            # What was inserted so far stays as it is.
+            self.factor = max(self.factor, size / shortest)
         self._inserted |= set(_decomposed(content))
 
     def _multiply(self, times: float) -> None:
@@ -109,6 +114,14 @@ def _steps(described: Any) -> Iterator[dict[str, Any]]:
     else:
         for step in inner:
             yield from _steps(step)
+
+
+def _shortest_match(regex: str) -> int:
+    """Characters that a regular expression matches at least; 0 if it is of a form that Oniguruma knows and Python does not."""
+    try:
+        return re._parser.parse(regex).getwidth()[0]  # type: ignore[attr-defined]
+    except Exception:
+        return 0
 
 
 def _decomposed(text: str) -> str:

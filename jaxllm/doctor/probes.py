@@ -38,7 +38,7 @@ from jaxllm.mesh import axis_index
 from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.cpus import available_cpus
 from jaxllm.runtime.host_memory import host_memory
-from jaxllm.untrusted import parse_json
+from jaxllm.untrusted import MIB, parse_json
 
 PACKAGES = (
     *("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
@@ -127,7 +127,7 @@ def gather(here: Facts) -> list[Facts]:
 
 def gather_json(here: Any) -> list[Any]:
     """Values of all processes, by rank, as far as JSON can express them; every process must call it."""
-    texts = parse_json(distributed.exchange(json.dumps(here), json.dumps))
+    texts = parse_json(distributed.exchange(json.dumps(here), json.dumps), jax.process_count() * MIB)
     # A speed may be infinite.
     return [parse_json(text, lenient=True) for text in texts]
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_json, stored_shape
+from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_object, stored_section
 from jaxllm.config.types import PositiveInt
 from jaxllm.pretrained.companions import GENERATION
 from jaxllm.pretrained.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
@@ -102,7 +102,7 @@ class Folder:
 
     def _read_companion(self, name: str) -> dict[str, Any]:
         found = self._companion(name)
-        return {} if found is None else read_json(found)
+        return {} if found is None else read_object(found)
 
     @property
     def common_dtype(self) -> np.dtype:
@@ -248,7 +248,7 @@ class ModelFile:
 
 
 def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
-    content = read_json(path / MODEL)
+    content = read_object(path / MODEL)
     try:
         said = checked(content, ModelFile)
     except RefusedInput as error:
@@ -257,8 +257,8 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         raise ConfigError(f"{key}={path} has format {said.format}, this jaxllm reads up to {FORMAT}: install a newer one.")
     if said.format < FORMAT:
         raise ConfigError(f"{key}={path} has format {said.format}, whose weights are Orbax's: export it again.")
-    stored_shape(said.model, str(path / MODEL))
-    expected = {entry.name: entry for entry in entries(said.model)}
+    section = stored_section(said.model, str(path / MODEL))
+    expected = {entry.name: entry for entry in entries(section)}
     tensors = _tensors(path, said.files, "convert or export it again", {})
     for name, entry in expected.items():
         if name not in tensors:
@@ -268,14 +268,14 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         raise ConfigError(f"{path} holds {extra[0]}, which is not in its model: convert or export it again.")
     companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
     theirs = {} if said.hugging_face is None else vars(said.hugging_face)
-    return JaxllmFolder(path, str(path), said.model, companions, theirs, said.sequence_length, tensors=tensors)
+    return JaxllmFolder(path, str(path), section, companions, theirs, said.sequence_length, tensors=tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face's
 
 
 def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
-    section = model_section(read_json(path / CONFIG), str(path / CONFIG))
+    section = model_section(read_object(path / CONFIG), str(path / CONFIG))
     files, promises = _files_and_promises(key, path)
     tensors = _tensors(path, files, "get the file again", promises)
     dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
@@ -330,7 +330,7 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], dict[str, str]
     if (path / SINGLE).is_file():
         return [SINGLE], {}
     if (path / INDEX).is_file():
-        promises = read_json(path / INDEX).get("weight_map")
+        promises = read_object(path / INDEX).get("weight_map")
         if not isinstance(promises, dict) or not promises or not all(isinstance(f, str) for f in promises.values()):
             raise ConfigError(f"{path / INDEX} has no weight_map of tensors and files: get the file again.")
         return sorted(set(promises.values())), promises

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json
+from jaxllm.untrusted import RefusedInput, Text, Whole, checked, checked_map, parse_json
 
 DTYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
 """Supported dtypes of weights, by their names in a header."""
@@ -142,7 +142,7 @@ class TensorFile:
         try:
             found = parse_json(header.tobytes(), LONGEST_HEADER)
             found = checked(found, dict[str, Any])
-            described = checked({name: line for name, line in found.items() if name != "__metadata__"}, dict[str, _Described])
+            described = checked_map({name: line for name, line in found.items() if name != "__metadata__"}, _Described)
         except RefusedInput as error:
             raise self._damaged(f"its header is not the JSON of a safetensors file: {error}") from None
         lines = [(name, line.dtype, line.shape, *line.data_offsets) for name, line in described.items()]

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxllm.config import AUTO, Config, ConfigError, load_config
 from jaxllm.train.json_lines import read_lines
-from jaxllm.untrusted import RefusedInput, read_yaml
+from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
 
 SMOOTH_SHARE = 0.02
 """Window of the smoothed loss, as a share of the run's steps."""
@@ -198,8 +198,7 @@ def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config
     try:
         values = read_yaml(path)
     except (OSError, RefusedInput) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} cannot be read as a config ({reason}): get it from a copy of the run.") from None
+        raise ConfigError(f"{path} cannot be read as a config ({reason_of(error)}): get it from a copy of the run.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: it is not the config of a run.")
     data = values.get("data") or {}

@@ -212,7 +212,7 @@ def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> Non
 def _verdict(here: str, different: dict[int, str]) -> str:
     if not different:
         return ""
-    mine, theirs = parse_json(here), parse_json(next(iter(different.values())))
+    mine, theirs = (parse_json(text, finite=False) for text in (here, next(iter(different.values()))))
     keys = [f"{section}.{key}" for section in mine for key in mine[section] if mine[section][key] != theirs[section].get(key)]
     return (
         f"The processes were given different configs: {' and '.join(keys)} of process{'es' if len(different) > 1 else ''} "

@@ -19,23 +19,18 @@ LOST = 76
 """A peer was lost, or a step is stuck: restart from the last checkpoint."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-
-PASSING = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.ECONNRESET,
-    errno.ECONNREFUSED,
-    errno.EHOSTUNREACH,
-    errno.ENETUNREACH,
+LASTING = (
+    *(*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE),
+    *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
 )
-"""System errors that may be gone after a restart, such as those of a network's disk. Others, such as permissions and full
-disks, would come again."""
+"""System errors that a restart would meet again. Others may pass, such as those of a network's disk."""
+NO_THREAD = "can't start new thread"
 
 
 def exit_code_for(error: BaseException) -> int:
-    """Exit code of a process that ends with an error: the error's own `exit_code`, BAD_INPUT for a system error that a restart
-    would meet again, else 1."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return 1 if error.errno in PASSING else BAD_INPUT
-    return getattr(error, "exit_code", BAD_INPUT if isinstance(error, MemoryError) else 1)
+    """Exit code of a process that ends with an error: the error's own `exit_code`, BAD_INPUT for what a restart would meet
+    again, else 1."""
+    is_lasting = isinstance(error, OSError) and error.errno in LASTING
+    if is_lasting or isinstance(error, MemoryError) or NO_THREAD in str(error):
+        return BAD_INPUT
+    return getattr(error, "exit_code", 1)

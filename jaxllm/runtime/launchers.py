@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from jaxllm.config.errors import ConfigError
 from jaxllm.runtime.socket_messages import MOST_PROCESSES
 from jaxllm.runtime.supervisor import MOST_ATTEMPTS, NESTED
-from jaxllm.untrusted import INT32, INT64, RefusedInput, shown, whole_number
+from jaxllm.untrusted import INT32, INT64, LONGEST_TEXT, RefusedInput, shown, whole_number
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
 START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
@@ -37,7 +37,6 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 PORTS_APART = 509
 """Distance between the ports of two steps of one job. A prime, so that a step and a neighbour job's step rarely collide."""
 
-LONGEST_TEXT = 4096
 """Limit for the name of a launch."""
 MOST_BRACKETS = 8
 """Limit for one name in a node list; SLURM's own limit is five dims."""

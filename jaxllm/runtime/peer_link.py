@@ -13,8 +13,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from jaxllm.config import ConfigError
+from jaxllm.config.types import Switch
 from jaxllm.runtime import exit_codes, progress
-from jaxllm.runtime.socket_messages import Name, Pid, Rank, Reader, Sentence, Switch
+from jaxllm.runtime.socket_messages import Name, Pid, Rank, Reader, Sentence
 from jaxllm.untrusted import checked
 
 MOST_NAMED = 16

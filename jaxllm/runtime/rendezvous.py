@@ -28,6 +28,7 @@ from typing import Annotated
 from pydantic import Field
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.types import Switch
 from jaxllm.runtime.launchers import COORDINATOR, Launch, is_loopback
 from jaxllm.runtime.rendezvous_checks import (
     ProcessInfo,
@@ -38,7 +39,7 @@ from jaxllm.runtime.rendezvous_checks import (
     why_incompatible,
     why_rejected,
 )
-from jaxllm.runtime.socket_messages import STRANGERS, Name, Pid, Rank, Reader, Seconds, Sentence, Switch, connect, listen
+from jaxllm.runtime.socket_messages import STRANGERS, Elapsed, Name, Pid, Rank, Reader, Sentence, connect, listen
 from jaxllm.untrusted import checked
 
 MAGIC = "jaxllm roll call "
@@ -97,7 +98,7 @@ class _Run:
 class _Reply:
     """What process 0 sends: one of these at a time."""
 
-    wait_s: Seconds | None = None
+    wait_s: Elapsed | None = None
     """Time until its own limit."""
     other: Sentence | None = None
     """It belongs to another launch."""
@@ -249,7 +250,7 @@ class _Rendezvous:
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
-            elif (info := parse_process_info(message)) is None or not self._admit(connection, info):
+            elif (info := parse_process_info(message, self.own.versions)) is None or not self._admit(connection, info):
                 messages = None
                 break
         if messages is None:

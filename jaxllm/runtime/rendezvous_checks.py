@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jaxllm.config.types import Switch
 from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch, is_loopback
-from jaxllm.runtime.socket_messages import MOST_PROCESSES, Name, Pid, Rank, Switch
+from jaxllm.runtime.socket_messages import MOST_PROCESSES, Name, Pid, Rank
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked, shown
 
 MOST_NAMED = 8
@@ -63,13 +64,37 @@ class ProcessInfo:
         return f"Process {self.rank} on {self.host}"
 
 
-def parse_process_info(message: dict[str, Any]) -> ProcessInfo | None:
-    """The description in a message, also of another version of jaxllm: versions are compared first. None if there is none."""
+@dataclass(frozen=True)
+class _Introduction:
+    """What a process of any version says."""
+
+    rank: Rank
+    count: Annotated[int, Field(strict=True, ge=1, le=MOST_PROCESSES)]
+    host: Name
+    pid: Pid
+    versions: dict[Name, Any]
+
+
+def parse_process_info(message: dict[str, Any], versions: Mapping[str, str]) -> ProcessInfo | None:
+    """The description in a message; None if there is none. Other versions may describe themselves in another way: then it has
+    what why_rejected needs.
+
+    Args:
+      versions: of process 0.
+    """
     try:
-        info = checked(message, ProcessInfo)
+        known = checked(message, _Introduction)
+        theirs = {name: version for name, version in known.versions.items() if isinstance(version, str)}
+        if theirs == versions:
+            info = checked(message, ProcessInfo)
+        else:
+            info = ProcessInfo(known.rank, known.count, known.host, "", known.pid, checked(theirs, _VERSIONS), [])
     except RefusedInput:
         return None
     return info if info.rank < info.count else None
+
+
+_VERSIONS: Any = dict[Name, Name]
 
 
 def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:

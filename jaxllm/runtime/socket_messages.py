@@ -19,10 +19,9 @@ Name = Annotated[str, Field(strict=True, max_length=256), AfterValidator(lambda 
 """A host, a GPU or a version. Its control characters are escaped: it is printed."""
 Sentence = Annotated[str, Field(strict=True), AfterValidator(lambda text: shown(text, MAX_SENTENCE))]
 """A message for a person, cut and escaped likewise."""
-Switch = Annotated[bool, Field(strict=True)]
 Rank = Annotated[int, Field(strict=True, ge=0, lt=MOST_PROCESSES)]
 Pid = Annotated[int, Field(strict=True, ge=0, le=INT32)]
-Seconds = Annotated[float, Field(strict=True, ge=0, le=INT32, allow_inf_nan=False)]
+Elapsed = Annotated[float, Field(strict=True, ge=0, le=INT32, allow_inf_nan=False)]
 
 STRANGERS = 64
 """Connections that a port holds beside those of the run's processes: beyond them, the oldest that has not said who it is makes

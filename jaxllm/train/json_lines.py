@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.config import ConfigError
 from jaxllm.untrusted import INT64, RefusedInput, parse_json
 from jaxllm.untrusted import read_lines as lines_of
 
@@ -17,23 +18,29 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
     Args:
       containing: only lines with this text, to parse no others.
       last: only so many lines at the end.
+
+    Raises:
+      ConfigError: it is no regular file.
     """
     lines: Iterable[bytes] = lines_of(path) if path.exists() else ()
     text = containing.encode()
-    for line in lines if last is None else deque(lines, maxlen=last):
-        if text in line and (record := parse(line)) is not None:
-            yield line, record
+    try:
+        for line in lines if last is None else deque(lines, maxlen=last):
+            if text in line and (record := parse(line)) is not None:
+                yield line, record
+    except RefusedInput as error:
+        raise ConfigError(f"{path} cannot be read ({error}): move it away.") from None
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, an object with the number of a step and no number beyond 64 bits; None for anything else."""
+    """The record of a line, an object with the number of a step and no value beyond 64 bits; None for anything else."""
     try:
         record = parse_json(line, lenient=True)
     except RefusedInput:
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or record["step"] < 0:
         return None
-    return None if any(isinstance(x, int) and not 0 <= x <= INT64 for x in record.values()) else record
+    return None if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in record.values()) else record
 
 
 def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:

@@ -19,6 +19,7 @@ from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
 from jaxllm.train.json_lines import parse
 from jaxllm.train.step_watch import spike_line
+from jaxllm.untrusted import GIB, RefusedInput, read_bytes
 
 Record = dict[str, float | int]
 
@@ -148,7 +149,10 @@ def _move_aside(path: Path, last_step: int) -> None:
     """Moves the lines behind the last one of a step up to `last_step` to a file of their own, also one that a crash cut short.
     A damaged line between others stays.
     """
-    content = path.read_bytes() if path.exists() else b""
+    try:
+        content = read_bytes(path, 16 * GIB) if path.exists() else b""
+    except RefusedInput as error:
+        raise ConfigError(f"{path} cannot be used ({error}): move it away.") from None
     kept = len(content)
     for line in reversed(content.splitlines(keepends=True)):
         if (record := parse(line)) is not None and record["step"] <= last_step:

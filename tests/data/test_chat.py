@@ -411,10 +411,15 @@ def test_a_conversation_on_which_a_template_is_stopped_is_named(read, tmp_path):
 
 
 def test_texts_have_all_characters_in_any_number():
-    """Halves of a surrogate pair, and more texts than are rendered together."""
-    messages = [{"role": role, "content": f"\ud83d \udc4d {n}"} for n in range(40) for role in ("user", "assistant")]
+    """More texts than are rendered together."""
+    messages = [{"role": role, "content": f"\U0001f44d \u2028 {n}"} for n in range(40) for role in ("user", "assistant")]
     text, spans = template_of(CHATML).render_answers(messages, range(1, 80, 2), SPECIAL)
-    assert [text[start:stop] for start, stop in spans] == [f"\ud83d \udc4d {n}<|im_end|>" for n in range(40)]
+    assert [text[start:stop] for start, stop in spans] == [f"\U0001f44d \u2028 {n}<|im_end|>" for n in range(40)]
+
+
+def test_a_template_that_writes_half_a_surrogate_pair_is_at_fault():
+    with pytest.raises(ChatTemplateError, match="surrogates not allowed"):
+        ChatTemplate("{{ '\\ud83d' }}", "a test", {}).render([])
 
 
 def test_nothing_of_a_template_runs_when_the_conversations_have_been_read(tokenizer, conversations):

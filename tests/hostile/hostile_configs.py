@@ -73,6 +73,8 @@ CASES = [
     override("run.cpu_devices=100000", "it should be less than or equal to 4096"),
     override("run.cpu_devices=100000000", "it should be less than or equal to 4096"),
     override("run.stuck_min_s=1.0e+300", "it should be less than or equal to 1000000000"),
+    override("train.steps=[0x" + "f" * 6000 + "]", "train.steps=["),
+    override("train.steps=!!bool x", "the tag tag:yaml.org,2002:bool is not supported"),
     override("train.steps=" + "[" * 2000, "it nests deeper than 64 levels"),
     override("train.steps=" + "x" * 5000, "train.steps=xxxx"),
     Case(

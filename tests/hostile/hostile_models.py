@@ -175,6 +175,11 @@ CASES = [
     ),
     generate("10^9 new tokens", "positions, and the model supports 128", "--max-new-tokens", "1000000000"),
     generate("a prompt of 100,000 tokens", "positions, and the model supports 128", "--prompt", "a" * 100_000),
+    Case(
+        *("to-hf: an older model.json", ("convert", "to-hf", "ours", "out"), None),
+        ours(lambda said: [said["model"].pop(key) for key in ("head_dim", "tie_embeddings", "block_norms")]),
+    ),
+    to_hf("no heads", "model.json does not describe a model (", lambda said: said["model"].pop("num_heads")),
     to_hf("hugging_face is a list", "model.json is damaged (hugging_face is [1]", lambda said: said.update(hugging_face=[1])),
     to_hf(
         *("unknown dtype", "model.json is damaged (hugging_face.dtypes.lm_head.weight is X"),

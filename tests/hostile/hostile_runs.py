@@ -56,6 +56,11 @@ def sparse_metrics() -> None:
     os.truncate("run/metrics.jsonl", 3 * 2**30)
 
 
+def metrics_are_a_pipe() -> None:
+    Path("run").mkdir()
+    os.mkfifo("run/metrics.jsonl")
+
+
 def config_is_a_folder() -> None:
     Path("run/config.yaml").mkdir(parents=True)
 
@@ -82,7 +87,8 @@ CASES = [
     resume("step is text", "is intact: 4 (step is x", checkpoint({**META, "step": "x"})),
     resume("a key twice", "the key step is there twice", checkpoint('{"step": 1, "step": 2}')),
     resume("files nest", "is intact: 4 (it nests deeper", checkpoint(META, DEEP)),
-    resume("files of one number", "is intact: 4 (it has no x.1)", checkpoint(META, '{"x": [1]}')),
+    resume("files of one number", "is intact: 4 (x: it has no 1)", checkpoint(META, '{"x": [1]}')),
+    resume("metrics are a pipe", "metrics.jsonl", metrics_are_a_pipe),
     resume("config.yaml is a folder", "config.yaml cannot be used (Is a directory)", config_is_a_folder),
     *(
         resume(f"metrics: {name}", None, metrics(GOOD + line))

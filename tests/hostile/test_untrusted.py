@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tiny import TINY
 from jaxllm.checkpoint import files
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.config.hf_config import model_section
+from jaxllm.data.npy import read_npy
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.safetensors import TensorFile
 from jaxllm.stderr import LONGEST_WORD, one_line
@@ -27,10 +29,10 @@ from jaxllm.untrusted import (
     RefusedInput,
     Whole,
     checked,
+    checked_map,
     parse_json,
     parse_yaml,
     read_bytes,
-    read_npy,
     shown,
     whole_number,
 )
@@ -78,6 +80,20 @@ def test_json_that_is_refused(text, reason):
         parse_json(text, 1024 if isinstance(text, bytes) else 2**20)
 
 
+def test_a_key_twice_is_found_at_once():
+    text = ", ".join(f'"{number}": 1' for number in [*range(200_000), 7])
+    began_s = time.process_time()
+    with pytest.raises(RefusedInput, match="the key 7 is there twice"):
+        parse_json(f"{{{text}}}")
+    assert time.process_time() - began_s < 5
+
+
+@pytest.mark.parametrize("text", ["!!bool x", "!!timestamp x", "!!int ''", "!!float 1:1", "!!binary x", "!x y", "!!set {a}"])
+def test_tags_are_refused(text):
+    with pytest.raises(RefusedInput, match=r"^line 1: the tag \S+ is not supported$"):
+        parse_yaml(f"a: {text}")
+
+
 def test_json_at_the_limits_is_taken():
     assert parse_json("[" * 64 + "]" * 64)
     assert parse_json('{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] == 10**30 + 19884624838656
@@ -86,13 +102,16 @@ def test_json_at_the_limits_is_taken():
 
 def test_devices_and_pipes_are_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(RefusedInput, match="not a regular file"):
-            read_bytes(path)
+    before = len(os.listdir("/proc/self/fd"))
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        for read in (read_bytes, lambda path: list(lines_of(path)), lambda path: read_npy(path, np.integer)):
+            with pytest.raises(RefusedInput, match="not a regular file"):
+                read(path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_long_lines_are_left_out(tmp_path):
-    (tmp_path / "lines").write_bytes(b"a\n" + b"x" * 11 + b"\n" + b"y" * 10 + b"\r\nz")
+    (tmp_path / "lines").write_bytes(b"a\n" + b"x" * 11 + b"\n" + b"y" * 10 + b"\r\n" + b"w" * 10 + b"\r\rv\nz")
     assert list(lines_of(tmp_path / "lines", 10)) == [b"a", b"y" * 10, b"z"]
 
 
@@ -132,6 +151,12 @@ def test_an_array_is_read_as_numpy_reads_it(tmp_path):
 class Stored:
     step: Whole
     name: str = "x"
+
+
+def test_a_map_ends_at_the_first_that_is_wrong():
+    assert checked_map({"a": 1}, Whole) == {"a": 1}
+    with pytest.raises(RefusedInput, match=r"^1: it is x: it should be a valid integer$"):
+        checked_map({str(number): "x" if number else 0 for number in range(9)}, Whole)
 
 
 def test_a_type_says_what_is_wrong():

@@ -162,7 +162,6 @@ def test_other_programs_at_the_port_disturb_nothing(launch):
         {"machine": None},
         {"pid": 10**12},
         {"versions": ["0.1.0"]},
-        {"versions": {"jaxllm": 5}},
         {"flags": [5, "--xla_a=1"]},
         {"flags": "--xla_a=1"},
         {"launch_id": 7},
@@ -174,12 +173,12 @@ def test_other_programs_at_the_port_disturb_nothing(launch):
     ids=lambda change: str(change)[:40],
 )
 def test_a_description_of_other_types_is_none(change):
-    assert parse_process_info(json.loads(json.dumps(vars(call(1)) | change))) is None
+    assert parse_process_info(json.loads(json.dumps(vars(call(1)) | change)), call(0).versions) is None
 
 
 def test_control_characters_of_a_description_are_not_printed():
     message = vars(call(1)) | {"host": "h1\x1b[2J", "versions": {"jaxllm": "\x1b[31mred\n", "JAX": "9"}}
-    sentence = why_rejected(parse_process_info(message), call(0), Launch("variables", "h", 1, 3, 0), None)
+    sentence = why_rejected(parse_process_info(message, call(0).versions), call(0), Launch("variables", "h", 1, 3, 0), None)
     assert sentence.startswith(r"Process 1 on h1\x1b[2J has jaxllm \x1b[31mred\n and JAX 9, process 0")
 
 
@@ -497,7 +496,8 @@ def test_a_host_whose_own_name_is_a_loopback_address():
 def test_another_version_may_send_other_fields():
     """Fields come and go; the versions are always compared first."""
     message = {name: value for name, value in vars(call(1)).items() if name != "host_address"} | {"news": 1}
-    understood = parse_process_info(message | {"versions": {"jaxllm": "9"}})
+    message |= {"versions": {"jaxllm": "9", "news": 5}, "attempt": None, "gpus": 4, "machine": []}
+    understood = parse_process_info(message, call(0).versions)
     assert "Process 1 on h1 has jaxllm 9 and JAX of another kind" in why_rejected(
         understood, call(0), Launch("variables", "h", 1, 3, 0), None
     )
