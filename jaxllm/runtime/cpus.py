@@ -24,7 +24,7 @@ def require_threads_and_files(count: int = THREADS) -> None:
       ConfigError: the system does not start so many, or does not let this process open FILES.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < FILES:
+    if files != resource.RLIM_INFINITY and files < FILES:
         raise ConfigError(f"This process may open only {files} files, and a run needs about {FILES}: raise `ulimit -n`.")
     ended, started = threading.Event(), []
     try:

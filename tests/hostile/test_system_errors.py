@@ -106,6 +106,9 @@ def test_threads_and_files_are_counted_before_jax_starts(monkeypatch):
     monkeypatch.setattr(cpus.threading, "Thread", Thread)
     with pytest.raises(ConfigError, match=r"starts only 5 more threads for this user, and JAX needs about 64: raise `ulimit"):
         cpus.require_threads_and_files()
+    monkeypatch.undo()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    cpus.require_threads_and_files()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
     with pytest.raises(ConfigError, match="may open only 30 files"):
         cpus.require_threads_and_files()
