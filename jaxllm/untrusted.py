@@ -238,6 +238,7 @@ def _too_large(at_most: int) -> str:
 
 
 B = TypeVar("B", bytes, str)
+# Pyright takes no Annotated for a type.
 _TEXT: Any = Text
 
 

@@ -251,8 +251,7 @@ def _read_template(file: Path) -> tuple[str, Path]:
     try:
         text = read_text(file, RECIPE_BYTES)
     except (OSError, RefusedInput) as error:
-        reason = reason_of(error)
-        raise ConfigError(f"The chat template {file} cannot be read ({reason}): name another file.") from None
+        raise ConfigError(f"The chat template {file} cannot be read ({reason_of(error)}): name another file.") from None
     return text.replace("\r\n", "\n").replace("\r", "\n"), file
 
 

@@ -35,7 +35,7 @@ from jaxllm.data.manifest import (
 )
 from jaxllm.data.npy import read_npy
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from jaxllm.untrusted import RefusedInput
+from jaxllm.untrusted import RefusedInput, reason_of
 
 OPEN_FILES = 256
 """Files of one folder that are open at once. A process may often open only 1,024 files in total."""
@@ -173,10 +173,8 @@ def _load(file: Path, dtype: type[np.generic]) -> np.ndarray:
     try:
         # Not memory-mapped: a mapping keeps its file open, and there may be thousands.
         return read_npy(file, dtype)
-    except OSError as error:
-        raise damaged(file, error.strerror or str(error)) from None
-    except RefusedInput as error:
-        raise damaged(file, str(error)) from None
+    except (OSError, RefusedInput) as error:
+        raise damaged(file, reason_of(error)) from None
 
 
 def _load_tokenizer(folder: Path, recorded: StoredTokenizer) -> Tokenizer:

@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm import untrusted
 from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.data.tokenizer_growth import require_modest_growth
-from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, reason_of, shown
+from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, read_json, reason_of, shown
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
@@ -306,7 +305,7 @@ def read_companion(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             return {}
-        values = untrusted.read_json(file)
+        values = read_json(file)
     except (OSError, RefusedInput) as error:
         raise ConfigError(f"{file} cannot be used ({reason_of(error)}): fix it or remove it.") from None
     if not isinstance(values, dict):

@@ -14,7 +14,7 @@ OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tekken.json"),
     *("chat_template*", "additional_chat_templates"),
 )
-"""Names of the files that accompany weights."""
+"""Names of the files that accompany weights, and of those of the tokenizer among them."""
 LARGEST_BYTES = 2**30
 """Tokenizers have up to 33 MB."""
 

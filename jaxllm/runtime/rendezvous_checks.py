@@ -94,6 +94,7 @@ def parse_process_info(message: dict[str, Any], versions: Mapping[str, str]) -> 
     return info if info.rank < info.count else None
 
 
+# Pyright takes no Annotated for a type.
 _VERSIONS: Any = dict[Name, Name]
 
 
