@@ -14,7 +14,7 @@ import typer
 
 from jaxllm.config import ConfigError
 from jaxllm.runtime import exit_codes
-from jaxllm.stderr import one_line
+from jaxllm.stderr import safe_to_print
 
 INTERRUPTED = 130
 NAMELESS = {
@@ -110,7 +110,7 @@ def _end_of_defect(what: str, code: int) -> NoReturn:
 def _end(sentence: str, code: int = exit_codes.BAD_INPUT, *, broken_output: bool = False) -> NoReturn:
     if sentence:
         with suppress(OSError):
-            print(f"jaxllm: {one_line(sentence)}", file=sys.stderr, flush=True)
+            print(f"jaxllm: {safe_to_print(sentence)}", file=sys.stderr, flush=True)
     if broken_output:
         # The rest in the buffers would fail again at exit.
         for stream in (1, 2):

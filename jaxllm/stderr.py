@@ -11,12 +11,14 @@ LONGEST_WORD = 300
 """Characters: a path or a value that is longer loses its middle."""
 
 
-def one_line(sentence: str) -> str:
-    """The sentence as it is safe to print: control characters escaped, and no word longer than LONGEST_WORD. It may quote what
-    comes from outside."""
+def safe_to_print(sentence: str) -> str:
+    """The sentence, and any lines below it, with control characters escaped and no word longer than LONGEST_WORD: it may quote
+    what comes from outside."""
     half = LONGEST_WORD // 2
     words = [word if len(word) <= LONGEST_WORD else f"{word[:half]}...{word[-half:]}" for word in sentence.split(" ")]
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in " ".join(words))
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in " ".join(words)
+    )
 
 
 def print_sentence(sentence: str) -> None:
@@ -24,7 +26,7 @@ def print_sentence(sentence: str) -> None:
     # Bypasses sys.stderr, whose lock a stuck main thread may hold. The reader may be gone: the process is mostly about to exit,
     # and must not fail because of it.
     with suppress(OSError):
-        os.write(2, f"jaxllm: {one_line(sentence)}\n".encode())
+        os.write(2, f"jaxllm: {safe_to_print(sentence)}\n".encode())
 
 
 def flush() -> None:

@@ -23,7 +23,7 @@ from jaxllm.config.hf_config import model_section
 from jaxllm.data.npy import read_npy
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.safetensors import TensorFile
-from jaxllm.stderr import LONGEST_WORD, one_line
+from jaxllm.stderr import LONGEST_WORD, safe_to_print
 from jaxllm.train.json_lines import read_lines
 from jaxllm.untrusted import (
     RefusedInput,
@@ -191,10 +191,11 @@ def test_what_is_shown_fits_a_line():
 
 
 def test_a_sentence_cannot_steer_a_terminal():
-    sentence = one_line("a\x1b[2J\nb " + "x" * 5000 + " c")
+    sentence, below = safe_to_print("a\x1b[2J\rb " + "x" * 5000 + " c\nmore").split("\n")
     assert sentence.isprintable()
-    assert sentence.startswith("a\\x1b[2J\\nb x")
+    assert sentence.startswith("a\\x1b[2J\\rb x")
     assert len(sentence) < LONGEST_WORD + 30
+    assert below == "more"
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzz
