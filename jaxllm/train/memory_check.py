@@ -90,10 +90,10 @@ def check_memory(
     Raises:
       ConfigError: it does not fit, and run.allow_overcommit is false. The message names the cheapest change that would fit.
     """
-    if device.platform == "cpu" and not config.run.allow_overcommit:
-        require_host_memory(least_host_bytes(config), "Weights, optimizer state and batch")
     capacity_bytes = capacity_of(device)
     if capacity_bytes is None:
+        if device.platform == "cpu" and not config.run.allow_overcommit:
+            require_host_memory(least_host_bytes(config), "Weights, optimizer state and batch")
         return None
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = estimate or partial(estimate_memory, gpu=gpu, capability=compute_capability(device))

@@ -11,6 +11,7 @@ from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memor
 from jaxllm.display import readable
 from jaxllm.plan.advice import changed
 from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.runtime import host_memory
 from jaxllm.train import loop, memory_check
 from jaxllm.train.epilogue import conclude
 from jaxllm.train.memory_check import (
@@ -70,7 +71,17 @@ def test_what_fits_is_told_in_one_line():
     assert (fit.memory, fit.capacity_bytes) == (estimate, GPUS["h100-80gb"].capacity_bytes)
     share = f"{estimate.peak_bytes / fit.capacity_bytes:.1%}"
     assert fit.line == f"memory by the estimate {readable(estimate.peak_bytes)}, {share} of the 72.3 GiB that a step may take"
-    assert check_memory(config, Device("cpu")) is None
+
+
+def test_on_cpu_devices_only_what_no_such_machine_holds_is_refused(monkeypatch):
+    monkeypatch.setattr(host_memory, "host_memory", lambda: (80 * GIB, GIB))
+    with pytest.raises(
+        ConfigError, match=r"^Weights, optimizer state and batch need at least 89\.7 GiB, and this machine has 80"
+    ):
+        check_memory(eight(), Device("cpu"))
+    assert check_memory(eight("run.allow_overcommit=true"), Device("cpu")) is None
+    monkeypatch.setattr(host_memory, "host_memory", lambda: (90 * GIB, GIB))
+    assert check_memory(eight(), Device("cpu")) is None
 
 
 def test_what_does_not_fit_is_refused_with_a_change_that_would():
