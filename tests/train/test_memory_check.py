@@ -75,9 +75,7 @@ def test_what_fits_is_told_in_one_line():
 
 def test_on_cpu_devices_only_what_no_such_machine_holds_is_refused(monkeypatch):
     monkeypatch.setattr(host_memory, "host_memory", lambda: (80 * GIB, GIB))
-    with pytest.raises(
-        ConfigError, match=r"^Weights, optimizer state and batch need at least 89\.7 GiB, and this mac"
-    ):
+    with pytest.raises(ConfigError, match=r"^Weights, optimizer state and batch need at least 89\.7 GiB, and this mac"):
         check_memory(eight(), Device("cpu"))
     assert check_memory(eight("run.allow_overcommit=true"), Device("cpu")) is None
     monkeypatch.setattr(host_memory, "host_memory", lambda: (90 * GIB, GIB))
