@@ -18,11 +18,16 @@ from hypothesis import given, settings
 from tiny import TINY
 
 from jaxllm.checkpoint import files
+from jaxllm.checkpoint.run_lock import read_holder
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.config.hf_config import model_section
+from jaxllm.data.manifest import DATA_ENDINGS, read_manifest
 from jaxllm.data.npy import read_npy
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.safetensors import TensorFile
+from jaxllm.runtime import launchers, peer_link
+from jaxllm.runtime.rendezvous_checks import parse_process_info
+from jaxllm.runtime.socket_messages import Reader
 from jaxllm.stderr import LONGEST_WORD, safe_to_print
 from jaxllm.train.json_lines import read_lines
 from jaxllm.untrusted import (
@@ -337,3 +342,64 @@ def test_fuzz_arrays(tmp_path_factory, seed):
     path = tmp_path_factory.getbasetemp() / "x.npy"
     path.write_bytes(replaced(npy(np.arange(9)), seed))
     refusal(RefusedInput, read_npy, path, np.integer)
+
+
+INFO = {"rank": 1, "count": 2, "host": "h", "machine": "m", "pid": 7, "versions": {"jaxllm": "1"}, "flags": ["--a=1"]}
+MESSAGES = [
+    INFO,
+    {"hello": 1, "host": "h", "pid": 7},
+    {"phase": "step", "step": 3, "seconds": 1.5},
+    {"slowest": [1, "h", {"phase": "step", "step": 3, "seconds": 1.5}]},
+    {"notice": {"sentence": "s", "code": 3, "own_error": True}},
+]
+
+
+@pytest.mark.slow
+@fuzzed
+@given(message=st.sampled_from(MESSAGES), pick=st.integers(0, 6), value=JSON, seed=st.integers(0, 2**32))
+def test_fuzz_messages(message, pick, value, seed):
+    """Bytes on a socket, and well-formed messages with a wrong value."""
+    refusal(ValueError, Reader(2**16).read, replaced(json.dumps(message).encode() + b"\n", seed))
+    wrong = {**message, list(message)[pick % len(message)]: value}
+    info = parse_process_info(wrong, INFO["versions"])
+    assert info is None or info.rank < info.count
+    refusal(RefusedInput, peer_link.parse, wrong)
+
+
+@pytest.mark.slow
+@fuzzed
+@given(
+    text=st.text("h-,[]0123456789x \x00", max_size=30), name=st.sampled_from(["SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_ID"])
+)
+def test_fuzz_launchers(text, name):
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_NODELIST": "h[1-2]"}
+    refusal(ConfigError, launchers.find, {**slurm, name: text})
+    refusal(ConfigError, launchers.find, {**slurm, "SLURM_NODELIST": text})
+    refusal(ConfigError, launchers.find, {"JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": "1", "JAXLLM_COORDINATOR": text})
+
+
+@pytest.mark.slow
+@fuzzed
+@given(key=st.sampled_from(["documents", "record_tokens", "dtype", "tokenizer", "tokenizer.kind", "shards"]), value=JSON)
+def test_fuzz_manifests(tmp_path_factory, key, value):
+    folder = tmp_path_factory.getbasetemp() / "prepared"
+    folder.mkdir(exist_ok=True)
+    files = {f"tokens-00000-of-00001{ending}": 8 for ending in DATA_ENDINGS}
+    shard = {"name": "tokens-00000-of-00001", "documents": 3, "tokens": 9, "sha256": "0" * 64, "files": files}
+    good = {"format": "jaxllm-tokens", "version": 1, "documents": 3, "record_tokens": 8, "dtype": "uint8", "shards": [shard]}
+    good["tokenizer"] = {"kind": "bytes", "name": "bytes", "sha256": "0" * 64}
+    (folder / "manifest.json").write_text(json.dumps(good))
+    assert read_manifest(folder).documents == 3
+    (folder / "manifest.json").write_text(json.dumps(with_value(good, key, value)))
+    refusal(ConfigError, read_manifest, folder)
+
+
+@pytest.mark.slow
+@fuzzed
+@given(seed=st.integers(0, 2**32))
+def test_fuzz_locks(tmp_path_factory, seed):
+    path = tmp_path_factory.getbasetemp() / ".holder.json"
+    holder = {"launch_id": None, "attempt": 0, "host": "h", "pid": 7, "machine": "m", "born": "5", "token": "t", "time": "now"}
+    path.write_bytes(replaced(json.dumps(holder).encode(), seed))
+    found = read_holder(path)
+    assert found is None or found.pid >= 0
