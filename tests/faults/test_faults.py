@@ -110,8 +110,8 @@ def test_a_failure_in_one_process_is_reported_by_the_other(run):
         launch.assert_ends(exit_codes.LOST, 1)
         launch.assert_resumed()
         launch.assert_says(0, rf"process 1 on {HOST} failed: OSError: .*Input/output error.*")
-        assert "Traceback" in launch[1].err.text
-        assert "Traceback" not in launch[0].err.text
+        launch.assert_says(1, r"A disk or a terminal has failed \(input/output error\): see the system's log\.")
+        assert all("Traceback" not in launch[rank].err.text for rank in (0, 1))
 
 
 def test_a_process_stuck_in_its_data_is_named_by_the_first_to_notice(run):
