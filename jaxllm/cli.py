@@ -126,9 +126,10 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
+    loaded = load(recipe)
     from jaxllm.plan.estimate import estimate as estimate_config
 
-    report = estimate_config(load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
+    report = estimate_config(loaded, gpu, gpus, gpus_per_host, cast(Any, convention))
     if over is not None and picture is None:
         raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
     if over == "step" and picture is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NoReturn, TypeVar, cast
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -318,7 +318,10 @@ def _beginning(value: Any, depth: int) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> Any:
+    # Importing it takes 10 ms, and reading a recipe does not need it.
+    from pydantic import TypeAdapter
+
     return TypeAdapter(kind)
 
 
