@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.manifest import is_shard, read_stored
-from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups
+from jaxllm.data.records import InputFile, Part, is_parquet, is_splittable, row_groups, unreadable
 from jaxllm.data.shards import Origin, Task
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.file_patterns import Listing
@@ -44,7 +44,7 @@ def _input_file(path: str) -> InputFile:
     try:
         found = os.stat(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): fix it or leave it out.") from None
+        raise unreadable(path, error) from None
     return InputFile(path, found.st_size, found.st_mtime_ns)
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.data.compression import DamagedFile, decompressed
-from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json, reason_of
 
 _LINES = (".jsonl", ".json", ".ndjson")
 _CHUNK = 1 << 20
@@ -118,7 +118,11 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
         else:
             yield _read_text(part, in_blocks)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): fix it or leave it out.") from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be read ({reason_of(error)}): fix it or leave it out.")
 
 
 def has_changed(file: InputFile) -> ConfigError:
@@ -137,7 +141,7 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
         for line, number, _, damage in _lines(Part(InputFile(path, size, 0), 0, size, size)):
             yield (number, None, damage) if line is None else (number, *_object(line))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): fix it or leave it out.") from None
+        raise unreadable(path, error) from None
 
 
 def records_before(part: Part) -> int:

@@ -58,10 +58,14 @@ class TemplateProcess:
         Raises:
           TemplateStopped: one of them needs more than the limits.
         """
-        count = 1 if len(pickle.dumps(messages)) > _LONG_BYTES else _TOGETHER
-        for start in range(0, len(wishes), count):
+        start, count = 0, _TOGETHER
+        while start < len(wishes):
             together = wishes[start : start + count]
             request = pickle.dumps((messages, together))
+            if len(request) > _LONG_BYTES and len(together) > 1:
+                count = 1
+                continue
+            start += count
             with self._lock:
                 process = self._running or self._start()[0]
                 answers = self._ask(process, request, len(together))

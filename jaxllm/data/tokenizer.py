@@ -271,8 +271,10 @@ class JsonTokenizer:
     def _mark(self, which: str) -> tuple[int | None, str | None]:
         """Id and name of the BOS or EOS token. The id is None if the vocabulary lacks it; both are None if no file names it."""
         folder = self._file.parent
-        for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-            token = read_companion(file).get(f"{which}_token")
+        config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+        for file in (config, special):
+            values = self._config if file == config else read_companion(special)
+            token = values.get(f"{which}_token")
             if (text := token_text(token, f"{which}_token", file)) is not None:
                 return self._tokenizer.token_to_id(text), text
         for file in ("config.json", "generation_config.json"):

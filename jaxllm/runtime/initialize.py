@@ -137,9 +137,9 @@ def _process_info(
         launch.process_id,
         launch.num_processes,
         name,
-        f"{name} {_boot_id()}",
         os.getpid(),
         {"jaxllm": jaxllm.__version__, "JAX": jax.__version__, "jaxlib": jaxlib.__version__, "jaxllm's code": code_hash()[:10]},
+        f"{name} {_boot_id()}",
         # The dump folder may contain the host's name.
         [flag for flag in flags.split() if not flag.startswith("--xla_dump_")],
         launch_info.launch_id,

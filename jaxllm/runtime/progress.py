@@ -19,11 +19,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from pydantic import Field
-
-from jaxllm.untrusted import INT32, Whole
+from jaxllm.runtime.socket_messages import Elapsed
+from jaxllm.untrusted import Whole
 
 Phase = Literal["start", "meet", "compile", "data", "step", "evaluate", "save", "finish"]
 """meet: wait for the other processes to start, which has its own time limit."""
@@ -35,7 +34,7 @@ class Snapshot:
     phase: Phase
     step: Whole
     """Steps started, over the whole run; 0 before the first."""
-    seconds: Annotated[float, Field(strict=True, ge=0, le=INT32, allow_inf_nan=False)]
+    seconds: Elapsed
     """Time since the phase began. It restarts at 0 with each step, and when an inner phase ends."""
 
     def __str__(self) -> str:

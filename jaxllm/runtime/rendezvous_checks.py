@@ -31,18 +31,25 @@ Flag = Annotated[str, Field(strict=True)]
 
 
 @dataclass(frozen=True)
-class ProcessInfo:
-    """Description that a process sends of itself. A message has MAX_INFO_BYTES at most, and with it each list."""
+class _Introduction:
+    """What a process of any version says of itself."""
 
     rank: Rank
     count: Annotated[int, Field(strict=True, ge=1, le=MOST_PROCESSES)]
     """World size that its launcher gave it."""
     host: Name
+    pid: Pid
+    versions: dict[Name, Any]
+    """Version of each package, for messages."""
+
+
+@dataclass(frozen=True)
+class ProcessInfo(_Introduction):
+    """Description that a process sends of itself. A message has MAX_INFO_BYTES at most, and with it each list."""
+
+    versions: dict[Name, Name]
     machine: Text
     """Identity of the host. Different hosts may share a name."""
-    pid: Pid
-    versions: dict[Name, Name]
-    """Version of each package, for messages."""
     flags: list[Flag]
     """XLA flags that change the compiled program."""
     launch_id: Text | None = None
@@ -64,17 +71,6 @@ class ProcessInfo:
         return f"Process {self.rank} on {self.host}"
 
 
-@dataclass(frozen=True)
-class _Introduction:
-    """What a process of any version says."""
-
-    rank: Rank
-    count: Annotated[int, Field(strict=True, ge=1, le=MOST_PROCESSES)]
-    host: Name
-    pid: Pid
-    versions: dict[Name, Any]
-
-
 def parse_process_info(message: dict[str, Any], versions: Mapping[str, str]) -> ProcessInfo | None:
     """The description in a message; None if there is none. Other versions may describe themselves in another way: then it has
     what why_rejected needs.
@@ -88,7 +84,7 @@ def parse_process_info(message: dict[str, Any], versions: Mapping[str, str]) -> 
         if theirs == versions:
             info = checked(message, ProcessInfo)
         else:
-            info = ProcessInfo(known.rank, known.count, known.host, "", known.pid, checked(theirs, _VERSIONS), [])
+            info = ProcessInfo(**{**vars(known), "versions": checked(theirs, _VERSIONS)}, machine="", flags=[])
     except RefusedInput:
         return None
     return info if info.rank < info.count else None
