@@ -65,8 +65,10 @@ class LayerCompute:
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
         self.links = links_of(gpu, BANDWIDTH_SHARE)
 
+        self.gpus_per_host = min(gpus_per_host, self.devices)
+
         def axis(size: int, stride: int) -> Group:
-            return group_of(size, stride, min(gpus_per_host, self.devices))
+            return group_of(size, stride, self.gpus_per_host)
 
         self.tensor_group, self.context_group = axis(self.t, 1), axis(self.c, self.t)
         self.data_group = axis(self.d * self.c, self.t)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxllm.config import Config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.megatron import megatron_flops_per_token
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, reduce_scatter_s
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import Fitted, Transfers
+from jaxllm.cost_model.step_parts import Fitted, Transfers, largest_deviation
+
+
+MASK_POWER = 4
+"""Exponent of the power mean of two times that vary: of 3 to 8 the one that fits the published runs best."""
 
 
 class MegatronStep(StepModel):
@@ -81,8 +87,17 @@ class MegatronStep(StepModel):
         """Adds nothing: no state is offloaded."""
 
     def add_input(self, terms: dict[str, float]) -> None:
-        """Adds the time that a data rank waits for its input, beyond the step's own time."""
-        tokens = self.config.step_tokens / (self.parallel.replica * self.d)
-        wait_s = tokens / self.fitted.loader_tokens_per_s - sum(terms.values())
-        if wait_s > 0:
-            terms["input"] = wait_s
+        """Adds the time that data ranks wait for attention masks, which their loaders make while the GPUs work.
+
+        The longer of two times that vary is longer than either in the mean: a power mean of MASK_POWER. Then each waits for the
+        rank whose masks took longest. How much they vary goes with the loaders that share a host and with how busy they are.
+        """
+        fitted, is_hopper = self.fitted, self.gpu.chip.compute_capability >= (9, 0)
+        mask_s = self.S**2 / (fitted.hopper_mask_bytes_per_s if is_hopper else fitted.mask_bytes_per_s)
+        step_s = sum(terms.values())
+        masks_s = mask_s * self.config.microbatch_sequences * self.M
+        # The first and the last stage load, each on one of its tensor ranks.
+        loaders = self.gpus_per_host / self.t * min(1, 2 / self.P)
+        deviation_s = fitted.mask_jitter * loaders * min(1, masks_s / step_s) * mask_s / self.config.microbatch_sequences
+        waits_s = (masks_s**MASK_POWER + step_s**MASK_POWER) ** (1 / MASK_POWER) - step_s
+        terms["input"] = waits_s + math.sqrt(self.M) * deviation_s * largest_deviation(self.d * self.parallel.replica)

@@ -21,6 +21,7 @@ from jaxllm.cost_model.step_parts import (
     StepTime,
     Transfers,
     add_times,
+    largest_deviation,
 )
 from jaxllm.cost_model.step_sizes import StepSizes
 
@@ -80,6 +81,7 @@ class StepModel(LayerCompute):
         for times_s in (self.head(), self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
+        terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * sum(terms.values())
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
         tflops = tokens_per_s * self.flops_per_token() / 1e12

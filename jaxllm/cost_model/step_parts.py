@@ -12,13 +12,13 @@ BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
 SCHEDULED = "transfers"
 """The term that takes their place in StepTime.as_scheduled."""
-COMMUNICATION = (*BETWEEN_GPUS, SCHEDULED, "tensor_skew", "offload", "offload_state")
+COMMUNICATION = (*BETWEEN_GPUS, SCHEDULED, "tensor_skew", "slowest_gpu", "offload", "offload_state")
 """Terms that wait for other GPUs or for the host."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The four fitted constants."""
+    """The fitted constants. The last three are of Megatron's convention only."""
 
     matmul_share: float
     """Share of the dense peak that a large matmul reaches if its tiles fill the GPU: before Hopper."""
@@ -26,12 +26,26 @@ class Fitted:
     """The same from Hopper on, whose power limit does not permit the data sheet's clock."""
     sync_s: float
     """Time that tensor ranks wait for each other at each of their collectives, for any number of bytes."""
-    loader_tokens_per_s: float
-    """Input rate of a data rank, in Megatron's convention only. The published runs on 16 GPUs per data rank take 185 to 215 ms
-    per sequence of 8192, for all layouts and microbatches, where others take 260 and more."""
+    spread: float
+    """Standard deviation of the speed of GPUs of one kind, as a share of it: all wait for the slowest."""
+    mask_bytes_per_s: float
+    """Bytes of attention masks that one loader makes: before Hopper. A mask has S x S bytes. Megatron-LM makes them unless told
+    not to (--no-create-attention-mask-in-dataloader), and the published runs let it."""
+    hopper_mask_bytes_per_s: float
+    """The same of the hosts with H100s, whose processors are faster."""
+    mask_jitter: float
+    """Standard deviation of a mask's time, as a share of it, for each loader of a host if the loaders never rest."""
 
 
-FITTED = Fitted(matmul_share=0.773, hopper_matmul_share=0.557, sync_s=63e-6, loader_tokens_per_s=41_450)
+FITTED = Fitted(
+    matmul_share=0.843,
+    hopper_matmul_share=0.590,
+    sync_s=66e-6,
+    spread=0.0075,
+    mask_bytes_per_s=393e6,
+    hopper_mask_bytes_per_s=602e6,
+    mask_jitter=0.483,
+)
 
 BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's link or network bandwidth that collectives reach: NCCL's own tests usually print 230 to 240 of 300
@@ -55,6 +69,12 @@ inputs more often. Rules of thumb."""
 SHORTEST_SUM, SPLIT_SHARE = 1024, 0.95
 """Shortest part, and relative speed, of a long sum that is split over multiprocessors and added at the end (split-K); rules of
 thumb."""
+
+
+def largest_deviation(count: int) -> float:
+    """Expected largest of `count` normally distributed values above their mean, in standard deviations: about sqrt(2 ln n)
+    (Cramer 1946, "Mathematical Methods of Statistics", section 28.6). 0 for one value."""
+    return math.sqrt(2 * math.log(count))
 
 
 @dataclass(frozen=True)
