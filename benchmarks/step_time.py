@@ -1,16 +1,16 @@
 """Compares the step-time model with published speeds.
 
     python benchmarks/step_time.py            measured and predicted TFLOP/s per GPU for each row, and their agreement
-    python benchmarks/step_time.py --fit      fits the constants (cost_model/step_parts.py) to all rows, and to all but one group
-                                              of rows, which it then predicts; writes published/left-out.csv (four minutes)
+    python benchmarks/step_time.py --fit      fits the constants (cost_model/step_parts.py) to all rows, and to all but one
+                                              group, which it then predicts; writes published/left-out.csv (four minutes)
     python benchmarks/step_time.py --ranges   the ranges of error (cost_model/error_range.py), from that file
     python benchmarks/step_time.py --others   speeds that others publish, none of them fitted
 
-Rows: those of published/llama-3.1-8b.csv with a number and without a doubt (lab table of 22 Oct 2024 by arXiv:2411.06465's first
-author: Megatron-LM, Llama 3.1 8B, 1024 sequences, plain 1F1B, distributed optimizer, no recomputation). A row in doubt repeats
-the cells beside it. Agreement: Spearman's rank correlation, median error, and the measured loss of the model's first choice
-against the best layout for each number of GPUs. Beside each correlation stands that of a one-line rule: -log2(tensor context
-pipe) + log2(microbatch) / 2.
+Rows: those of published/llama-3.1-8b.csv with a number and without a doubt (lab table of 22 Oct 2024 by the first author of
+arXiv:2411.06465: Megatron-LM, Llama 3.1 8B, 1024 sequences, plain 1F1B, distributed optimizer, no recomputation). A row in
+doubt repeats the cells beside it. Agreement: Spearman's rank correlation, median error, and the measured loss of the model's first
+choice against the best layout for each number of GPUs. Beside each correlation stands that of a one-line rule: -log2(tensor
+context pipe) + log2(microbatch) / 2.
 """
 
 from __future__ import annotations
@@ -151,7 +151,10 @@ START = Fitted(
     mask_jitter=0.5,
 )
 """Round initial guesses. A mask of 8192 x 8192 bytes takes about 0.2 s in the slowest runs."""
-OF_MACHINE = {"a100-40gb": ("matmul_share", "mask_bytes_per_s"), "h100-94gb": ("hopper_matmul_share", "hopper_mask_bytes_per_s")}
+OF_MACHINE = {
+    "a100-40gb": ("matmul_share", "mask_bytes_per_s"),
+    "h100-94gb": ("hopper_matmul_share", "hopper_mask_bytes_per_s"),
+}
 """Constants of one kind of GPU and its hosts."""
 
 

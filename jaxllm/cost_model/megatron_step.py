@@ -12,9 +12,8 @@ from jaxllm.cost_model.network import all_gather_s, all_reduce_s, reduce_scatter
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import Fitted, Transfers, largest_deviation
 
-
-MASK_POWER = 4
-"""Exponent of the power mean of two times that vary: of 3 to 8 the one that fits the published runs best."""
+MASK_POWER = 3
+"""Exponent of the power mean of two times that vary: of 2 to 8 the one that fits the published runs best."""
 
 
 class MegatronStep(StepModel):
@@ -87,17 +86,16 @@ class MegatronStep(StepModel):
         """Adds nothing: no state is offloaded."""
 
     def add_input(self, terms: dict[str, float]) -> None:
-        """Adds the time that data ranks wait for attention masks, which their loaders make while the GPUs work.
-
-        The longer of two times that vary is longer than either in the mean: a power mean of MASK_POWER. Then each waits for the
-        rank whose masks took longest. How much they vary goes with the loaders that share a host and with how busy they are.
+        """Adds the time that a step waits for attention masks, which loaders make while the GPUs work. The slowest data rank
+        decides: its masks take mask_jitter x largest_deviation(ranks) / sqrt(M) longer than the mean for each loader that
+        shares its host, and larger microbatches even that out. Of two times that vary the longer is in the mean longer than
+        both: a power mean.
         """
         fitted, is_hopper = self.fitted, self.gpu.chip.compute_capability >= (9, 0)
-        mask_s = self.S**2 / (fitted.hopper_mask_bytes_per_s if is_hopper else fitted.mask_bytes_per_s)
-        step_s = sum(terms.values())
-        masks_s = mask_s * self.config.microbatch_sequences * self.M
+        each_s = self.S**2 / (fitted.hopper_mask_bytes_per_s if is_hopper else fitted.mask_bytes_per_s)
+        b, step_s = self.config.microbatch_sequences, sum(terms.values())
         # The first and the last stage load, each on one of its tensor ranks.
         loaders = self.gpus_per_host / self.t * min(1, 2 / self.P)
-        deviation_s = fitted.mask_jitter * loaders * min(1, masks_s / step_s) * mask_s / self.config.microbatch_sequences
-        waits_s = (masks_s**MASK_POWER + step_s**MASK_POWER) ** (1 / MASK_POWER) - step_s
-        terms["input"] = waits_s + math.sqrt(self.M) * deviation_s * largest_deviation(self.d * self.parallel.replica)
+        slowest = 1 + fitted.mask_jitter * loaders * largest_deviation(self.d * self.parallel.replica) / math.sqrt(self.M) / b
+        masks_s = each_s * b * self.M * slowest
+        terms["input"] = (masks_s**MASK_POWER + step_s**MASK_POWER) ** (1 / MASK_POWER) - step_s

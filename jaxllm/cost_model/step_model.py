@@ -15,6 +15,7 @@ from jaxllm.cost_model.layer_compute import LayerCompute
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
+    COMMUNICATION,
     KERNEL_S,
     STEP_KERNELS,
     Fitted,
@@ -81,7 +82,9 @@ class StepModel(LayerCompute):
         for times_s in (self.head(), self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
-        terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * sum(terms.values())
+        computes_s = sum(terms.values()) - bubble_transfers_s - sum(terms.get(name, 0.0) for name in COMMUNICATION)
+        if self.devices > 1:
+            terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * computes_s
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
         tflops = tokens_per_s * self.flops_per_token() / 1e12

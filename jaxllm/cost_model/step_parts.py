@@ -34,17 +34,17 @@ class Fitted:
     hopper_mask_bytes_per_s: float
     """The same of the hosts with H100s, whose processors are faster."""
     mask_jitter: float
-    """Standard deviation of a mask's time, as a share of it, for each loader of a host if the loaders never rest."""
+    """Standard deviation of the time for the masks of a microbatch, as a share of it, for each loader of a host."""
 
 
 FITTED = Fitted(
-    matmul_share=0.843,
-    hopper_matmul_share=0.590,
-    sync_s=66e-6,
-    spread=0.0075,
-    mask_bytes_per_s=393e6,
-    hopper_mask_bytes_per_s=602e6,
-    mask_jitter=0.483,
+    matmul_share=0.879,
+    hopper_matmul_share=0.600,
+    sync_s=73e-6,
+    spread=0.011,
+    mask_bytes_per_s=443e6,
+    hopper_mask_bytes_per_s=686e6,
+    mask_jitter=0.705,
 )
 
 BANDWIDTH_SHARE = 0.8
