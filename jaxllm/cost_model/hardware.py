@@ -28,6 +28,10 @@ PCIE_SHARE = 0.86
 header and framing (PCI Express base specification), and flow control takes its part: 55 of 64 GB/s. Calculated, not
 measured."""
 
+HOST_MEMORY_SHARE = 0.8
+"""Share of a data sheet's DRAM bandwidth that the copies of all GPUs of a host reach together: about what STREAM reaches,
+also as memory modules often run below the CPU's fastest speed. A rule of thumb, not measured; `jaxllm doctor` measures."""
+
 XLA_MEMORY_FRACTION = 0.92
 """Share of a GPU's memory that XLA allocates at the start for all its buffers (xla_flags.apply sets it; JAX's default is 0.75).
 The other 8%, 3.2 GiB of an A100's 40 and 6.4 of an H100's 80, are for the driver's allocations: the CUDA context and loaded
@@ -97,7 +101,14 @@ class Gpu:
     network_latency_s: float
     """Latency of one ring step that crosses hosts."""
     host_bandwidth_bytes_per_s: float
-    """Bandwidth to and from the host's pinned memory, each way: PCIe's, less the packet overhead (see PCIE_SHARE)."""
+    """Bandwidth to and from the host's pinned memory, each way: PCIe's, less the packet overhead (see PCIE_SHARE). Several GPUs
+    at once get less: host_copy_bytes_per_s."""
+    gpus_per_uplink: int
+    """GPUs behind one PCIe link to a CPU; 1 where nothing says that they share one."""
+    host_memory_bytes: int
+    """DRAM of the host."""
+    host_memory_bandwidth_bytes_per_s: float
+    """DRAM bandwidth of the whole host, all channels of all CPUs, reads and writes together, by the CPUs' data sheets."""
     chip: Chip
     source: str
     device_kind: str = ""
@@ -120,6 +131,16 @@ class Gpu:
         return int(self.memory_bytes * XLA_MEMORY_FRACTION) - RESERVE_BYTES
 
 
+class _Dram(NamedTuple):
+    """Memory of a host, in the units of data sheets."""
+
+    gib: int
+    channels: int
+    """Of all CPUs."""
+    megatransfers_per_s: int
+    """A transfer moves 8 bytes."""
+
+
 class _Links(NamedTuple):
     """How the GPUs of a host reach each other, other hosts and their own, in the units of data sheets."""
 
@@ -128,14 +149,22 @@ class _Links(NamedTuple):
     """One direction."""
     network_gbit_per_s: float
     pcie_gb_per_s: float
+    dram: _Dram
+    gpus_per_uplink: int = 1
 
 
 _A100_TFLOPS = {"bfloat16": 312, "tf32": 156, "float32": 19.5}
 _H100_TFLOPS = {"bfloat16": 989, "tf32": 494, "float32": 67}
 _NVL_TFLOPS = {"bfloat16": 835, "tf32": 417, "float32": 60}
 _B200_TFLOPS = {"bfloat16": 2250, "tf32": 1100, "float32": 80}
-_DGX_A100 = _Links(8, 300, 200, 32)
-_DGX_H100 = _Links(8, 450, 400, 64)
+# Two EPYC 7742 (8 channels each; 1 TB with the 40 GB board and 2 with the other, the smaller is assumed); two Xeon 8480C; two
+# Xeon 8570 (2 TB, at most 4). Two A100s are behind one PCIe switch with one uplink, and each H100 has its own, by NCCL's
+# topology files of Azure's hosts with the same boards (ndv4-topo.xml and ndv5-topo.xml in Azure/azhpc-images).
+_DGX_A100 = _Links(8, 300, 200, 32, _Dram(1024, 16, 3200), gpus_per_uplink=2)
+_DGX_H100 = _Links(8, 450, 400, 64, _Dram(2048, 16, 4800))
+_DGX_B200 = _Links(8, 900, 400, 64, _Dram(2048, 16, 5600))
+# Two EPYC 9654 (12 channels each).
+_TSUBAME4 = _Links(4, 450, 200, 64, _Dram(768, 24, 4800))
 
 # Name, device_kind, memory in MiB, memory bandwidth in GB/s, TFLOP/s, links, chip. The memory is nvidia-smi's "total". The GB
 # of a name is a GiB up to Hopper ("80gb": 79.6 GiB); "192gb" is decimal.
@@ -145,12 +174,12 @@ _TABLE = (
     ("h100-80gb", "NVIDIA H100 80GB HBM3", 81559, 3350, _H100_TFLOPS, _DGX_H100, H100),
     # The SXM5 board with HBM2e, four per host: more memory than the 80 GB board, and slower. The H100 NVL below is another
     # card.
-    ("h100-94gb", "", 95830, 2396, _H100_TFLOPS, _Links(4, 450, 200, 64), H100),
-    # A PCIe card. NVLink bridges connect two; more of them in a host communicate over PCIe. The network is a guess: no
-    # reference system exists.
-    ("h100-nvl-94gb", "NVIDIA H100 NVL", 95830, 3900, _NVL_TFLOPS, _Links(2, 300, 200, 64), H100_NVL),
+    ("h100-94gb", "", 95830, 2396, _H100_TFLOPS, _TSUBAME4, H100),
+    # A PCIe card. NVLink bridges connect two; more of them in a host communicate over PCIe. The network and the host's memory
+    # are a guess: no reference system exists.
+    ("h100-nvl-94gb", "NVIDIA H100 NVL", 95830, 3900, _NVL_TFLOPS, _Links(2, 300, 200, 64, _Dram(1024, 16, 4800)), H100_NVL),
     ("h200-141gb", "NVIDIA H200", 143771, 4800, _H100_TFLOPS, _DGX_H100, H100),
-    ("b200-192gb", "NVIDIA B200", 183359, 8000, _B200_TFLOPS, _Links(8, 900, 400, 64), B200),
+    ("b200-192gb", "NVIDIA B200", 183359, 8000, _B200_TFLOPS, _DGX_B200, B200),
 )
 _SOURCES = {
     "a100-40gb": "NVIDIA A100 Tensor Core GPU data sheet, A100 40GB SXM; network: NVIDIA DGX A100 data sheet",
@@ -176,6 +205,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             network_bandwidth_bytes_per_s=links.network_gbit_per_s * GIGA / 8,
             network_latency_s=NETWORK_LATENCY_S,
             host_bandwidth_bytes_per_s=links.pcie_gb_per_s * GIGA * PCIE_SHARE,
+            gpus_per_uplink=links.gpus_per_uplink,
+            host_memory_bytes=links.dram.gib * 1024 * MIB,
+            host_memory_bandwidth_bytes_per_s=links.dram.channels * links.dram.megatransfers_per_s * 8e6,
             chip=chip,
             source=_SOURCES[name],
             device_kind=device_kind,
@@ -189,6 +221,17 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 def gpu_from_device_kind(kind: str) -> Gpu | None:
     """The GPU whose `jax.Device.device_kind` is `kind`; None for a CPU and for a GPU that is not in the table."""
     return next((gpu for gpu in GPUS.values() if kind and gpu.device_kind == kind), None)
+
+
+def host_copy_bytes_per_s(gpu: Gpu, gpus: int, *, both_ways: bool) -> float:
+    """Bytes per second in one direction that each GPU gets when `gpus` of one host copy at once, one way or both ways.
+
+    The least of the PCIe link, its part of a shared uplink and its part of the host's memory bandwidth, of which a copy in
+    either direction takes its own bytes once. A PCIe link carries both directions at once at full speed.
+    """
+    link = gpu.host_bandwidth_bytes_per_s / min(gpus, gpu.gpus_per_uplink)
+    directions = 2 if both_ways else 1
+    return min(link, HOST_MEMORY_SHARE * gpu.host_memory_bandwidth_bytes_per_s / (gpus * directions))
 
 
 FIRST_WITH = {"fp8": (8, 9), "mxfp8": (10, 0)}

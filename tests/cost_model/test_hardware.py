@@ -5,7 +5,15 @@ import os
 import pytest
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION, find_gpu, gpu_from_device_kind
+from jaxllm.cost_model.hardware import (
+    GPUS,
+    HOST_MEMORY_SHARE,
+    RESERVE_BYTES,
+    XLA_MEMORY_FRACTION,
+    find_gpu,
+    gpu_from_device_kind,
+    host_copy_bytes_per_s,
+)
 
 GIB = 2**30
 
@@ -160,3 +168,34 @@ def test_what_is_wrong_with_a_file_is_one_sentence(described, text, sentence):
 def test_an_unknown_name_gets_the_choices():
     with pytest.raises(ConfigError, match=r"There is no GPU H100: did you mean h100-80gb\? Choose one of a100-40gb, .*YAML"):
         find_gpu("H100")
+
+
+# ------------------------------------------------------------------------------------------------------------------ the host
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+def test_a_copy_to_the_host_shares_its_memory(gpu):
+    """All GPUs together stay within the host's memory bandwidth, one alone has its whole link, and no GPU more than it."""
+    for gpus in range(1, gpu.gpus_per_host + 1):
+        one_way, both = (host_copy_bytes_per_s(gpu, gpus, both_ways=ways) for ways in (False, True))
+        assert both <= one_way <= gpu.host_bandwidth_bytes_per_s
+        assert max(one_way, 2 * both) * gpus <= HOST_MEMORY_SHARE * gpu.host_memory_bandwidth_bytes_per_s * (1 + 1e-9)
+    assert host_copy_bytes_per_s(gpu, 1, both_ways=True) == gpu.host_bandwidth_bytes_per_s
+    assert gpu.host_memory_bytes > gpu.memory_bytes * gpu.gpus_per_host
+
+
+def test_the_hosts_memory_by_the_cpus_data_sheets():
+    assert GPUS["a100-80gb"].host_memory_bandwidth_bytes_per_s == 2 * 204.8e9
+    assert GPUS["h100-80gb"].host_memory_bandwidth_bytes_per_s == 2 * 307.2e9
+    assert GPUS["h100-94gb"].host_memory_bandwidth_bytes_per_s == 2 * 460.8e9
+    # 8 GPUs both ways: 16 streams share 80% of 614 GB/s. Two A100s share one PCIe uplink.
+    assert host_copy_bytes_per_s(GPUS["h100-80gb"], 8, both_ways=True) == pytest.approx(0.8 * 614.4e9 / 16)
+    assert host_copy_bytes_per_s(GPUS["a100-80gb"], 8, both_ways=True) == GPUS["a100-80gb"].host_bandwidth_bytes_per_s / 2
+
+
+def test_a_file_describes_the_host_too(described):
+    mine = find_gpu(
+        described("{like: h100-80gb, host_memory_bytes: 5, host_memory_bandwidth_bytes_per_s: 1.6e+9, gpus_per_uplink: 4}")
+    )
+    assert (mine.host_memory_bytes, mine.gpus_per_uplink) == (5, 4)
+    assert host_copy_bytes_per_s(mine, 8, both_ways=True) == HOST_MEMORY_SHARE * 1.6e9 / 16
