@@ -7,13 +7,12 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
 
-if TYPE_CHECKING:
-    from jaxllm.cost_model.hardware import Gpu
+Gpu = TypeVar("Gpu")
 
 
 def gpu_from_file(path: Path, known_gpus: Mapping[str, Gpu]) -> Gpu:
@@ -24,7 +23,7 @@ def gpu_from_file(path: Path, known_gpus: Mapping[str, Gpu]) -> Gpu:
         raise ConfigError(f"{path} cannot be read as the description of a GPU: {reason_of(error)}.") from None
     if not isinstance(given, dict) or not isinstance(given.get("like"), str) or given["like"] not in known_gpus:
         raise ConfigError(f"{path} does not say which GPU it is like: write like: and one of {', '.join(known_gpus)}.")
-    base = known_gpus[given.pop("like")]
+    base: Any = known_gpus[given.pop("like")]
     on_chip = {field.name for field in dataclasses.fields(base.chip)}
     known = on_chip | {field.name for field in dataclasses.fields(base)} - {"chip"}
     for key, value in given.items():

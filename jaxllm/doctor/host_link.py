@@ -34,13 +34,13 @@ class HostCopy:
     devices: int
     """On the host that has the most."""
     size_bytes: int
-    """Of each device, in each direction."""
+    """What each device sends in each direction."""
     seconds: float
     """The median of REPEATS, on the slowest process."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Of one device in one direction."""
+        """The speed of one device in one direction."""
         return self.size_bytes / self.seconds
 
     def expected_bytes_per_s(self, gpu: Gpu) -> float:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+import jaxllm
+from jaxllm.compile import aot
 from jaxllm.compile.report import compile_report
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.attention import takes_cudnn
@@ -67,6 +69,17 @@ def test_a_v100_is_planned_at_the_speed_of_its_cuda_cores(tmp_path):
     assert mine.peak_flops("float32") == GPUS["h100-80gb"].dense_flops["float32"]
     assert not takes_cudnn(config.model, V100.chip.compute_capability)
     assert estimate_step_time(config.resolve(8), V100, 8).terms_s["attention"] > 0
+
+
+def test_no_compiler_for_a_v100(monkeypatch):
+    """compile is refused; plan gives what it found, and says why nothing confirmed it."""
+    monkeypatch.setattr(aot, "can_compile_for_gpus", lambda: True)
+    with pytest.raises(ConfigError, match=r"no compiler for v100-32gb.*begins at compute capability 7\.5, and it has 7\.0"):
+        compile_report(load_config(EIGHT_B), V100, 8)
+    small = {**EIGHT_B, "model": {"name": "llama-3.2-1b", "compute_dtype": "float32"}}
+    found = jaxllm.plan(load_config(small, ["train.sequence_length=1024"]), V100, 1, compile=1)
+    assert found.candidates[0].compiled_bytes is None
+    assert "There is no compiler for v100-32gb" in found.unconfirmed_because
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())

@@ -1,6 +1,7 @@
 """The GPU table: names for commands, peaks for MFU, and JAX's names of the devices."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,13 @@ def test_every_name_of_the_gpu_option_is_there():
         *("h100-80gb", "h100-94gb", "h100-nvl-94gb", "h200-141gb", "gh200-96gb", "gh200-144gb", "b200-192gb", "b300-288gb"),
     }
     assert all(name == gpu.name for name, gpu in GPUS.items())
+
+
+def test_the_page_lists_every_kind():
+    page = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
+    table = page.split("## Kinds of GPU")[1].split("\n\n")[1]
+    listed = [name for line in table.splitlines()[2:] for name in line.split("|")[1].strip().split(", ")]
+    assert sorted(listed) == sorted(GPUS)
 
 
 @pytest.mark.parametrize(
