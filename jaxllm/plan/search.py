@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxllm.config import Config
+from jaxllm.config.capability import require_runs
 from jaxllm.config.checks import keeps_whole_layers, unlike_all_on_host
 from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import Gpu
@@ -144,8 +145,9 @@ def search(
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
 
     Raises:
-      ConfigError: gpus_per_host does not divide gpus, or `keep` has a name that is not KEEPABLE.
+      ConfigError: gpus_per_host does not divide gpus, `keep` has a name that is not KEEPABLE, or the GPU cannot run the model.
     """
+    require_runs(config.model, gpu.chip.compute_capability, gpu.name)
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     estimate = options.estimate or partial(estimate_memory, gpu=gpu)
     keep, limits = options.keep, options.limits(gpu)
