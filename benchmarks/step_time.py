@@ -8,9 +8,9 @@
 
 Rows: those of published/llama-3.1-8b.csv with a number and without a doubt (lab table of 22 Oct 2024 by the first author of
 arXiv:2411.06465: Megatron-LM, Llama 3.1 8B, 1024 sequences, plain 1F1B, distributed optimizer, no recomputation). A row in
-doubt repeats the cells beside it. Agreement: Spearman's rank correlation, median error, and the measured loss of the model's first
-choice against the best layout for each number of GPUs. Beside each correlation stands that of a one-line rule: -log2(tensor
-context pipe) + log2(microbatch) / 2.
+doubt repeats the cells beside it. Agreement: Spearman's rank correlation, median error, and the measured loss of the model's
+first choice against the best layout for each number of GPUs. Beside each correlation stands that of a one-line rule:
+-log2(tensor context pipe) + log2(microbatch) / 2.
 """
 
 from __future__ import annotations
