@@ -40,7 +40,7 @@ MtbfHours = Annotated[
 ]
 RestartMinutes = Annotated[
     float | None,
-    typer.Option(metavar="MIN", help="From a failure until steps go on, without reading; default: 10, not measured."),
+    typer.Option(metavar="MIN", help="From a failure until training continues, without reading; default: 10, not measured."),
 ]
 CheckpointRate = Annotated[
     float | None,

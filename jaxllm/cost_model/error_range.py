@@ -1,4 +1,4 @@
-"""How far measured speeds lie from predicted ones. Provisional: the factors are chosen, until they come from residuals."""
+"""How far measured speeds are from predicted ones. Provisional: the factors are chosen, until they come from residuals."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Interruptions:
     write_s: float
     """Time from then until the checkpoint is complete, while training continues."""
     restart_s: float
-    """Time from a failure until steps go on from the last checkpoint."""
+    """Time from a failure until training continues from the last checkpoint."""
 
     @property
     def best_interval_s(self) -> float:

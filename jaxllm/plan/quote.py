@@ -38,8 +38,8 @@ from jaxllm.plan.estimate import Estimate
 from jaxllm.plan.goodput import Interruptions
 
 RESTART_MINUTES = 10.0
-"""Default time from a failure until steps go on, without the reading of the checkpoint: the failure is noticed, a host is
-replaced, processes start and compile. Chosen, not measured."""
+"""Default time from a failure until training continues, without the reading of the checkpoint: the failure is noticed, a host
+is replaced, processes start and compile. Chosen, not measured."""
 CHECKPOINT_GB_PER_S = 1.0
 """Default rate between a host and the store of checkpoints, in 1e9 bytes per second. Llama 3's store sustained 2 TB/s (arXiv
 2407.21783, section 3.3.1), which is this for each of 2,048 hosts. Chosen, not measured."""
@@ -66,7 +66,7 @@ class Terms:
     tokens: str | None = None
     """Tokens to train on, as in 15T; None: no quote."""
     price: float | None = None
-    """Of a GPU-hour, in any currency."""
+    """Price of a GPU-hour, in any currency."""
     mtbf_hours: float | None = None
     """Mean time between failures of one GPU, with its share of host and network; None: nothing fails."""
     restart_minutes: float | None = None
@@ -336,8 +336,5 @@ def checkpoint_bytes(config: Config) -> int:
 
 def predicted_speed(config: Config, gpu: Gpu, gpus_per_host: int) -> Span:
     """Predicted tokens/s/GPU of a resolved config, with its range."""
-    speed, factors = (
-        estimate_step_time(config, gpu, gpus_per_host).tokens_per_s_per_gpu,
-        error_range(config, gpu, gpus_per_host),
-    )
-    return Span(speed, factors.low * speed, factors.high * speed)
+    factors = error_range(config, gpu, gpus_per_host)
+    return Span(1.0, factors.low, factors.high) * estimate_step_time(config, gpu, gpus_per_host).tokens_per_s_per_gpu

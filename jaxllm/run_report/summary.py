@@ -94,7 +94,7 @@ class RunReport:
         batch was not reached."""
         history = self.history
         logged = [history.last(f"predicted_tokens_per_s_per_device{end}") for end in ("", "_low", "_high")]
-        known = [value for value in logged if value is not None]
+        known = [value for value in logged if value is not None and value > 0]
         at_largest = np.isclose(history.batch_tokens[-1], history.config.at_largest_batch.step_tokens)
         return Span(*known) if len(known) == len(logged) and at_largest else None
 
@@ -173,7 +173,7 @@ class RunReport:
             yield "time", f"{duration(busy_s)}, {busy_s * history.devices / HOUR_S:,.4g} device-hours"
             lost = [f"{name} {duration(s)} ({s / busy_s:.1%})" for name, s in self.time_lost() if busy_s > 0]
             yield "of it lost", ", ".join(lost) or "nothing"
-            if history.restarts:
+            if history.restarts and busy_s > 0:
                 share = history.times_s[TRAINING] / sum(history.times_s.values())
                 yield "goodput", f"{share:.1%} of the time since the first start was training that stayed"
         yield "memory", ", ".join(f"{name} {readable(size)}" for name, size in self.memory_bytes.items())
