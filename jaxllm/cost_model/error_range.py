@@ -43,17 +43,17 @@ class ErrorRange:
     low: float
     """Factor on predicted tokens/s: HELD of measured runs should be between it and `high`."""
     high: float
-    layout_error: float
-    """Two layouts on one machine whose predicted speeds differ by less than this share may be in the other order."""
     beyond: tuple[str, ...]
     """What the prediction is extrapolated by; () if it is within the data."""
+    layout_error: float = 0.0
+    """Two layouts on one machine whose predicted speeds differ by less than this share may be in the other order."""
 
 
 def error_range(config: Config, gpu: Gpu, gpus_per_host: int) -> ErrorRange:
     """The range of a predicted speed of a resolved config."""
     layout = LAYOUT_ERRORS[kind_of_layout(config, gpu, gpus_per_host)]
     error = math.hypot(layout, MACHINE_ERROR)
-    return ErrorRange(math.exp(-error), math.exp(error), layout, tuple(extrapolations(config, gpu, gpus_per_host)))
+    return ErrorRange(math.exp(-error), math.exp(error), tuple(extrapolations(config, gpu, gpus_per_host)), layout)
 
 
 def kind_of_layout(config: Config, gpu: Gpu, gpus_per_host: int) -> str:
