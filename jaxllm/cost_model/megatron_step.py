@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import fsum as sum  # As in step_parts.py.
+
 from jaxllm.config import Config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import Gpu
