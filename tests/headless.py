@@ -55,6 +55,7 @@ class Page:
         self.inlet, self.outlet, self.server = inlet, outlet, server
         self.address = f"http://127.0.0.1:{server.server_port}/"
         self.numbers, self.session, self.said = itertools.count(1), None, []
+        self.unread = [b""]
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
@@ -75,11 +76,13 @@ class Page:
                 self.said.append(answer["params"])
 
     def _next(self):
-        message = bytearray()
-        while (byte := self.outlet.read(1)) not in (b"\0", b""):
-            message += byte
-        assert byte, "the browser has ended"
-        return bytes(message)
+        while b"\0" not in self.unread[-1]:
+            self.unread.append(os.read(self.outlet.fileno(), 2**20))
+            assert self.unread[-1], "the browser has ended"
+        end, _, rest = self.unread[-1].partition(b"\0")
+        message = b"".join((*self.unread[:-1], end))
+        self.unread = [rest]
+        return message
 
     def open(self, link=""):
         self.call("Page.navigate", url="about:blank")
@@ -117,7 +120,7 @@ def page(folder) -> Iterator[Page]:
         browser = subprocess.Popen(start, pass_fds=given, stdin=null, stdout=null, stderr=null, start_new_session=True)
         for one in (read, write, *given):
             os.close(one)
-        with os.fdopen(ours, "wb") as inlet, os.fdopen(own, "rb", buffering=2**16) as outlet:
+        with os.fdopen(ours, "wb") as inlet, os.fdopen(own, "rb", buffering=0) as outlet:
             try:
                 tab = Page(inlet, outlet, server)
                 yield tab

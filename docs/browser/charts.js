@@ -27,7 +27,7 @@ export function bars(place, title, parts, total, capacity) {
   place.replaceChildren();
   if (!parts.length) return;
   const width = widthOf(place);
-  const label = 118, number = 78, room = width - label - number;
+  const label = 118, number = 88, room = width - label - number;
   const most = Math.max(total.value, capacity?.value ?? 0), largest = Math.max(...parts.map((part) => part.value));
   const top = capacity ? 2 * ROW : ROW;
   const svg = drawing(width, top + 14 + parts.length * ROW, `${title}: ${total.text}${capacity ? ` of ${capacity.text}` : ""}`);
@@ -43,7 +43,8 @@ export function bars(place, title, parts, total, capacity) {
   svg.append(shape("text", { x: width, y: 16, class: "number strong" }, total.text));
   if (capacity) {
     svg.append(shape("line", { x1: x(capacity.value), x2: x(capacity.value), y1: 0, y2: 26, class: "limit" }));
-    svg.append(shape("text", { x: x(capacity.value), y: 40, class: "number soft" }, `a step may take ${capacity.text}`));
+    const side = capacity.value < most / 2 ? "soft" : "number soft";
+    svg.append(shape("text", { x: x(capacity.value), y: 40, class: side }, `a step may take ${capacity.text}`));
   }
   // From the largest down: which part to attack first.
   [...parts].sort((a, b) => b.value - a.value).forEach((part, place) => {

@@ -78,6 +78,12 @@ function request() {
   };
 }
 
+/** What a plan answers: all but the layout, which it searches. */
+function question({ settings, ...on }) {
+  const kept = settings.filter((setting) => !/^(parallel\.|train\.microbatch_sequences=)/.test(setting));
+  return JSON.stringify([kept, on]);
+}
+
 /** What differs from the page as it opens, for the link. */
 function toLink() {
   const link = new URLSearchParams();
@@ -85,7 +91,7 @@ function toLink() {
     const shown = !sizes.includes(field) || !byName["model.name"].value;
     if (shown && field.value !== field.initial) link.set(field.name, field.value);
   }
-  if (answers.plan) link.set("plan", "1");
+  if (answers.plan && $("stale").hidden) link.set("plan", "1");
   history.replaceState(null, "", link.size ? `#${link}` : location.pathname + location.search);
 }
 
@@ -125,8 +131,10 @@ function changed() {
   clearTimeout(waiting);
   $("estimate").setAttribute("aria-busy", "true");
   waiting = setTimeout(() => {
+    const asked = request();
+    $("stale").hidden = !answers.plan || question(asked) === answers.planned;
     toLink();
-    estimator.ask(request());
+    estimator.ask(asked);
   }, WAIT_MS);
 }
 
@@ -177,7 +185,7 @@ function showEstimate(found) {
         take(change.settings);
         changed();
       };
-      return element("li", {}, use, " ", element("code", {}, change.text), ` ${change.figures}`);
+      return element("li", {}, use, element("span", {}, element("code", {}, change.text), ` ${change.figures}`));
     }),
   );
   $("lines").textContent = found.lines;
@@ -216,7 +224,8 @@ function endPlan() {
 
 function showPlan(found, asked) {
   endPlan();
-  answers.plan = found;
+  Object.assign(answers, { plan: found, planned: question(asked) });
+  $("stale").hidden = question(request()) === answers.planned;
   toLink();
   $("plan-said").className = found.error ? "error" : "";
   $("plan-said").textContent = found.error ?? found.counts;
@@ -292,7 +301,7 @@ form.onreset = () => {
   setTimeout(fromLink);
 };
 document.addEventListener("input", (event) => {
-  if (fields.includes(event.target) && event.target.name !== "objective") changed();
+  if (fields.includes(event.target)) changed();
 });
 addEventListener("hashchange", fromLink);
 addEventListener("resize", pictures);
