@@ -213,7 +213,8 @@ function startPlan() {
   answers.plan = null;
   planner.ask(request(), ({ what, done, total }) => {
     Object.assign($("bar"), { max: total, value: done });
-    $("progress-text").textContent = `${done} of ${total} ${what}`;
+    // After the last: ranking, or if nothing fits the search for what would.
+    $("progress-text").textContent = `${done} of ${total} ${what}${done === total ? ", almost there" : ""}`;
   });
 }
 
