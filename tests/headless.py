@@ -95,7 +95,7 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def until(self, expression, limit_s=40.0):
+    def until(self, expression, limit_s=120.0):
         """The expression's value once it is true."""
         end = time.monotonic() + limit_s
         while not (value := self.value(expression)):

@@ -103,10 +103,9 @@ function fromLink() {
 }
 
 function set(field, value) {
+  // What a list has not, such as a mapping of tensors to keep, becomes a choice; jaxllm refuses what does not exist.
+  if (field.tagName === "SELECT" && ![...field.options].some((option) => option.value === value)) field.add(new Option(value));
   field.value = value;
-  // A choice that the list has not.
-  if (field.tagName === "SELECT" && field.selectedIndex < 0) field.value = field.initial;
-  return field.value === value;
 }
 
 /** Takes key=value strings into their fields; what has no field goes to the other settings. */
@@ -116,11 +115,8 @@ function take(given) {
     const [key, value] = [setting.slice(0, setting.indexOf("=")), setting.slice(setting.indexOf("=") + 1)];
     others.delete(key);
     const field = byName[key];
-    if (!field) others.set(key, setting);
-    else if (!set(field, value)) {
-      field.value = "";
-      others.set(key, setting);
-    }
+    if (field) set(field, value);
+    else others.set(key, setting);
   }
   byName.other.value = [...others.values()].join("\n");
 }

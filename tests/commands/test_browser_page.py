@@ -267,6 +267,12 @@ def test_the_page_is_used_by_keyboard_and_never_waits(tab):
     tab.value("document.getElementById('stop-plan').click()")
     assert tab.value("document.getElementById('plan-said').textContent") == "Stopped."
 
+    # A link from elsewhere, with what this page's lists have not.
+    tab.open("#" + urlencode({"gpu": "h20-96gb", "parallel.remat": "{query: keep}"}))
+    assert "h20-96gb" in tab.until("window.planner?.estimate")["error"]
+    assert not typed(tab, "gpu", "a100-80gb").get("error")
+    assert "query: keep" in tab.value("planner.estimate.recipe")
+
     # Own sizes start from the model that was chosen.
     before = typed(tab, "train.sequence_length", "1024")["json"]
     assert typed(tab, "model.name", "")["json"] == before
