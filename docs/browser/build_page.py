@@ -130,8 +130,11 @@ def by_hash(folder: Path) -> dict[str, Path]:
 
 def run(what: str, *command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
+    said = (result.stderr or result.stdout).strip()
+    if "DO NOT MATCH THE HASHES" in said:
+        raise BuildError(f"{what} was offered another file than the one that packages.txt pins: {said[-300:]}")
     if result.returncode:
-        raise NotFetchedError(f"{what} fetched nothing: {(result.stderr or result.stdout).strip()[-300:]}")
+        raise NotFetchedError(f"{what} fetched nothing: {said.splitlines()[-1] if said else 'it says not why'}.")
 
 
 def main() -> None:
