@@ -194,7 +194,7 @@ def test_the_build_can_be_repeated(folder, tmp_path):
 def test_a_browser_answers_as_the_commands_do(tab, planner):
     tab.open()
     plans = [
-        ["train.steps=1", f"model.name={name}", "train.sequence_length=8192", "train.global_batch_sequences=32"]
+        ["train.steps=1", f"model.name={name}", "train.sequence_length=8192", "train.global_batch_sequences=16"]
         for name in ("llama-3.2-3b", "llama-3.1-70b")
     ]
     gpus = {"gpu": "h100-80gb", "gpus": "16", "gpus_per_host": ""}
@@ -205,11 +205,11 @@ def test_a_browser_answers_as_the_commands_do(tab, planner):
 
 @pytest.mark.slow
 def test_the_page_shows_what_it_was_asked_and_its_link_holds_it(tab, planner):
-    tab.open("#" + urlencode({"model.name": "qwen3-1.7b", "gpus": "4", "train.global_batch_sequences": "16", "plan": "1"}))
+    tab.open("#" + urlencode({"model.name": "qwen3-1.7b", "gpus": "2", "train.global_batch_sequences": "8", "plan": "1"}))
     tab.until("window.planner?.plan && window.planner.estimate")
-    settings = ["train.steps=1000", "model.name=qwen3-1.7b", "train.sequence_length=8192", "train.global_batch_sequences=16"]
+    settings = ["train.steps=1000", "model.name=qwen3-1.7b", "train.sequence_length=8192", "train.global_batch_sequences=8"]
     layout = ["parallel.tensor=2", "parallel.zero=1", "parallel.remat=selective", "train.microbatch_sequences=1"]
-    same = {"settings": settings + layout, "gpu": "h100-80gb", "gpus": "4", "gpus_per_host": ""}
+    same = {"settings": settings + layout, "gpu": "h100-80gb", "gpus": "2", "gpus_per_host": ""}
     estimate, plan = ask(planner, "estimate", same), ask(planner, "plan", same)
     assert tab.value("planner.estimate.json") == estimate["json"]
     assert tab.value("planner.plan.json") == plan["json"]
@@ -278,8 +278,9 @@ def test_the_page_is_used_by_keyboard_and_never_waits(tab):
 
 @pytest.mark.slow
 def test_the_page_loads_nothing_but_its_own_files(tab, folder):
-    tab.open()
-    tab.until("window.planner?.estimate")
+    if not tab.server.served:
+        tab.open()
+        tab.until("window.planner?.estimate")
     own = {f"/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*") if path.is_file()}
     assert set(tab.server.served) == (own | {"/"}) - {"/index.html"}
     # A browser's own calls of its maker, refused like all others.
