@@ -93,7 +93,7 @@ class MegatronStep(StepModel):
         """
         fitted, is_hopper = self.fitted, self.gpu.chip.compute_capability >= (9, 0)
         each_s = self.S**2 / (fitted.hopper_mask_bytes_per_s if is_hopper else fitted.mask_bytes_per_s)
-        b, step_s = self.config.microbatch_sequences, sum(terms.values())
+        b, step_s = self.config.microbatch_sequences, math.fsum(terms.values())
         # The first and the last stage load, each on one of its tensor ranks.
         loaders = self.gpus_per_host / self.t * min(1, 2 / self.P)
         slowest = 1 + fitted.mask_jitter * loaders * largest_deviation(self.d * self.parallel.replica) / math.sqrt(self.M) / b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
+from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, host_sum_itemsize, rings_tensor, sends_once
@@ -71,10 +72,9 @@ class StepModel(LayerCompute):
             add_times(terms, transfers.exposed_s, ticks)
             add_times(hidden, transfers.hidden_s, ticks + self.P - 1)
         bubble_transfers_s = (self.P - 1) * sum(terms.get(name, 0.0) for name in BETWEEN_GPUS) / ticks
-        if self.P > 1:
-            terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
         once = Transfers()
         if self.P > 1:
+            terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
             self.add_pipe_reductions(once)
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
         self.add_replicas(once)
@@ -82,8 +82,8 @@ class StepModel(LayerCompute):
         for times_s in (self.head(), self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
-        computes_s = sum(terms.values()) - bubble_transfers_s - sum(terms.get(name, 0.0) for name in COMMUNICATION)
         if self.devices > 1:
+            computes_s = math.fsum(time_s for name, time_s in terms.items() if name not in COMMUNICATION) - bubble_transfers_s
             terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * computes_s
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices

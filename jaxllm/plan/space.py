@@ -27,7 +27,7 @@ from jaxllm.config import (
     sequence_unit,
 )
 from jaxllm.config.checks import effective_windows, repeats
-from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from jaxllm.config.types import GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
 """Ordered by memory, those that need least first."""
