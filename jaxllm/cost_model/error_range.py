@@ -24,14 +24,15 @@ from jaxllm.cost_model.network import group_of
 HELD = 0.8
 """Share of runs that a range should hold."""
 LAYOUT_ERRORS: Mapping[str, float] = {
-    "plain": 0.05,
-    "pipeline": 0.05,
-    "context": 0.05,
-    "pipeline and context": 0.05,
-    "context across hosts": 0.05,
+    "plain": 0.032,
+    "pipeline": 0.051,
+    "context": 0.054,
+    "pipeline and context": 0.130,
+    # Its left-out rows are within 0.053, but they wait for attention masks and not for the ring: taken as twice `context`.
+    "context across hosts": 0.108,
 }
 """Kind of layout -> largest absolute log(measured / predicted) of HELD of the left-out rows."""
-MACHINE_ERROR = 0.25
+MACHINE_ERROR = 0.236
 """The same of speeds by other projects."""
 MOST_GPUS, MOST_GPUS_PER_HOST, LONGEST_SEQUENCE = 256, 8, 16384
 GENERATIONS = ((8, 0), (9, 0))

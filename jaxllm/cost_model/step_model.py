@@ -83,7 +83,7 @@ class StepModel(LayerCompute):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
         if self.devices > 1:
-            computes_s = math.fsum(time_s for name, time_s in terms.items() if name not in COMMUNICATION) - bubble_transfers_s
+            computes_s = sum(time_s for name, time_s in terms.items() if name not in COMMUNICATION) - bubble_transfers_s
             terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * computes_s
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
