@@ -26,7 +26,7 @@ from jaxllm.cost_model.hosts import require_devices
 from jaxllm.plan.confirm import Compiled, InlineExecutor, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.plan_result import Plan
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
+from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,
@@ -36,6 +36,7 @@ from jaxllm.plan.sweep import (
     smallest_cluster,
     sweep_gpus,
 )
+from jaxllm.plan.why_nothing import why_nothing
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ def plan(
     result = way(config, kind, count, gpus_per_host, options, progress=progress)
     if not result.candidates and not result.interrupted:
         raise ConfigError(why_nothing(result, options))
+    if not result.interrupted:
+        result = replace(result, with_fp8=best_with_fp8(result, options))
     if compile and not result.interrupted:
         result = _confirmed(result, compile, cache, workers, progress)
         if not result.candidates and not result.interrupted:
@@ -116,7 +119,7 @@ class Request:
     objective: Objective = "speed"
     keep: tuple[str, ...] = ()
     across_hosts: bool | None = None
-    host_gib_per_gpu: float = HOST_BYTES_PER_GPU / 2**30
+    host_gib_per_gpu: float | None = None
     tokens: str | None = None
     """Training tokens, as in 15T, whose cost is computed."""
     sweep: str | None = None
@@ -128,7 +131,7 @@ class Request:
     @property
     def rules(self) -> dict[str, Any]:
         """Fields of SearchOptions."""
-        host_bytes = self.host_gib_per_gpu * 2**30
+        host_bytes = None if self.host_gib_per_gpu is None else self.host_gib_per_gpu * 2**30
         return {"keep": self.keep, "across_hosts": self.across_hosts, "host_bytes_per_gpu": host_bytes}
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
-from jaxllm.plan.plan_result import Plan, Rejected
-from jaxllm.plan.search import CONFIGURATION, Progress
+from jaxllm.plan.fastest_remat import CONFIGURATION
+from jaxllm.plan.plan_result import Plan, Rejected, ranked
+from jaxllm.plan.search import Progress
 
 TRIES = 3
 """Limit on compilations, as a multiple of the number to confirm."""
@@ -143,7 +144,7 @@ def _with_figures(
         for n, one in every
         if n in confirmed
     ]
-    seen.sort(key=lambda one: one.rank(plan.largest_microbatch))
+    seen = ranked(seen, plan.largest_microbatch)
     rest = [one for n, one in every if n not in confirmed and n not in refused]
     classes: dict[str, list[str]] = {}
     for number in sorted(refused):

@@ -14,8 +14,8 @@ from rich.text import Text
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import preformatted, readable, table, terminal_table
 from jaxllm.plan.cost import TrainingCost
+from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
-from jaxllm.plan.search import MESH
 from jaxllm.plan.space import remat_text, schedule_text
 from jaxllm.plan.sweep import Sweep
 
