@@ -60,13 +60,12 @@ class HostCopies(LayerCompute):
         layers, size_bytes = self.config.chunk_layers, self.offloaded_bytes()
         at_once_s = 0.0
         if self.layers_on_host:
-            weights_s, sums_in_s, sums_out_s = self.layer_on_host_s()
-            weights_out_s = weights_s * (self.one_way / self.both_ways if size_bytes else 1.0)
-            behind_forward["offload_state"] = layers * weights_out_s
+            weights, sums_in, sums_out = self.layer_on_host()
+            behind_forward["offload_state"] = layers * weights / (self.both_ways if size_bytes else self.one_way)
             # Sums arrive, and activations, over the same link; then sums leave while weights arrive.
-            at_once_s = layers * (sums_in_s + max(sums_out_s, weights_s) * self.one_way / self.both_ways)
+            at_once_s = layers * (sums_in / self.one_way + max(sums_out, weights) / self.both_ways)
             # Nothing hides the first layer's weights, and the sums of the last that is run backward.
-            backward.add("offload_state", weights_s + sums_in_s + sums_out_s)
+            backward.add("offload_state", (weights + sums_in + sums_out) / self.one_way)
         out_s, in_s = max(compute_s[0], *behind_forward.values(), 0.0), max(compute_s[1], *behind_backward.values(), 0.0)
         self.free_s = out_s, in_s - at_once_s
         if size_bytes:
@@ -75,12 +74,12 @@ class HostCopies(LayerCompute):
         if self.layers_on_host:
             behind_backward["offload_state"] = at_once_s + behind_backward.get("offload", 0.0)
 
-    def layer_on_host_s(self) -> tuple[float, float, float]:
-        """(weights in, sums in, sums out): seconds of one layer on the host's link, in one direction. The sums of a single
-        microbatch are not read; on one rank they are in the compute dtype."""
-        seconds_per_byte = self.layer_parameters / self.data_group.size / self.one_way
-        out_s = seconds_per_byte * host_sum_itemsize(self.config)
-        return seconds_per_byte * self.itemsize, out_s if self.M > 1 else 0.0, out_s
+    def layer_on_host(self) -> tuple[float, float, float]:
+        """(weights in, sums in, sums out): bytes of one layer on the host's link. The sums of a single microbatch are not read;
+        on one rank they are in the compute dtype."""
+        parameters = self.layer_parameters / self.data_group.size
+        out = parameters * host_sum_itemsize(self.config)
+        return parameters * self.itemsize, out if self.M > 1 else 0.0, out
 
     def add_state_offload(self, transfers: Transfers) -> None:
         """Adds state_offload_s, once a step."""
