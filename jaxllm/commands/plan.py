@@ -233,13 +233,12 @@ def _cache_folder() -> Path:
 
 
 def _confirmed(result: Plan, count: int, cache: Path | None, workers: int, progress: Progress | None) -> Plan:
-    from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
+    from jaxllm.compile.aot import require_compiler
 
-    if not can_compile_for_gpus():
-        try:
-            gpu_devices(1, 1)
-        except ConfigError as error:
-            return replace(result, unconfirmed_because=str(error))
+    try:
+        require_compiler(result.gpu)
+    except ConfigError as error:
+        return replace(result, unconfirmed_because=str(error))
     compile_candidate = Compiler.of(result, cache)
     with processes(workers) as start:
         return confirm(result, count, compile_candidate, start, workers, progress)

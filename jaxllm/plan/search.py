@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jaxllm.config import Config
+from jaxllm.config.capability import FIRST_WITH, require_runs
 from jaxllm.config.types import OFFLOAD_STATES
-from jaxllm.cost_model.hardware import FIRST_WITH, Gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host, host_bytes_per_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
@@ -113,8 +114,9 @@ def search(
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
 
     Raises:
-      ConfigError: gpus_per_host does not divide gpus, or `keep` has a name that is not KEEPABLE.
+      ConfigError: gpus_per_host does not divide gpus, or `keep` has a name that is not KEEPABLE, or the GPU cannot run the model.
     """
+    require_runs(config.model, gpu.chip.compute_capability, gpu.name)
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     every = list(meshes(config, gpus, options.keep))
     for across in options.reaches():
