@@ -57,7 +57,8 @@ def plan(
     progress: Progress | None = None,
     **rules: Any,
 ) -> Plan:
-    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for the fastest config that fits.
+    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x overlap_passes x remat x offload_state for the
+    fastest config that fits.
 
     The config gives model, sequence length, global batch and all other settings; with train.batch_schedule a step with the
     largest batch that the run reaches is planned. A KeyboardInterrupt stops the search, not the program: the plan then holds
@@ -74,8 +75,9 @@ def plan(
       cache: folder of compile reports, read and extended.
       workers: compilations at the same time.
       rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
-        schedule, remat, microbatch_sequences. across_hosts: whether context x tensor may cross hosts; None: only if nothing
-        fits otherwise. host_bytes_per_gpu: limit of host memory for offloading.
+        schedule, remat, microbatch_sequences, offload_state, overlap_passes. across_hosts: whether context x tensor may cross
+        hosts; None: only if nothing fits otherwise. host_bytes_per_gpu: limit of host memory for offloading; None: the GPU's
+        share of its host's.
 
     Raises:
       ConfigError: nothing fits (with the cheapest change that would), or an argument is invalid.

@@ -251,7 +251,7 @@ class Fitting:
                 self.tally.see(choice, memory)
 
     def _cannot_fit(self, rung: Rung, other: Rung, memory: MemoryEstimate, layers: int) -> bool:
-        """Whether a rung is above a limit, by the estimate of another: of what it keeps less, every layer and slot has less, and
+        """Whether a rung is above a limit, by the estimate of another: where it keeps less, each layer and slot has less, and
         some copies; between families one layer's tensors may differ too."""
         less, less_out = max(0.0, other.kept - rung.kept), max(0.0, other.offloaded - rung.offloaded)
         least = memory.peak_bytes - (layers + COPIES) * less - COPIES * less_out

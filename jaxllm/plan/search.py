@@ -114,7 +114,7 @@ def search(
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
 
     Raises:
-      ConfigError: gpus_per_host does not divide gpus, or `keep` has a name that is not KEEPABLE, or the GPU cannot run the model.
+      ConfigError: gpus_per_host does not divide gpus, `keep` has a name that is not KEEPABLE, or the GPU cannot run the model.
     """
     require_runs(config.model, gpu.chip.compute_capability, gpu.name)
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)

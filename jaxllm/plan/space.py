@@ -55,7 +55,7 @@ SHORT = {
     "mlp_down": "down",
 }
 """Names of a block's tensors in a table. attention_lse goes with attention_output."""
-STATE_WORDS = {"none": "-", "optimizer": "moments", "optimizer_and_master": "moments, master", "all": "all"}
+STATE_WORDS = {"optimizer": "moments", "optimizer_and_master": "moments, master", "all": "moments, master, layers"}
 """What parallel.offload_state moves to the host, in a table."""
 
 BEYOND_HOST = "context x tensor reaches beyond a host"

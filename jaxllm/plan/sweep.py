@@ -103,7 +103,7 @@ def sweep_gpus(
         if known is not None and count == known.gpus:
             plans.append(known)
         else:
-            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), options))
+            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), replace(options, best=1)))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:

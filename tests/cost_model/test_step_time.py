@@ -230,7 +230,9 @@ def test_a_mapping_of_fates_means_what_its_name_does():
     kept, offloaded = (configured(remat=dict.fromkeys(names, action)) for action in ("keep", "offload"))
     assert step(kept).terms_s == step(configured(remat="selective")).terms_s
     # It keeps block_input, which takes as long to copy into a stack as to the host.
-    assert step(offloaded).terms_s == pytest.approx(step(configured(remat="offload")).terms_s)
+    terms, whole = step(offloaded).terms_s, step(configured(remat="offload")).terms_s
+    assert terms.keys() == whole.keys()
+    assert terms["stacks"] == pytest.approx(whole["stacks"])
 
 
 def test_unrolled_layers_copy_no_stacks_and_add_gradients_in_matmuls():
