@@ -231,7 +231,7 @@ def plan(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for the fastest config that fits. Tries meshes, ZeRO, microbatch, schedule, remat, host; confirms by compiling."""
+    """Searches for the fastest config that fits: mesh, ZeRO, microbatch, schedule, remat, host. Confirms it by compiling."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.recipe import check_new, write_recipe

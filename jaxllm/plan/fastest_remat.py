@@ -174,11 +174,10 @@ class Fitting:
             self.over[alike] = trial.microbatch_sequences, reason
         return reason
 
-    def any_fits(self, trial: Trial) -> bool:
-        """Whether some remat of the trial fits."""
-        refused: list[str] = []
+    def leanest(self, trial: Trial, refused: list[str]) -> tuple[Config, MemoryEstimate] | None:
+        """A configuration of the trial that fits if any does; else the reasons join `refused`."""
         lean = trial.group.remats[:1] if "remat" in self.keep else LEAN[trial.to_host]
-        return any(self._estimated(trial, remat, refused) for remat in lean)
+        return next((found for remat in lean if (found := self._estimated(trial, remat, refused))), None)
 
     def _time(self, config: Config) -> StepTime:
         return self.step_time(config.at_largest_batch, self.gpu, self.gpus_per_host)
@@ -198,35 +197,27 @@ class Fitting:
 
     def _that_fit(self, trial: Trial, refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
         """A few of a trial's configurations that fit, the fastest among them."""
-        if "remat" in self.keep:
-            if found := self._estimated(trial, trial.group.remats[0], refused):
-                yield found
-            return
-        if self.prune and not self.any_fits(trial):
-            refused.append(HOST_FULL if trial.to_host and self._host_is_full(trial) else DOES_NOT_FIT)
+        lean = self.leanest(trial, refused) if self.prune or "remat" in self.keep else None
+        if "remat" in self.keep or (self.prune and lean is None):
+            yield from [lean] if lean else []
             return
         model = self.model(trial.choice("selective"))
         ladder = self.ladders.of(model)
         own = [ladder.rung_of(remat) for remat in trial.group.remats if not isinstance(remat, str)]
         if trial.to_host:
             model.time()
-            yield from self._first(trial, ladder.to_host(model, [rung for rung in own if rung.offloaded]), refused)
-            return
-        walks = [sorted((*ladder.on_device, *(rung for rung in own if not rung.offloaded)), key=lambda rung: rung.spent_s)]
-        if model.has_own_layers:
+            walks = [ladder.to_host(model, [rung for rung in own if rung.offloaded])]
+        else:
+            walks = [sorted((*ladder.on_device, *(rung for rung in own if not rung.offloaded)), key=lambda rung: rung.spent_s)]
+        if not trial.to_host and model.has_own_layers:
             walks.append(list(self.ladders.of(model, own=True).on_device))
-        whole = not self.prune
-        for walk in walks:
-            for config, memory in self._first(trial, walk, refused):
-                whole = whole or config.parallel.remat == "selective"
-                yield config, memory
-        # It keeps more than `selective`.
-        if whole and "none" in trial.group.remats and (found := self._estimated(trial, "none", refused)):
-            yield found
-
-    def _host_is_full(self, trial: Trial) -> bool:
-        config = trial.choice(LEAN[True][0]).applied_to(self.config)
-        return self.limits.broken_by(self.estimate(config.at_largest_batch)) == HOST_FULL
+        over = len(refused)
+        found = [one for walk in walks for one in self._first(trial, walk, refused)]
+        yield from found or ([lean] if lean else [])
+        # `none` keeps more than any other.
+        if "none" in trial.group.remats and not trial.to_host and (len(refused) == over or not self.prune):
+            found = self._estimated(trial, "none", refused)
+            yield from [found] if found else []
 
     def _first(self, trial: Trial, rungs: Sequence[Rung], refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
         """The first rung that fits, if there is one."""

@@ -274,7 +274,7 @@ def any_fits(
     # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
     return any(
-        fitting.any_fits(Trial(group, microbatch, state, to_host))
+        fitting.leanest(Trial(group, microbatch, state, to_host), [])
         for across in options.reaches()
         for mesh in every
         if why_not(config, mesh, per_host, across) is None
