@@ -238,8 +238,9 @@ def plan(
         ),
     ] = None,
     host_gib_per_gpu: Annotated[
-        float, typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU.")
-    ] = 128.0,
+        float | None,
+        typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU. Default: 7/8 of its share."),
+    ] = None,
     tokens: Tokens = None,
     price: Price = None,
     mtbf_hours: MtbfHours = None,
@@ -252,7 +253,7 @@ def plan(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for the fastest config that fits. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
+    """Searches for the fastest config that fits: mesh, ZeRO, microbatch, schedule, remat, host. Confirms it by compiling."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.quote import Terms

@@ -20,8 +20,8 @@ microbatch's layers. There are two conventions:
 
 All GPUs of a step wait for the slowest: slowest_gpu, which grows with the root of the logarithm of their number. In Megatron's
 convention data ranks also wait for attention masks: input. Megatron-LM's loaders make a mask of S x S bytes for each sequence
-unless told not to. That explains why published speeds fall with longer sequences, more ranks and small microbatches where a rank
-has many GPUs; it is not proven. jaxllm makes no such masks.
+unless told not to. That explains why published speeds fall with longer sequences, more ranks and small microbatches where a
+rank has many GPUs; it is not proven. jaxllm makes no such masks.
 
 Constants: seven are fitted (FITTED), four of which jaxllm's own convention has. They are fitted to 164 published TFLOP/s of
 Megatron-LM (Llama 3.1 8B, S 8,192 and 16,384, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`,
