@@ -86,6 +86,9 @@ def inspect(
     gpus_per_host: Annotated[
         int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="Show what shapes waste of a step on this kind of GPU.")
+    ] = None,
     picture: Annotated[
         str | None,
         typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
@@ -97,7 +100,7 @@ def inspect(
     from jaxllm.compile.inspect import inspect_config
     from jaxllm.compile.inspect_text import render
 
-    report = inspect_config(loaded, gpus, gpus_per_host)
+    report = inspect_config(loaded, gpus, gpus_per_host, gpu)
     if picture is not None:
         from jaxllm.plots.zigzag import picture as draw
 
