@@ -1,0 +1,105 @@
+"""Commands on a config that run nothing: inspect and estimate. cli.py gives them their names."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, cast
+
+import typer
+
+from jaxllm.cli_options import AsJson, GpuCount, GpusPerHost, Recipe, fitted, load, print_report
+from jaxllm.config import ConfigError
+
+
+def inspect(
+    recipe: Recipe,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none is needed here.")] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="Show what shapes waste of a step on this kind of GPU.")
+    ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
+    loaded = load(recipe)
+    from jaxllm.compile.inspect import inspect_config
+    from jaxllm.compile.inspect_text import render
+
+    report = inspect_config(loaded, gpus, gpus_per_host, gpu)
+    if picture is not None:
+        from jaxllm.plots.zigzag import picture as draw
+
+        draw(loaded.parallel.context, picture)
+    print_report(report, as_json, render)
+
+
+def estimate(
+    recipe: Recipe,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: memory only, no speed."),
+    ] = None,
+    gpus: GpuCount = None,
+    gpus_per_host: GpusPerHost = None,
+    convention: Annotated[
+        str,
+        typer.Option(
+            metavar="jaxllm|megatron", help="megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count."
+        ),
+    ] = "jaxllm",
+    picture: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw the bytes of each stage as stacked bars; .png or .svg.")
+    ] = None,
+    purpose: Annotated[
+        str,
+        typer.Option(
+            "--for", metavar="train|load|eval|generate", help="What the memory is for; other than train: the options below."
+        ),
+    ] = "train",
+    stored_dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Of the weights on disk: float32 as in a run, or bfloat16.")
+    ] = "float32",
+    sequence_length: Annotated[int, typer.Option(metavar="N", help="Tokens of a window, for --for eval.")] = 1024,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts side by side, for --for generate.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the longest prompt, for --for generate.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="New tokens of each, for --for generate.")] = 128,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
+    loaded = load(recipe)
+    if purpose != "train":
+        from jaxllm.plan.inference_estimate import estimate_inference
+
+        if picture is not None or over is not None or convention != "jaxllm":
+            raise ConfigError(f"--picture, --over and --convention are for training: leave them out with --for={purpose}.")
+        sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+        sizes |= {"stored_dtype": stored_dtype, "sequence_length": sequence_length}
+        found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
+        print(json.dumps(found.to_json()) if as_json else fitted(found.lines()))
+        return
+    from jaxllm.plan.estimate import estimate as estimate_config
+
+    report = estimate_config(loaded, gpu, gpus, gpus_per_host, cast(Any, convention))
+    if over is not None and picture is None:
+        raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
+    if over == "step" and picture is not None:
+        from jaxllm.plots.memory_timeline import draw_step
+
+        draw_step(report, picture)
+    elif picture is not None:
+        from jaxllm.plots.memory import estimate_picture
+
+        estimate_picture(report, picture, over)
+    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
