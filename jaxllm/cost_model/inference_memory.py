@@ -90,6 +90,10 @@ class _Forward(StepSizes):
             return self.itemsize * (self.converts * self.layers.master + GATHERED_LAYERS * self.layer.compute)
         return self.itemsize * self.layers.compute * (self.converts or self.zero > 0)
 
+    def vocabulary_weights(self) -> float:
+        """Gathered embedding and head, which XLA holds while layers are computed."""
+        return self.itemsize * self.vocabulary.compute * (self.zero > 0)
+
     def head_weights(self) -> float:
         return self.itemsize * self.head.compute * (self.converts or self.zero > 0)
 
@@ -108,7 +112,8 @@ def evaluation_moments(config: Config, gpu: Gpu | None = None, stored: str = "fl
     size = _Forward(config, gpu, stored)
     u, resident = size.units, {"stored_weights": size.stored_weights(), "batch": 13 * size.tokens * size.microbatches}
     stream = u["split"] + (STAGE_MESSAGES * u["split"] if size.pipelined else 0)
-    layer = {"layer_weights": size.layer_weights(), "hidden_states": stream, "angles": size.angles}
+    layer = {"layer_weights": size.layer_weights(), "vocabulary_weights": size.vocabulary_weights()}
+    layer |= {"hidden_states": stream, "angles": size.angles}
     chunks = min(size.local_length, -(-size.tokens // config.train.loss_chunk_tokens))
     chunk = -(-size.tokens // chunks)
     # A chunk of hidden states is a copy, if there are several.
