@@ -58,17 +58,21 @@ def estimate(
     ] = None,
     purpose: Annotated[
         str,
-        typer.Option(
-            "--for", metavar="train|load|eval|generate", help="What the memory is for; other than train: the options below."
-        ),
+        typer.Option("--for", metavar="train|load|eval|generate", help="What the memory is for; only train has a speed."),
     ] = "train",
     stored_dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Of the weights on disk: float32 as in a run, or bfloat16.")
-    ] = "float32",
-    sequence_length: Annotated[int, typer.Option(metavar="N", help="Tokens of a window, for --for eval.")] = 1024,
-    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts side by side, for --for generate.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the longest prompt, for --for generate.")] = 1024,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="New tokens of each, for --for generate.")] = 128,
+        str | None, typer.Option(metavar="DTYPE", help="--for others: bfloat16 or float32 on disk; default: float32.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(metavar="N", help="--for eval: tokens of a window; default: 1024.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(metavar="N", help="--for generate: prompts at once; default: 1.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="--for generate: tokens of the longest prompt; default: 1024.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="--for generate: new tokens of each; default: 128.")
+    ] = None,
     over: Annotated[
         str | None,
         typer.Option(
@@ -79,13 +83,14 @@ def estimate(
 ) -> None:
     """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
     loaded = load(recipe)
-    if purpose != "train":
+    given = {"prompts": prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+    given |= {"stored_dtype": stored_dtype, "sequence_length": sequence_length}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    if purpose != "train" or sizes:
         from jaxllm.plan.inference_estimate import estimate_inference
 
         if picture is not None or over is not None or convention != "jaxllm":
             raise ConfigError(f"--picture, --over and --convention are for training: leave them out with --for={purpose}.")
-        sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
-        sizes |= {"stored_dtype": stored_dtype, "sequence_length": sequence_length}
         found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
         print(json.dumps(found.to_json()) if as_json else fitted(found.lines()))
         return

@@ -19,7 +19,7 @@ import jax
 from jaxllm.checkpoint.load_model import KEY, LoadedModel, config_of, open_model
 from jaxllm.checkpoint.weights import find_weights
 from jaxllm.config import ConfigError, sequence_unit, with_overrides
-from jaxllm.cost_model.inference_memory import bucket, cache_bytes
+from jaxllm.cost_model.inference_memory import bucket, cache_bytes, cache_positions
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
@@ -156,7 +156,9 @@ def generate(
     _require_sensible(home, most)
     loaded = _open(model, overrides, _divisible(bucket(most), overrides))
     if jax.default_backend() == "cpu":
-        require_host_memory(cache_bytes(loaded.config.model, len(ids), most), f"Keys and values of {most:,} positions")
+        positions = cache_positions(max(map(len, ids)), how.max_new_tokens)
+        needed = cache_bytes(loaded.config.model, len(ids), positions)
+        require_host_memory(needed, f"Keys and values of {positions:,} positions")
     _say_model(say, loaded)
     _note_length(say, home, most)
     generator = Generator(loaded.model)

@@ -32,6 +32,12 @@ from jaxllm.plan.plan_result import FIT_SHARE
 
 Purpose = Literal["load", "eval", "generate"]
 PURPOSES = get_args(Purpose)
+OF_PURPOSE = {
+    "load": ("stored_dtype",),
+    "eval": ("stored_dtype", "sequence_length"),
+    "generate": ("stored_dtype", "prompts", "prompt_tokens", "max_new_tokens"),
+}
+"""Options of each purpose; training has none of them."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,10 @@ def estimate_inference(
     Raises:
       ConfigError: an option is not valid, or the mesh has another size or cannot divide the sequences.
     """
+    for name in sizes:
+        if name not in OF_PURPOSE.get(purpose, () if purpose == "train" else (name,)):
+            of = " or ".join(known for known in PURPOSES if name in OF_PURPOSE[known])
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to --for {of}: leave it out with --for {purpose}.")
     use = Use(purpose, **sizes)
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if not config.parallel.model_fields_set:

@@ -159,7 +159,7 @@ def estimated(purpose, gpus=1, gpu="h100-80gb", recipe=RECIPE, **sizes):
 
 @pytest.mark.parametrize("purpose", PURPOSES)
 def test_json_has_the_sums_and_without_a_mesh_weights_are_shared_out(purpose):
-    report = estimated(purpose, 4, prompts=4)
+    report = estimated(purpose, 4, **({"prompts": 4} if purpose == "generate" else {}))
     values = json.loads(json.dumps(report.to_json()))
     assert values["peak_bytes"] == sum(values["terms_bytes"].values()) == max(values["bytes_by_moment"].values())
     assert values["fits"] is (values["peak_bytes"] <= H100.capacity_bytes)
@@ -207,6 +207,8 @@ def test_what_does_not_fit_gets_changes_that_do():
         (["--for", "generate", "--prompts", "0"], "--prompts=0 is not valid: use 1 or more."),
         (["--for", "load", "--stored-dtype", "int8"], "--stored-dtype=int8 is not one of the choices: use bfloat16, float32."),
         (["--for", "eval", "--sequence-length", "1023", "parallel.context=2"], "--sequence-length=1023 does not divide over"),
+        (["--prompts", "2"], "--prompts belongs to --for generate: leave it out with --for train."),
+        (["--for", "generate", "--sequence-length", "8"], "--sequence-length belongs to --for eval: leave it out with"),
         (["--for", "eval", "--over", "sequence"], "--picture, --over and --convention are for training"),
     ],
 )
