@@ -19,7 +19,6 @@ from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
 from jaxllm.cli_estimates import estimate, inspect
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
 from jaxllm.cli_options import (
-    AchievedTflops,
     AsJson,
     CacheDir,
     CheckpointRate,

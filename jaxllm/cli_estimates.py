@@ -7,7 +7,27 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from jaxllm.cli_options import AsJson, GpuCount, GpusPerHost, Recipe, fitted, load, print_report
+from jaxllm.cli_options import (
+    AchievedTflops,
+    AsJson,
+    CheckpointRate,
+    GpuCount,
+    GpusPerHost,
+    MtbfHours,
+    NewTokens,
+    Price,
+    Prompts,
+    PromptTokens,
+    Purpose,
+    Recipe,
+    RestartMinutes,
+    StoredDtype,
+    Tokens,
+    WindowTokens,
+    fitted,
+    load,
+    print_report,
+)
 from jaxllm.config import ConfigError
 
 
@@ -56,47 +76,54 @@ def estimate(
     picture: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the bytes of each stage as stacked bars; .png or .svg.")
     ] = None,
-    purpose: Annotated[
-        str,
-        typer.Option("--for", metavar="train|load|eval|generate", help="What the memory is for; only train has a speed."),
-    ] = "train",
-    stored_dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="--for others: bfloat16 or float32 on disk; default: float32.")
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(metavar="N", help="--for eval: tokens of a window; default: 1024.")
-    ] = None,
-    prompts: Annotated[int | None, typer.Option(metavar="N", help="--for generate: prompts at once; default: 1.")] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="--for generate: tokens of the longest prompt; default: 1024.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="--for generate: new tokens of each; default: 128.")
-    ] = None,
+    purpose: Purpose = "train",
+    stored_dtype: StoredDtype = None,
+    sequence_length: WindowTokens = None,
+    prompts: Prompts = None,
+    prompt_tokens: PromptTokens = None,
+    max_new_tokens: NewTokens = None,
     over: Annotated[
         str | None,
         typer.Option(
             metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
         ),
     ] = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    mtbf_hours: MtbfHours = None,
+    restart_minutes: RestartMinutes = None,
+    checkpoint_gb_per_s: CheckpointRate = None,
+    achieved_tflops: AchievedTflops = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
     loaded = load(recipe)
+    terms = (tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s, achieved_tflops)
     given = {"prompts": prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
     given |= {"stored_dtype": stored_dtype, "sequence_length": sequence_length}
     sizes = {name: value for name, value in given.items() if value is not None}
     if purpose != "train" or sizes:
         from jaxllm.plan.inference_estimate import estimate_inference
 
-        if picture is not None or over is not None or convention != "jaxllm":
-            raise ConfigError(f"--picture, --over and --convention are for training: leave them out with --for={purpose}.")
+        if picture is not None or over is not None or convention != "jaxllm" or any(term is not None for term in terms):
+            raise ConfigError(f"Pictures, --convention and the quote are for training: leave them out with --for={purpose}.")
         found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
         print(json.dumps(found.to_json()) if as_json else fitted(found.lines()))
         return
     from jaxllm.plan.estimate import estimate as estimate_config
+    from jaxllm.plan.quote import Terms, quote_estimate
 
     report = estimate_config(loaded, gpu, gpus, gpus_per_host, cast(Any, convention))
+    offer = quote_estimate(report, Terms(*terms))
+    draw_estimate(report, picture, over)
+    if as_json:
+        print(json.dumps(report.to_json() | ({} if offer is None else {"quote": offer.to_json()})))
+    else:
+        print(fitted([*report.lines(), *([] if offer is None else ["", *offer.lines()])]))
+
+
+def draw_estimate(report: Any, picture: str | None, over: str | None) -> None:
+    """Writes the picture, if one is wanted."""
     if over is not None and picture is None:
         raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
     if over == "step" and picture is not None:
@@ -107,4 +134,3 @@ def estimate(
         from jaxllm.plots.memory import estimate_picture
 
         estimate_picture(report, picture, over)
-    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))

@@ -16,7 +16,7 @@ from jaxllm.sharding import STACK_DIMS
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Output tile of cuBLAS's fastest bfloat16 kernels on Hopper."""
 MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
-"""Of the GPU, unless one is named. Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves
+"""The default GPU's. Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves
 some idle."""
 IDLE_PERCENT = 5
 """A shard that wastes no more than this gets no warning."""

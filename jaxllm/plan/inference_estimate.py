@@ -50,7 +50,7 @@ class Use:
 
     purpose: Purpose
     stored_dtype: str = "float32"
-    """Of the weights on disk: float32 in a run, most often bfloat16 in a Hugging Face folder."""
+    """Dtype of the weights on disk: float32 in a run, most often bfloat16 in a Hugging Face folder."""
     sequence_length: int = 1024
     """Tokens of a window that is evaluated."""
     prompts: int = 1

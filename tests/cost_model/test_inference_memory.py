@@ -209,7 +209,8 @@ def test_what_does_not_fit_gets_changes_that_do():
         (["--for", "eval", "--sequence-length", "1023", "parallel.context=2"], "--sequence-length=1023 does not divide over"),
         (["--prompts", "2"], "--prompts belongs to --for generate: leave it out with --for train."),
         (["--for", "generate", "--sequence-length", "8"], "--sequence-length belongs to --for eval: leave it out with"),
-        (["--for", "eval", "--over", "sequence"], "--picture, --over and --convention are for training"),
+        (["--for", "load", "--price", "2"], "Pictures, --convention and the quote are for training: leave them out with"),
+        (["--for", "eval", "--over", "sequence"], "Pictures, --convention and the quote are for training: leave them out with"),
     ],
 )
 def test_mistakes_end_in_one_sentence(arguments, sentence):
