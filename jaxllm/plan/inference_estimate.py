@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError, sequence_unit
+from jaxllm.config.capability import require_runs
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
@@ -211,7 +212,8 @@ def estimate_inference(
       sizes: fields of Use: stored_dtype, sequence_length, prompts, prompt_tokens, max_new_tokens.
 
     Raises:
-      ConfigError: an option is not valid, or the mesh has another size or cannot divide the sequences.
+      ConfigError: an option is not valid, the mesh has another size or cannot divide the sequences, or the GPU cannot run the
+        model.
     """
     for name in sizes:
         if name not in OF_PURPOSE.get(purpose, () if purpose == "train" else (name,)):
@@ -222,6 +224,8 @@ def estimate_inference(
     if not config.parallel.model_fields_set:
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 3})})
     resolved = _with_batch(config.resolve(require_devices(config, gpus)), use)
+    if kind is not None and purpose != "load":
+        require_runs(resolved.model, kind.chip.compute_capability, kind.name)
     per_host, because = choose_gpus_per_host(resolved.devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
     host = load_host_bytes(resolved, use.stored_dtype, per_host)
     report = InferenceEstimate(resolved, use, kind, per_host, because, use.moments(resolved, kind), host)
@@ -236,7 +240,9 @@ def _with_batch(config: Config, use: Use) -> Config:
     rows = evaluation_rows(length) if use.purpose == "eval" else 1
     train = {"sequence_length": length, "microbatch_sequences": rows, "batch_schedule": ()}
     train["global_batch_sequences"] = rows * int(p.data) * p.replica * p.pipe
-    found = changed(config, {f"train.{key}": value for key, value in train.items()} | {"data.mask_documents": False})
+    # FP8 is for training: the commands do without it.
+    others = {"data.mask_documents": False} | ({"model.matmul_dtype": "compute_dtype"} if config.model.multiplies_fp8 else {})
+    found = changed(config, {f"train.{key}": value for key, value in train.items()} | others)
     if found is None:
         raise ConfigError(
             f"--sequence-length={length} does not divide over parallel.context={p.context} and tensor={p.tensor}: use a "

@@ -220,6 +220,15 @@ def test_mistakes_end_in_one_sentence(arguments, sentence):
     assert sentence in found.stderr
 
 
+def test_a_gpu_that_cannot_compute_the_model_is_refused_but_can_hold_it_and_fp8_is_for_training_alone():
+    with pytest.raises(ConfigError, match=r"set model\.compute_dtype=float32"):
+        estimated("eval", gpu="v100-32gb")
+    assert estimated("load", gpu="v100-32gb").peak_bytes == estimated("load").peak_bytes
+    fp8 = {**RECIPE, "model": {**RECIPE["model"], "matmul_dtype": "fp8"}}
+    for purpose in ("eval", "generate"):
+        assert estimated(purpose, gpu="a100-80gb", recipe=fp8).moments == estimated(purpose, gpu="a100-80gb").moments
+
+
 def test_a_number_that_is_not_there_is_asked_for():
     with pytest.raises(ConfigError, match="give their number with --gpus"):
         estimated("load", gpus=None)
