@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 # Python's own sum of floats rounds otherwise from 3.12 on: a prediction would depend on the version in its last digit.
 from math import fsum as sum
+from typing import NamedTuple
 
 BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
