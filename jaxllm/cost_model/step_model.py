@@ -94,7 +94,7 @@ class StepModel(HostCopies):
 
     def tick(self) -> tuple[dict[str, float], Transfers, Transfers, float, float]:
         """One chunk of layers: (compute by term, transfers forward, transfers backward, seconds forward, seconds backward)."""
-        layers = self.config.chunk_layers
+        layers = self.chunk_layers
         matmuls_s, attention_s, moves_s = self.layer_matmuls_s(), self.attention_s(), self.moves_s()
         again, attention_again, moves_again = self.recomputed()
         repeated_s = self.repeated_s(again, attention_again) + (moves_s[0] if moves_again else 0.0)
@@ -191,7 +191,7 @@ class StepModel(HostCopies):
     # -------------------------------------------------------------------------------- transfers of one layer and microbatch
 
     def add_tensor(
-        self, forward: Transfers, backward: Transfers, layers: int, matmuls_s: tuple[float, float], scatters_again: int
+        self, forward: Transfers, backward: Transfers, layers: float, matmuls_s: tuple[float, float], scatters_again: int
     ) -> None:
         """Sequence parallelism: hidden states are gathered into both halves of a block and scattered out of them. The backward
         pass does the same and gathers the two inputs once more (6 and 4 per layer); it scatters each output that is recomputed
@@ -220,7 +220,7 @@ class StepModel(HostCopies):
         forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
         backward.add("tensor_skew", self.fitted.sync_s, times=layers * (gathers + scatters))
 
-    def add_tensor_ring(self, forward: Transfers, backward: Transfers, layers: int, again: set[str]) -> None:
+    def add_tensor_ring(self, forward: Transfers, backward: Transfers, layers: float, again: set[str]) -> None:
         """As add_tensor, where a chunk travels behind the matmuls of another (parallel/tensor_ring.py). The inputs that the
         backward pass gathers for the weights' gradients hide behind half of these."""
         gather_s, scatter_s = self.sequence_s()

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 # Python's own sum of floats rounds otherwise from 3.12 on: a prediction would depend on the version in its last digit.
 from math import fsum as sum
+from typing import NamedTuple
 
 BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
@@ -131,22 +132,36 @@ class StepTime:
         return sum(self.terms_s.get(name, 0.0) for name in COMMUNICATION) / self.step_s
 
 
-@lru_cache(maxsize=65536)
-def tile_share(rows: int, columns: int, length: int, multiprocessors: int) -> float:
-    """Share of a GPU's speed that a matmul's shape permits.
+class TileParts(NamedTuple):
+    """Shares of a matmul's speed that its output's tiles permit; 1 each at best."""
 
-    The output's tiles are assigned to the multiprocessors in waves. The last wave may be nearly empty, and tiles at the edges
-    extend beyond the output. The result is the best of TILES, with the sum over `length` in 1, 2, 4 or 8 parts.
-    """
+    edges: float
+    """Elements of the output, of all elements of its tiles: those at the edges extend beyond it."""
+    waves: float
+    """Tiles, of the places for them on the multiprocessors: the last wave may be nearly empty."""
+    kind: float
+    """Speed of this size of tile, and of a sum in parts, relative to the largest tile."""
+
+
+def tile_parts(rows: int, columns: int, length: int, multiprocessors: int) -> TileParts:
+    """The parts of tile_share for the tile, and the parts of the sum over `length` (1, 2, 4 or 8), with the largest product."""
     splits = [ways for ways in (1, 2, 4, 8) if ways == 1 or length >= ways * SHORTEST_SUM]
-    best = 0.0
+    best, parts = 0.0, TileParts(1.0, 1.0, 1.0)
     for tile_rows, tile_columns, speed in TILES:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         for ways in splits:
             places = -(-tiles * ways // multiprocessors) * multiprocessors
-            filled = rows * columns * ways / (places * tile_rows * tile_columns)
-            best = max(best, filled * speed * (SPLIT_SHARE if ways > 1 else 1.0))
-    return best
+            kind = speed * (SPLIT_SHARE if ways > 1 else 1.0)
+            share = rows * columns * ways / (places * tile_rows * tile_columns) * kind
+            if share > best:
+                best, parts = share, TileParts(rows * columns / (tiles * tile_rows * tile_columns), tiles * ways / places, kind)
+    return parts
+
+
+@lru_cache(maxsize=65536)
+def tile_share(rows: int, columns: int, length: int, multiprocessors: int) -> float:
+    """Share of a GPU's speed that a matmul's shape permits: its output's tiles are assigned to the multiprocessors in waves."""
+    return math.prod(tile_parts(rows, columns, length, multiprocessors))
 
 
 class Transfers:

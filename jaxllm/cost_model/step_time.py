@@ -62,10 +62,14 @@ def estimate_step_time(
     Raises:
       ConfigError: the convention does not exist.
     """
+    return step_model(convention)(config, gpu, gpus_per_host, fitted).time()
+
+
+def step_model(convention: str) -> type[StepModel]:
+    """The model of a convention's step. Raises ConfigError if the convention does not exist."""
     if convention not in CONVENTIONS:
         raise ConfigError(f"convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
-    model = MegatronStep if convention == "megatron" else StepModel
-    return model(config, gpu, gpus_per_host, fitted).time()
+    return MegatronStep if convention == "megatron" else StepModel
 
 
 def step_time_lines(step: StepTime) -> Iterator[str]:
