@@ -49,7 +49,7 @@ class Finding:
 
 
 def crosses_hosts(row: Row) -> bool:
-    """Whether the ranks of tensor and context share no host."""
+    """Whether tensor x context ranks are more than a host has GPUs."""
     tensor, context, _ = row.layout
     return tensor * context > row.gpus_per_host
 
@@ -100,14 +100,14 @@ def machine_of(row: Row) -> tuple[str, int, int]:
     return row.gpu, row.sequence_length, row.gpus
 
 
-def pairs(finding: Finding, rows: Sequence[Row], predicted: Callable[[Row], float] = predict) -> list[Pair]:
+def pairs(finding: Finding, rows: Sequence[Row]) -> list[Pair]:
     by_setting = {(machine_of(row), setting_of(row)): row for row in rows}
     found = []
     for row in filter(finding.holds_for, rows):
         setting = tuple(size * factor for size, factor in zip(setting_of(row), finding.factors, strict=True))
         if other := by_setting.get((machine_of(row), setting)):
             gain = other.tflops_per_gpu / row.tflops_per_gpu - 1
-            found.append(Pair(row, other, gain, predicted(other) / predicted(row) - 1))
+            found.append(Pair(row, other, gain, predict(other) / predict(row) - 1))
     return found
 
 
