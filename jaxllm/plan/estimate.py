@@ -18,7 +18,7 @@ from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
-from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
+from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
 from jaxllm.cost_model.step_parts import StepTime
@@ -182,6 +182,7 @@ class Estimate:
             published = self.by_convention["megatron"]
             yield from memory_table(published.memory.stages)
             yield from self._published_verdict(published)
+            yield record_text()
         yield ""
         if self.speed is None:
             yield "Without --gpu there is no capacity to fit into and no speed to predict: name one, such as --gpu h100-80gb."

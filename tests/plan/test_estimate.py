@@ -13,7 +13,7 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices, require_devices
-from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
+from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
@@ -123,8 +123,11 @@ def test_the_megatron_convention_is_the_published_rule():
 def test_what_the_rule_does_not_know_is_said():
     chosen = config("parallel.remat=none").resolve(16)
     sentence = "ZeRO 0 and 1, and no recomputation"
-    assert sentence in "\n".join(estimate(chosen, H100, convention="megatron").lines())
-    assert sentence not in "\n".join(estimate(chosen, H100).lines())
+    by_rule, own = ("\n".join(estimate(chosen, H100, convention=name).lines()) for name in ("megatron", "jaxllm"))
+    assert sentence in by_rule
+    assert record_text() in by_rule
+    assert sentence not in own
+    assert record_text() not in own
 
 
 def test_stages_are_said_to_be_the_same_where_there_are_some():
