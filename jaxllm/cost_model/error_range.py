@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
@@ -55,6 +56,23 @@ def error_range(config: Config, gpu: Gpu, gpus_per_host: int) -> ErrorRange:
     layout = LAYOUT_ERRORS[kind_of_layout(config, gpu, gpus_per_host)]
     error = math.hypot(layout, MACHINE_ERROR)
     return ErrorRange(math.exp(-error), math.exp(error), tuple(extrapolations(config, gpu, gpus_per_host)), layout)
+
+
+def range_lines(tokens_per_s_per_gpu: float, found: ErrorRange) -> Iterator[str]:
+    """The range of a predicted speed in words, and what it is extrapolated by."""
+    low, high = (factor * tokens_per_s_per_gpu for factor in (found.low, found.high))
+    yield f"range {low:,.0f} to {high:,.0f} tokens/s/GPU, which should hold four of five runs (as of published ones)"
+    if found.beyond:
+        yield f"extrapolated: {'; '.join(found.beyond)}"
+
+
+def range_json(tokens_per_s_per_gpu: float, found: ErrorRange) -> dict[str, Any]:
+    """The same for `--json`."""
+    return {
+        "tokens_per_s_per_gpu_range": [factor * tokens_per_s_per_gpu for factor in (found.low, found.high)],
+        "extrapolated": list(found.beyond),
+        "layout_error": found.layout_error,
+    }
 
 
 def kind_of_layout(config: Config, gpu: Gpu, gpus_per_host: int) -> str:

@@ -16,6 +16,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.capability import require_runs
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
+from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
 from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes, record_text
@@ -128,6 +129,13 @@ class Estimate:
         return self.by_convention["jaxllm"].memory.host_bytes
 
     @property
+    def speed_range(self) -> ErrorRange:
+        """How far off the speed may be; needs a GPU."""
+        if self.gpu is None:
+            raise ValueError("Without a GPU there is no speed, and no range of it.")
+        return error_range(self.config, self.gpu, self.gpus_per_host)
+
+    @property
     def mfu(self) -> float | None:
         """Share of the dense peak of the compute dtype, with causal attention counted, for every convention."""
         if self.speed is None or self.gpu is None:
@@ -150,6 +158,7 @@ class Estimate:
             **self.verdict.to_json(),
             "host_bytes": self.host_bytes,
             "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu if speed else None,
+            **(range_json(speed.tokens_per_s_per_gpu, self.speed_range) if speed else {}),
             "tflops_per_gpu": speed.tflops_per_gpu if speed else None,
             "mfu": self.mfu,
             "step_s": speed.step_s if speed else None,
@@ -233,6 +242,7 @@ class Estimate:
             f"  {speed.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; {speed.tflops_per_gpu:,.1f} TFLOP/s/GPU ({counted}); "
             f"MFU {self.mfu:.1%} (causal)"
         )
+        yield from (f"  {line}" for line in range_lines(speed.tokens_per_s_per_gpu, self.speed_range))
         yield from (f"  {line}" for line in step_time_lines(speed))
         if self.waste is not None:
             yield f"  {self.waste.line()}"
