@@ -213,7 +213,7 @@ def _named(actions: Mapping[str, str], names: tuple[str, ...]) -> Remat:
 
 
 def _undominated(options: list, grain_s: float, grain_bytes: float) -> list:
-    """Of (bytes kept, bytes offloaded, seconds, ...) those that no other beats in all three; of equal ones the one with less
+    """The options (bytes kept, bytes offloaded, seconds, ...) that no other beats in all three; of equal ones that with less
     kept."""
 
     def grains(option: tuple) -> tuple[int, int, float]:
