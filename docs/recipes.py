@@ -48,8 +48,8 @@ the first file and run the same two commands. [plan](plan.md) explains the plann
 report.
 
 Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs.
-A card whose answer keeps activations or state in the host's memory also shows the best answer that does not, and the difference:
-by how much copies to the host slow the compute beside them is not measured ([remat](remat.md)).
+A card whose answer keeps activations or state in the host's memory also shows the best answer that does not, and the
+difference: by how much copies to the host slow the compute beside them is not measured ([remat](remat.md)).
 `python docs/recipes.py` writes this page.
 """
 
@@ -241,7 +241,7 @@ def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {best['tflops_per_gpu']:,.0f} TFLOP/s/GPU (causal); "
         f"{best['exposed_communication_share']:.0%} of a step waits for other GPUs",
     )
-    if best["host_bytes"] and "without_host" in plan:
+    if best.get("host_bytes") and "without_host" in plan:
         other = plan["without_host"]
         yield "the best with nothing on the host", "nothing fits" if other is None else _beside(best, other)
     if other := plan.get("with_fp8"):

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Remat
 from jaxllm.config.remat_policy import policy_of
@@ -192,7 +193,7 @@ def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:
     return tuple(actions.get(name) == "recompute" for name in (*PRODUCTS, "attention_out"))
 
 
-def _named(actions: Mapping[str, str], names: tuple[str, ...]) -> Remat:
+def _named(actions: Mapping[str, Any], names: tuple[str, ...]) -> Remat:
     """The policy that does this: its name if it has one, else a mapping with what is not recomputed. The last output of a block
     is named in any case, as not every model has it."""
     done = set(actions.values())
