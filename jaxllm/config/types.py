@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -150,7 +150,3 @@ class Section(BaseModel):
     """A part of a config, with its keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
-
-    if TYPE_CHECKING:
-        # Pydantic defines it for frozen models, where a type checker does not see it.
-        def __hash__(self) -> int: ...
