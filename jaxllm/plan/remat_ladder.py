@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum as sum  # As in step_parts.py.
 from operator import itemgetter
 from typing import Any
 

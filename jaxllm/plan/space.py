@@ -31,8 +31,7 @@ from jaxllm.config import (
 )
 from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
 from jaxllm.config.remat_policy import offloads, remat_text
-from jaxllm.config.types import OFFLOAD_STATES
-from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from jaxllm.config.types import GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
 """Ordered by memory, those that need least first."""

@@ -12,6 +12,7 @@ from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memor
 from jaxllm.display import readable
 from jaxllm.plan.advice import changed
 from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.quote import predicted_speed
 from jaxllm.runtime import host_memory
 from jaxllm.train import loop, memory_check
 from jaxllm.train.epilogue import conclude
@@ -71,7 +72,12 @@ def test_what_fits_is_told_in_one_line():
     assert fit.fits
     assert (fit.memory, fit.capacity_bytes) == (estimate, GPUS["h100-80gb"].capacity_bytes)
     share = f"{estimate.peak_bytes / fit.capacity_bytes:.1%}"
-    assert fit.line == f"memory by the estimate {readable(estimate.peak_bytes)}, {share} of the 72.3 GiB that a step may take"
+    line = f"memory by the estimate {readable(estimate.peak_bytes)}, {share} of the 72.3 GiB that a step may take"
+    assert fit.speed == predicted_speed(config, GPUS["h100-80gb"], 8)
+    assert fit.line == f"{line}; {fit.speed.text(' tokens/s/GPU predicted', 0)}"
+    unknown = check_memory(config, Device(device_kind="something new", stats={"bytes_limit": 72 * GIB}))
+    assert unknown.speed is None
+    assert unknown.line.endswith("that a step may take")
 
 
 def test_on_cpu_devices_only_what_no_such_machine_holds_is_refused(monkeypatch):
