@@ -223,6 +223,22 @@ def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
     assert load_config(out).parallel.tensor == values["candidates"][0]["tensor"]
 
 
+def test_ctrl_c_in_the_search_with_fp8_leaves_the_plan(recipe, monkeypatch):
+    real = estimate_memory
+
+    def stopped(config, gpu=None):
+        if config.model.multiplies_fp8:
+            raise KeyboardInterrupt
+        return real(config, gpu)
+
+    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    result = run(recipe, "--gpus", "4", "--compile", "8", "--json")
+    assert result.exit_code == 130
+    values = json.loads(result.stdout)
+    assert (values["interrupted"], values["with_fp8"], values["confirmed"]) == (True, None, 0)
+    assert values["candidates"]
+
+
 KEEP = ["--keep", "schedule", "--keep", "zero", "--keep", "remat"]
 
 
