@@ -12,13 +12,14 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.error_range import range_lines
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import preformatted, readable, table, terminal_table
 from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
 from jaxllm.plan.quote import Quote
-from jaxllm.plan.space import STATE_WORDS, Choice, remat_text, schedule_text
+from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
 from jaxllm.plan.sweep import Sweep
 
 GIB = 2**30
