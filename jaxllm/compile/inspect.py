@@ -123,7 +123,7 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
     """
     gpus = count_devices(config, gpus)
     config = config.resolve(gpus).at_largest_batch
-    per_host, because = choose_gpus_per_host(gpus, gpus_per_host)
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, parallel=config.parallel)
     sizes = axis_sizes(config.parallel)
     _, tree = parameter_table(config)
     table = jax.tree.leaves(tree)

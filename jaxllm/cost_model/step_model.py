@@ -13,9 +13,11 @@ from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_compute import LayerCompute
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
+from jaxllm.cost_model.replicas import exchange_of, over_replica_network
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
     KERNEL_S,
+    OUTER_STEP,
     STEP_KERNELS,
     Fitted,
     StepTime,
@@ -379,11 +381,14 @@ class StepModel(LayerCompute):
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * KERNEL_S}
 
     def add_replicas(self, transfers: Transfers) -> None:
-        """Transfers between replicas in float32, each rank its share: gradients once a step, or with DiLoCo weights once a
-        round."""
-        if self.replica_group.size > 1:
-            reduce_s = all_reduce_s(4 * self.shared_parameters(), self.replica_group, self.links)
-            transfers.add("replica", reduce_s, times=1 / (self.config.train.diloco_steps or 1))
+        """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round."""
+        if (exchange := exchange_of(self.config)) is None:
+            return
+        group, links = self.replica_group, self.links
+        if self.parallel.names_replica_network:
+            group, links = over_replica_network(self.parallel, exchange.replicas, links)
+        name = "replica" if self.config.train.diloco_steps is None else OUTER_STEP
+        transfers.add(name, exchange.seconds(group, links), times=1 / exchange.steps)
 
     def add_state_offload(self, transfers: Transfers) -> None:
         """Moments cross the host's link once each way. Master weights do too, and once more to be cast at the step's start.

@@ -19,6 +19,7 @@ from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.cost_model.replicas import exchange_lines, exchange_of
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 from jaxllm.display import preformatted, readable
@@ -149,11 +150,18 @@ class Estimate:
             "terms_s": dict(speed.terms_s) if speed else None,
             "hidden_s": dict(speed.hidden_s) if speed else None,
             "exposed_communication_share": speed.exposed_communication_share if speed else None,
+            "between_replicas": self._between_replicas(),
             "changes": [
                 {"keys": dict(change.keys), "peak_bytes": change.peak_bytes, "step_s": change.step_s} for change in self.changes
             ],
             "by_convention": {name: verdict.to_json() for name, verdict in self.by_convention.items()},
         }
+
+    def _between_replicas(self) -> dict[str, Any] | None:
+        """What one exchange sends, and its exposed seconds in the mean step; None with a single replica."""
+        if (exchange := exchange_of(self.config)) is None:
+            return None
+        return {**exchange.to_json(), "exposed_s_per_step": self.speed and self.speed.between_replicas_s}
 
     def lines(self) -> Iterator[str]:
         """The estimate as terminal text."""
@@ -180,6 +188,9 @@ class Estimate:
             yield "Without --gpu there is no capacity to fit into and no speed to predict: name one, such as --gpu h100-80gb."
         else:
             yield from self._speed_lines(self.speed)
+        if self.config.parallel.replica > 1:
+            yield ""
+            yield from exchange_lines(self.config, self.speed and self.speed.between_replicas_s)
 
     def _heading(self) -> Iterator[str]:
         config, parallel, train = self.config, self.config.parallel, self.config.train
@@ -188,10 +199,11 @@ class Estimate:
             f"{config.model.name or 'The model'} on {on}, {hosts_text(self.devices, self.gpus_per_host)} ({self.hosts_because})"
         )
         pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
+        replicas = f"replica {parallel.replica}, " if parallel.replica > 1 else ""
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""
         yield (
-            f"  pipe {parallel.pipe}{virtual}, data {parallel.data}, context {parallel.context}, tensor {parallel.tensor}; "
-            f"ZeRO {parallel.zero}{pipeline}; remat {remat_words(parallel.remat)}"
+            f"  {replicas}pipe {parallel.pipe}{virtual}, data {parallel.data}, context {parallel.context}, "
+            f"tensor {parallel.tensor}; ZeRO {parallel.zero}{pipeline}; remat {remat_words(parallel.remat)}"
         )
         M, b = config.num_microbatches, config.microbatch_sequences
         yield (
@@ -252,7 +264,8 @@ def estimate(
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
     config = config.resolve(devices).at_largest_batch
-    per_host, because = choose_gpus_per_host(devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
+    host = kind.gpus_per_host if kind else HOST_GPUS
+    per_host, because = choose_gpus_per_host(devices, gpus_per_host, host, config.parallel)
     verdicts = {"jaxllm": Verdict(estimate_memory(config, kind), kind and kind.capacity_bytes)}
     if convention == "megatron":
         verdicts["megatron"] = Verdict(megatron_memory(config), kind and int(SAFE_SHARE * nominal_bytes(kind)))
