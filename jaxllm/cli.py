@@ -220,8 +220,9 @@ def plan(
         ),
     ] = None,
     host_gib_per_gpu: Annotated[
-        float, typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU.")
-    ] = 128.0,
+        float | None,
+        typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU. Default: 7/8 of its share."),
+    ] = None,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")] = None,
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the best plan as a recipe; a new file.")] = None,
@@ -230,7 +231,7 @@ def plan(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for the fastest config that fits. Tries meshes, ZeRO, microbatch, schedule and remat; confirms by compiling."""
+    """Searches for the fastest config that fits: mesh, ZeRO, microbatch, schedule, remat, host. Confirms it by compiling."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.recipe import check_new, write_recipe

@@ -26,7 +26,7 @@ from jaxllm.cost_model.hosts import require_devices
 from jaxllm.plan.confirm import Compiled, InlineExecutor, confirm
 from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.plan_result import Plan
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
+from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,
@@ -36,6 +36,7 @@ from jaxllm.plan.sweep import (
     smallest_cluster,
     sweep_gpus,
 )
+from jaxllm.plan.why_nothing import why_nothing
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def plan(
     progress: Progress | None = None,
     **rules: Any,
 ) -> Plan:
-    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for the fastest config that fits.
+    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x overlap_passes x remat x offload_state for the
+    fastest config that fits.
 
     The config gives model, sequence length, global batch and all other settings; with train.batch_schedule a step with the
     largest batch that the run reaches is planned. A KeyboardInterrupt stops the search, not the program: the plan then holds
@@ -73,8 +75,9 @@ def plan(
       cache: folder of compile reports, read and extended.
       workers: compilations at the same time.
       rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
-        schedule, remat, microbatch_sequences. across_hosts: whether context x tensor may cross hosts; None: only if nothing
-        fits otherwise. host_bytes_per_gpu: limit of host memory for offloading.
+        schedule, remat, microbatch_sequences, offload_state, overlap_passes. across_hosts: whether context x tensor may cross
+        hosts; None: only if nothing fits otherwise. host_bytes_per_gpu: limit of host memory for offloading; None: the GPU's
+        share of its host's.
 
     Raises:
       ConfigError: nothing fits (with the cheapest change that would), or an argument is invalid.
@@ -94,6 +97,8 @@ def plan(
     result = way(config, kind, count, gpus_per_host, options, progress=progress)
     if not result.candidates and not result.interrupted:
         raise ConfigError(why_nothing(result, options))
+    if not result.interrupted:
+        result = replace(result, with_fp8=best_with_fp8(result, options))
     if compile and not result.interrupted:
         result = _confirmed(result, compile, cache, workers, progress)
         if not result.candidates and not result.interrupted:
@@ -116,7 +121,7 @@ class Request:
     objective: Objective = "speed"
     keep: tuple[str, ...] = ()
     across_hosts: bool | None = None
-    host_gib_per_gpu: float = HOST_BYTES_PER_GPU / 2**30
+    host_gib_per_gpu: float | None = None
     tokens: str | None = None
     """Training tokens, as in 15T, whose cost is computed."""
     sweep: str | None = None
@@ -128,7 +133,7 @@ class Request:
     @property
     def rules(self) -> dict[str, Any]:
         """Fields of SearchOptions."""
-        host_bytes = self.host_gib_per_gpu * 2**30
+        host_bytes = None if self.host_gib_per_gpu is None else self.host_gib_per_gpu * 2**30
         return {"keep": self.keep, "across_hosts": self.across_hosts, "host_bytes_per_gpu": host_bytes}
 
 
@@ -230,13 +235,12 @@ def _cache_folder() -> Path:
 
 
 def _confirmed(result: Plan, count: int, cache: Path | None, workers: int, progress: Progress | None) -> Plan:
-    from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
+    from jaxllm.compile.aot import require_compiler
 
-    if not can_compile_for_gpus():
-        try:
-            gpu_devices(1, 1)
-        except ConfigError as error:
-            return replace(result, unconfirmed_because=str(error))
+    try:
+        require_compiler(result.gpu)
+    except ConfigError as error:
+        return replace(result, unconfirmed_because=str(error))
     compile_candidate = Compiler.of(result, cache)
     with processes(workers) as start:
         return confirm(result, count, compile_candidate, start, workers, progress)

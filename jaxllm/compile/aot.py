@@ -31,11 +31,14 @@ DEMAND_BYTES = 10**15
 """Memory size that XLA is given for each GPU. It is large enough that XLA never rematerialises and reports what the program
 needs. XLA also counts host buffers, and a large batch soon offloads a terabyte."""
 
-# XLA's GpuTargetConfigProto. The limits of blocks, threads and registers are the same for all these compute capabilities (CUDA
+OLDEST = (7, 5)
+"""The first compute capability for which CUDA 13's assembler compiles (CUDA 13.0 release notes; tried with 7.0)."""
+
+# XLA's GpuTargetConfigProto. The limits of blocks and registers are the same for all these compute capabilities (CUDA
 # programming guide).
 _TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_block: 49152 shared_memory_per_block_optin: {block_shared} shared_memory_per_core: {core_shared}
@@ -56,6 +59,7 @@ def target_text(gpu: Gpu, memory_bytes: int = DEMAND_BYTES) -> str:
         block_shared=chip.shared_memory_per_block,
         core_shared=chip.shared_memory_per_multiprocessor,
         cores=chip.multiprocessors,
+        threads=chip.threads_per_multiprocessor,
         fpus=chip.fpus_per_multiprocessor,
         clock=chip.clock_ghz,
         l2=chip.l2_cache_bytes,
@@ -85,6 +89,18 @@ def versions() -> list[str]:
     return installed
 
 
+def require_compiler(gpu: Gpu) -> None:
+    """Raises ConfigError if NVIDIA's packages are missing, or do not compile for this kind."""
+    if not can_compile_for_gpus():
+        raise ConfigError("Compiling for GPUs without one needs NVIDIA's packages: pip install 'jaxllm[aot]'.")
+    if gpu.chip.compute_capability < OLDEST:
+        major, minor = gpu.chip.compute_capability
+        raise ConfigError(
+            f"There is no compiler for {gpu.name}: that of CUDA 13, which jaxllm[aot] installs, begins at compute capability "
+            f"{OLDEST[0]}.{OLDEST[1]}, and it has {major}.{minor}. Use `jaxllm estimate`, or `jaxllm plan --compile 0`."
+        )
+
+
 def gpu_devices(
     hosts: int, gpus_per_host: int, gpu: Gpu = GPUS["h100-80gb"], memory_bytes: int = DEMAND_BYTES
 ) -> Sequence[jax.Device]:
@@ -94,10 +110,9 @@ def gpu_devices(
       memory_bytes: memory of each GPU, as XLA is given it.
 
     Raises:
-      ConfigError: the packages are missing.
+      ConfigError: see require_compiler.
     """
-    if not can_compile_for_gpus():
-        raise ConfigError("Compiling for GPUs without one needs NVIDIA's packages: pip install 'jaxllm[aot]'.")
+    require_compiler(gpu)
     topology = f"1x{hosts}x{gpus_per_host}"
     target = target_text(gpu, memory_bytes)
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices

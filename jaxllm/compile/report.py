@@ -33,6 +33,7 @@ from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_f
 from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import branch_shares
+from jaxllm.config.capability import require_runs
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
@@ -177,6 +178,7 @@ def compile_report(
         return _for_attached_devices(config, gpus, gpus_per_host, real_memory)
     distributed.start_without_devices()
     gpus = require_devices(config, gpus)
+    require_runs(config.model, gpu.chip.compute_capability, gpu.name)
     config = config.resolve(gpus).at_largest_batch
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     # This reports missing packages even if the report is cached.

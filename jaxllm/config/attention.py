@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 
+from jaxllm.config.capability import HOPPER, Capability, why_not_cudnn
 from jaxllm.config.checks import causal_block_length, effective_windows
 from jaxllm.config.config import Config
 from jaxllm.config.model_config import ModelConfig
 
-Capability = tuple[int, int] | None
-"""CUDA compute capability; None: not a GPU."""
-HOPPER = (9, 0)
 FORWARD_SLOTS, BACKWARD_SLOTS = 64, 4
 """Documents that one call of cuDNN takes for each piece of a sequence that is as long as its longest one. For each of them it
 has a log-sum-exp of that length, and backward a float32 gradient of the queries: dQ_accum in cudnn-frontend's
@@ -23,10 +24,11 @@ TOKENS_PER_DOCUMENT = 128
 measured: web pages have several times as many. A run counts the documents of its data."""
 
 
-def window_shares(model: ModelConfig, sequence_length: int) -> dict[int | None, float]:
+@lru_cache(maxsize=1024)
+def window_shares(model: ModelConfig, sequence_length: int) -> Mapping[int | None, float]:
     """Effective window, None for all positions -> share of the layers."""
     windows = effective_windows(model.windows, sequence_length)
-    return {window: count / len(windows) for window, count in Counter(windows).items()}
+    return MappingProxyType({window: count / len(windows) for window, count in Counter(windows).items()})
 
 
 def branch_shares(model: ModelConfig, sequence_length: int) -> tuple[float, ...]:
@@ -46,15 +48,9 @@ def first_seen(window: int, length: int, distance: int) -> int:
     return max(0, distance * length - window + 1)
 
 
-def widest_head(capability: Capability) -> int:
-    """The largest head size of cuDNN's backward pass (cuDNN documentation, Attention, support matrix of 9.18)."""
-    return 256 if capability is not None and capability[0] == 9 else 128
-
-
 def takes_cudnn(model: ModelConfig, capability: Capability = HOPPER) -> bool:
-    """Whether attention uses cuDNN on a GPU that has it. model/attention.py applies the same rule to a present GPU."""
-    is_narrow = model.head_dim % 8 == 0 and model.head_dim <= widest_head(capability)
-    return model.attention != "xla" and model.compute_dtype == "bfloat16" and is_narrow
+    """Whether attention uses cuDNN on a GPU of this capability. model/attention.py also asks whether it is installed."""
+    return model.attention != "xla" and why_not_cudnn(model, capability, "") is None
 
 
 def packed_documents(config: Config, capability: Capability = HOPPER) -> int | None:

@@ -1,13 +1,19 @@
-"""The number of GPUs that a config is for, and how they are grouped into hosts."""
+"""The number of GPUs that a config is for, how they are grouped into hosts, and their share of a host's memory."""
 
 from __future__ import annotations
 
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, divisors
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.untrusted import shown
 
 MOST_GPUS = 2**20
 HOST_GPUS = 8
 """GPUs of the usual host; a default host has at most this many."""
+SYSTEM_SHARE = 1 / 8
+"""Share of a host's memory that is left to the operating system, to the processes themselves and to the data loader with its
+page cache: 256 GB of a DGX H100. Chosen, not measured."""
+UNKNOWN_HOST_BYTES = 128 * 2**30
+"""Host memory per GPU where the kind of GPU is not known: 1 TB for eight, as in the smaller DGX A100."""
 
 
 def named_devices(config: Config, gpus: int | None) -> int | None:
@@ -69,3 +75,10 @@ def choose_gpus_per_host(
             f"--gpus-per-host={per_host} does not divide {whose}{gpus} GPU{'s' if gpus > 1 else ''}: use one of {usable}."
         )
     return per_host, "as given"
+
+
+def host_bytes_per_gpu(gpu: Gpu | None) -> float:
+    """Bytes of host memory that offloading may use for each GPU of a host."""
+    if gpu is None:
+        return UNKNOWN_HOST_BYTES
+    return (1 - SYSTEM_SHARE) * gpu.host_memory_bytes / gpu.gpus_per_host

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import chunks_in_reach, first_seen, takes_cudnn, window_shares
-from jaxllm.config.errors import ConfigError
+from jaxllm.config.capability import require_runs
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.flops import causal_pairs
-from jaxllm.cost_model.hardware import FIRST_WITH, GENERATION, Gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
 from jaxllm.cost_model.step_parts import (
     ATTENTION_ROWS,
@@ -41,6 +41,7 @@ class LayerCompute:
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         model, parallel = config.model, config.parallel
+        require_runs(model, gpu.chip.compute_capability, gpu.name)
         self.config, self.model, self.parallel, self.gpu = config, model, parallel, gpu
         self.fitted = fitted
         self.policy = policy_of(parallel.remat, model)
@@ -55,13 +56,8 @@ class LayerCompute:
         self.peak_flops = gpu.peak_flops(model.compute_dtype)
         is_hopper = gpu.chip.compute_capability >= (9, 0)
         self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
-        self.is_fp8, float8_flops = model.multiplies_fp8, gpu.float8_flops
-        if self.is_fp8 and gpu.chip.compute_capability < FIRST_WITH[model.matmul_dtype]:
-            raise ConfigError(
-                f"model.matmul_dtype={model.matmul_dtype} needs a GPU of {GENERATION[model.matmul_dtype]} or later, and "
-                f"{gpu.name} is older: set model.matmul_dtype=compute_dtype, or choose another --gpu."
-            )
-        self.fp8_flops = self.matmul_flops * ((float8_flops or 0.0) / self.peak_flops)
+        self.is_fp8 = model.multiplies_fp8
+        self.fp8_flops = self.matmul_flops * ((gpu.float8_flops or 0.0) / self.peak_flops)
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
         self.links = links_of(gpu, BANDWIDTH_SHARE)
 

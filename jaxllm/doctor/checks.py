@@ -126,7 +126,9 @@ def launcher(processes: Sequence[Facts], hosts: Mapping[int, Any], info: LaunchI
     where = ", ".join(f"{processes[ranks[0]].host}: {_ranges(ranks)}" for ranks in list(names.values())[:8])
     more = f" and {len(names) - 8} more hosts" if len(names) > 8 else ""
     attempt = f", attempt {info.attempt}" if info.attempt else ""
-    found = f"{info.launcher}{attempt}; {_count(len(processes), 'process')} on {_count(len(names), 'host')} ({where}{more})"
+    found = (
+        f"{info.launcher}{attempt}; {count_text(len(processes), 'process')} on {count_text(len(names), 'host')} ({where}{more})"
+    )
     if len({len(ranks) for ranks in names.values()}) > 1:
         yield Row("launcher", WARN, found, "start the same number of processes on each host")
     else:
@@ -173,7 +175,9 @@ def memory(processes: Sequence[Facts]) -> Iterator[Row]:
     tight = [one for one in processes if one.host_available_bytes is not None and one.host_available_bytes < 2 * 2**30]
     least = min((one.host_available_bytes for one in processes if one.host_available_bytes is not None), default=None)
     cores = min(one.cpus for one in processes)
-    found = f"{'unknown' if least is None else readable(least)} free and {_count(cores, 'core')}, the least of all processes"
+    found = (
+        f"{'unknown' if least is None else readable(least)} free and {count_text(cores, 'core')}, the least of all processes"
+    )
     several = [one for one in processes if one.platform != "cpu" and len(one.cards) > 1]
     small = [one for one in several if (one.shared_memory_bytes or SHARED_MEMORY_BYTES) < SHARED_MEMORY_BYTES]
     if tight:
@@ -234,7 +238,7 @@ def folder(path: str, processes: Sequence[Facts], folders: Sequence[Folder], che
     timed = [one for one in folders if one.write_bytes_per_s > 0]
     if timed:
         write, read = sum(one.write_bytes_per_s for one in timed), sum(one.read_bytes_per_s for one in timed)
-        found = f"{_rate(write)} written, {_rate(read)} read, {_count(len(timed), 'host')} at once"
+        found = f"{rate_text(write)} written, {rate_text(read)} read, {count_text(len(timed), 'host')} at once"
         if checkpoint_bytes is not None:
             found += f"; a checkpoint in about {checkpoint_bytes / write:.0f} s"
         slow = write < SLOW_DISK_BYTES_PER_S
@@ -259,14 +263,16 @@ def expected_s(what: str, size_bytes: int, group: Group, links: Links) -> float:
 
 def collective(one: Collective, group: Group, expected: float | None, gpu: Gpu | None) -> Row:
     across = f" across {group.hosts} hosts" if group.hosts > 1 else ""
-    found = f"{_rate(one.size_bytes / one.seconds)} of {readable(one.size_bytes)} over {_count(one.ranks, 'rank')}{across}"
+    found = (
+        f"{rate_text(one.size_bytes / one.seconds)} of {readable(one.size_bytes)} over {count_text(one.ranks, 'rank')}{across}"
+    )
     if not one.right:
         todo = "numbers arrive changed: run NVIDIA's DCGM diagnostics, and leave out the GPU or adapter it names"
         return Row(check_name(one), FAIL, f"{found}; the result is wrong", todo)
     if expected is None or gpu is None:
         return Row(check_name(one), OK, f"{found}; no speed is expected of these devices")
     share = expected / one.seconds
-    found += f"; {share:.0%} of the {_rate(one.size_bytes / expected)} expected of {gpu.name}"
+    found += f"; {share:.0%} of the {rate_text(one.size_bytes / expected)} expected of {gpu.name}"
     if share >= GOOD_SHARE:
         return Row(check_name(one), OK, found)
     poor = POOR_SHARE if group.hosts == 1 else POOR_SHARE_ACROSS
@@ -309,12 +315,12 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _count(number: int, thing: str) -> str:
+def count_text(number: int, thing: str) -> str:
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{number} {thing if number == 1 else plural}"
 
 
-def _rate(bytes_per_s: float) -> str:
+def rate_text(bytes_per_s: float) -> str:
     """Text in powers of 1000, as networks are sold."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= size:

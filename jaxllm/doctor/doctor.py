@@ -5,9 +5,9 @@
     report.failed
 
 It checks versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, clocks, the run directory and its
-disk. Along each mesh axis it measures all-reduce, all-gather and permute, and compares them with the speed that
-cost_model/network.py expects of this kind of GPU. CPU devices are measured without an expectation. probes.py measures,
-doctor/checks.py judges.
+disk. Along each mesh axis it measures all-reduce, all-gather and permute, and copies between all devices of a host and its
+memory, and compares them with the speeds that cost_model/network.py and hardware.py expect of this kind of GPU. CPU devices are
+measured without an expectation. probes.py and host_link.py measure, checks.py judges.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.doctor import checks, probes
+from jaxllm.doctor import checks, host_link, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
+from jaxllm.doctor.host_link import HostCopy
 from jaxllm.doctor.probes import Collective, Facts
 from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.runtime import distributed, xla_flags
@@ -40,7 +41,7 @@ from jaxllm.runtime.time_limit import time_limit
 from jaxllm.stderr import print_sentence
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
-"""Size of one collective. On GPUs it is so large that the start, 0.1 ms, is a few percent of it."""
+"""Size of one collective, and of one copy to the host: on GPUs so large that the start, 0.1 ms, is a few percent of it."""
 STUCK_S = 300.0
 """Time limit for a collective to start and to be measured; NCCL's first may take a minute on many hosts."""
 STATE_BYTES = 12
@@ -54,6 +55,9 @@ class Report:
     collectives: tuple[Collective, ...] = ()
     expected_s: Mapping[str, float] = field(default_factory=dict)
     """By `check_name`, for the collectives that have an expectation."""
+    host_copies: tuple[HostCopy, ...] = ()
+    gpu: Gpu | None = None
+    """The kind whose speed is expected."""
     is_shown_here: bool = True
     """Whether this process prints it."""
 
@@ -62,12 +66,14 @@ class Report:
         return any(row.status == FAIL for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """`ok`: nothing failed; `rows`; `processes`: facts of each; `collectives`: seconds measured, and expected or null."""
+        """`ok`: nothing failed; `rows`; `processes`: facts of each; `collectives`: seconds measured, and expected or null;
+        `host_copies`: bytes per second measured, and expected or null."""
         return {
             "ok": not self.failed,
             "rows": [asdict(row) for row in self.rows],
             "processes": [asdict(one) for one in self.processes],
             "collectives": [asdict(one) | {"expected_s": self.expected_s.get(check_name(one))} for one in self.collectives],
+            "host_copies": [one.to_json(self.gpu) for one in self.host_copies],
         }
 
 
@@ -139,16 +145,18 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     rows += checks.folder(run.dir, processes, folders, STATE_BYTES * parameter_count(config.model) if config else None)
     measured: list[Collective] = []
     expected_s: dict[str, float] = {}
+    device = jax.local_devices()[0]
+    known, size = gpu or gpu_from_device_kind(device.device_kind), CPU_BYTES if device.platform == "cpu" else GPU_BYTES
+    copies = tuple(host_link.host_copies(hosts, size))
+    rows += [host_link.row(one, known) for one in copies]
     try:
         mesh = mesh_on_hosts(_mesh(config, parallel, hosts))
     except ConfigError as error:
         rows.append(Row("mesh", FAIL, str(error), "change parallel.*, or the number of devices"))
     else:
         rows += checks.mesh(mesh.devices, hosts)
-        known = gpu or gpu_from_device_kind(mesh.devices.flat[0].device_kind)
         for axis in (axis for axis in mesh.axis_names if mesh.shape[axis] > 1):
             group = widest_group(mesh.devices, hosts, axis)
-            size = CPU_BYTES if mesh.devices.flat[0].platform == "cpu" else GPU_BYTES
             # A collective that hangs can be ended only with the process.
             for one in probes.collectives(mesh, axis, size, limited=partial(time_limit, STUCK_S, _give_up, axis)):
                 # The model does not cover ranks that are spread unevenly over their hosts.
@@ -159,7 +167,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
                 rows.append(checks.collective(one, group, expected_s.get(check_name(one)), known))
         if mesh.devices.size == 1:
             rows.append(Row("collectives", OK, "one device: nothing to measure"))
-    return Report(tuple(rows), tuple(processes), tuple(measured), expected_s, distributed.is_main_process())
+    return Report(tuple(rows), tuple(processes), tuple(measured), expected_s, copies, known, distributed.is_main_process())
 
 
 def _mesh(config: Config | None, parallel: ParallelConfig | None, hosts: Mapping[int, Any]) -> ParallelConfig:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import ConfigError, ModelConfig
-from jaxllm.config.attention import widest_head
+from jaxllm.config import ModelConfig
+from jaxllm.config import capability as capabilities
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.model import cudnn_attention
 
@@ -70,16 +70,7 @@ def why_not_cudnn(model: ModelConfig, device: jax.Device) -> str | None:
     """The reason cuDNN attention cannot run this model on this device, or None."""
     if device.platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this is {device.platform}"
-    capability = compute_capability(device)
-    if capability is not None and capability < (8, 0):
-        has = f"{capability[0]}.{capability[1]}"
-        return f"it needs Ampere (compute capability 8.0) or newer and {device.device_kind} has {has}"
-    if model.compute_dtype != "bfloat16":
-        return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
-    widest = widest_head(capability)
-    if model.head_dim % 8 or model.head_dim > widest:
-        return f"it takes head sizes that are multiples of 8 up to {widest} here and model.head_dim is {model.head_dim}"
-    return cudnn_attention.why_not()
+    return capabilities.why_not_cudnn(model, compute_capability(device), device.device_kind) or cudnn_attention.why_not()
 
 
 def choose_kernel(model: ModelConfig, device: jax.Device) -> str:
@@ -90,9 +81,7 @@ def choose_kernel(model: ModelConfig, device: jax.Device) -> str:
     """
     reason = why_not_cudnn(model, device)
     if model.attention.startswith("cudnn") and reason:
-        raise ConfigError(
-            f"model.attention={model.attention} cannot run here, because {reason}: set model.attention=auto or xla."
-        )
+        raise capabilities.no_cudnn(model, reason)
     if model.attention == "xla" or reason:
         if model.attention == "auto" and device.platform != "cpu":
             log.warning("model.attention=auto takes xla, not cudnn: %s.", reason)

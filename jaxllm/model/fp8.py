@@ -33,30 +33,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config import ConfigError
 from jaxllm.config.types import FP8_ROUNDING
-from jaxllm.cost_model.hardware import FIRST_WITH, GENERATION, compute_capability
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST_SCALE = 2.0**100
 """Near 2^127 a scale's inverse would leave float32. Arrays whose largest number is below 448 / 2^100 lose digits."""
 EXPONENT_BITS = 0x7F800000
 """The exponent bits of a float32."""
-
-
-def require_fp8(device: jax.Device, dtype: str = "fp8") -> None:
-    """Raises ConfigError if a device cannot multiply this matmul_dtype. A CPU computes it in float32 with the same rounding,
-    for tests.
-    """
-    if device.platform == "cpu":
-        return
-    needed, capability = FIRST_WITH[dtype], compute_capability(device)
-    if device.platform not in ("gpu", "cuda") or (capability is not None and capability < needed):
-        kind = f"{device.device_kind} has {capability[0]}.{capability[1]}" if capability else f"this is {device.platform}"
-        raise ConfigError(
-            f"model.matmul_dtype={dtype} needs an NVIDIA GPU of {GENERATION[dtype]} or later (compute capability "
-            f"{needed[0]}.{needed[1]}), and {kind}: set model.matmul_dtype=compute_dtype."
-        )
 
 
 class Formula(NamedTuple):

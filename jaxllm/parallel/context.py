@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxllm.config import Config
 from jaxllm.config.checks import repeats
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
-from jaxllm.cost_model.hardware import compute_capability
+from jaxllm.cost_model.hardware import compute_capability, require_device_runs
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import layer_kinds
@@ -67,8 +67,9 @@ class ParallelContext:
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> ParallelContext:
-        """Raises ConfigError if a parameter does not fit the mesh."""
+        """Raises ConfigError if a parameter does not fit the mesh, or the devices cannot run the model."""
         model, parallel, sizes, device = config.model, config.parallel, axis_sizes(config.parallel), mesh.devices.flat[0]
+        require_device_runs(model, device)
         graph, table = parameter_table(config)
         rules = weight_rules(model, parallel)
         layouts = jax.tree.map(lambda p: layout(p, rules, parallel), table)

@@ -17,10 +17,12 @@ from pydantic import ValidationError
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import MASTER_ON_HOST, OFFLOAD_STATES
 from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import host_bytes_per_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
+from jaxllm.plan.fastest_remat import EstimateMemory
+from jaxllm.plan.search import SearchOptions, search
 
 CHUNK_TOKENS = 1024
 """Logits of this many tokens are small, and still fill an H100 with tiles."""
@@ -102,7 +104,7 @@ def changes_that_fit(
     """The mildest change of each kind that fits on the same number of devices, sorted by predicted step time; without a GPU, in
     the order of `ladders`. If no single change is enough, the fastest combination of several. If no combination is enough
     either and a GPU is given, the winner of a search over all meshes (plan/search.py). [] if nothing fits. Host memory is
-    limited by HOST_BYTES_PER_GPU. Tensor ranks stay inside a host, unless they cross hosts already.
+    limited by hosts.host_bytes_per_gpu. Tensor ranks stay inside a host, unless they cross hosts already.
 
     Args:
       config: resolved.
@@ -232,31 +234,21 @@ class _Trial:
             if config is None or self._leaves_host(config):
                 continue
             memory = self.estimate(config)
-            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
+            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= host_bytes_per_gpu(self.gpu):
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
                 ratio = step_s / before_s if step_s and before_s else None
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)
 
     def fastest_of_all(self) -> Iterator[Change]:
-        """The winner of a search, with the optimizer state on the host if nothing fits without, and with everything there if
-        that is not enough; nothing without a GPU."""
+        """The winner of a search; nothing without a GPU."""
         if self.gpu is None:
             return
-        now = self.config.parallel.offload_state
-        for state in dict.fromkeys((now, "optimizer_and_master", "all")):
-            parallel = self.config.parallel.model_copy(update={"offload_state": state})
-            plan = search(
-                self.config.model_copy(update={"parallel": parallel}),
-                self.gpu,
-                self.config.devices,
-                self.gpus_per_host,
-                SearchOptions(device_bytes=self.capacity_bytes, estimate=self.estimate),
-            )
-            if plan.interrupted:
-                raise KeyboardInterrupt
-            if plan.candidates:
-                yield from self.that_fit([differences(self.config, plan.best)])
-                return
+        options = SearchOptions(device_bytes=self.capacity_bytes, estimate=self.estimate)
+        plan = search(self.config, self.gpu, self.config.devices, self.gpus_per_host, options)
+        if plan.interrupted:
+            raise KeyboardInterrupt
+        if plan.candidates:
+            yield from self.that_fit([differences(self.config, plan.best)])
 
     def _leaves_host(self, config: Config) -> bool:
         """Whether tensor ranks would cross hosts although they do not now."""

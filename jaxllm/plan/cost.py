@@ -26,17 +26,34 @@ DAY_S = 24 * HOUR_S
 YEAR_S = 365.25 * DAY_S
 
 BOARD_WATTS: Mapping[str, float] = {
+    "v100-16gb": 300.0,
+    "v100-32gb": 300.0,
     "a100-40gb": 400.0,
     "a100-80gb": 400.0,
+    "rtx3090-24gb": 350.0,
+    "a10g-24gb": 300.0,
+    "rtx4090-24gb": 450.0,
+    "l40s-48gb": 350.0,
     "h100-80gb": 700.0,
     "h100-94gb": 700.0,
     "h100-nvl-94gb": 400.0,
     "h200-141gb": 700.0,
+    "gh200-96gb": 1000.0,
+    "gh200-144gb": 1000.0,
     "b200-192gb": 1000.0,
+    "b300-288gb": 1100.0,
 }
-"""Maximum power of a board, by NVIDIA's data sheets: A100 SXM (400 W), H100 SXM (up to 700 W; the 94 GB board differs only in
-memory), H100 NVL (350 to 400 W), H200 SXM (up to 700 W), HGX B200 (up to 1,000 W)."""
-_LIKE: Mapping[tuple[int, int], str] = {(8, 0): "a100-80gb", (9, 0): "h100-80gb", (10, 0): "b200-192gb"}
+"""Maximum power of a board, by NVIDIA's data sheets: H100 SXM up to 700 W (the 94 GB board differs only in memory), H100 NVL
+350 to 400 W, HGX B200 up to 1,000 W. A GH200's 450 to 1,000 W include its CPU and the host's memory."""
+_LIKE: Mapping[tuple[int, int], str] = {
+    (7, 0): "v100-32gb",
+    (8, 0): "a100-80gb",
+    (8, 6): "rtx3090-24gb",
+    (8, 9): "l40s-48gb",
+    (9, 0): "h100-80gb",
+    (10, 0): "b200-192gb",
+    (10, 3): "b300-288gb",
+}
 """Compute capability -> the listed board whose power is assumed for a kind that is not in the table."""
 OVERHEAD = 1.5
 """Factor for a GPU's share of the host (processors, memory, network cards, fans), of switches and of cooling. By data sheets a

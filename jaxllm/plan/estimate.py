@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.capability import require_runs
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
@@ -257,12 +258,15 @@ def estimate(
         Megatron-LM counts them, and the time of its schedule; jaxllm's own memory stays beside it.
 
     Raises:
-      ConfigError: the mesh has another size, hosts do not divide, or the GPU or convention does not exist.
+      ConfigError: the mesh has another size, hosts do not divide, the GPU or convention does not exist, or the GPU cannot
+        run the model.
     """
     if convention not in CONVENTIONS:
         raise ConfigError(f"--convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
+    if kind:
+        require_runs(config.model, kind.chip.compute_capability, kind.name)
     config = config.resolve(devices).at_largest_batch
     host = kind.gpus_per_host if kind else HOST_GPUS
     per_host, because = choose_gpus_per_host(devices, gpus_per_host, host, config.parallel)

@@ -16,8 +16,9 @@ from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
-from jaxllm.plan.plan_result import Candidate, Plan
-from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
+from jaxllm.plan.plan_result import Candidate, Plan, ranked
+from jaxllm.plan.search import Progress, SearchOptions, any_fits, search
+from jaxllm.plan.why_nothing import why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
 """Objective of a plan; see objective_line()."""
@@ -102,7 +103,7 @@ def sweep_gpus(
         if known is not None and count == known.gpus:
             plans.append(known)
         else:
-            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), options))
+            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), replace(options, best=1)))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:
@@ -124,7 +125,7 @@ def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
 def _best_predicted(plan: Plan) -> Candidate | None:
     """The best candidate by prediction, without the figures of a compilation; None if there is no candidate."""
     predicted = (replace(one, compiled_bytes=None, scheduled_transfers_s=None) for one in plan.candidates)
-    return min(predicted, key=lambda one: one.rank(plan.largest_microbatch), default=None)
+    return next(iter(ranked(predicted, plan.largest_microbatch)), None)
 
 
 def _row(plan: Plan, best: Candidate | None, least: Candidate | None, tokens: float | None) -> SweepRow:

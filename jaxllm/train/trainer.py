@@ -27,6 +27,7 @@ from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.weights import MUST_AGREE, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
+from jaxllm.cost_model.hardware import require_device_runs
 from jaxllm.data.sources import load_data
 from jaxllm.mesh import replicated
 from jaxllm.model.llama import Llama
@@ -93,6 +94,7 @@ class Trainer:
             distributed.start(config.run)
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
+        require_device_runs(config.model, jax.local_devices()[0])
         self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
         self.data = load_data(config)
         distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")

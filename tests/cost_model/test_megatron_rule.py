@@ -186,6 +186,8 @@ def test_optimizer_is_shared_over_data_and_context():
 
 def test_a_share_of_whole_gib():
     assert {name: nominal_bytes(gpu) / GIB for name, gpu in GPUS.items()} == {
+        "v100-16gb": 16,
+        "v100-32gb": 32,
         "a100-40gb": 40,
         "a100-80gb": 80,
         "h100-80gb": 80,
@@ -193,6 +195,13 @@ def test_a_share_of_whole_gib():
         "h100-nvl-94gb": 94,
         "h200-141gb": 140,
         "b200-192gb": 179,
+        "rtx3090-24gb": 24,
+        "a10g-24gb": 22,
+        "rtx4090-24gb": 24,
+        "l40s-48gb": 45,
+        "gh200-96gb": 96,
+        "gh200-144gb": 143,
+        "b300-288gb": 269,
     }
     assert SAFE_SHARE == 0.8
 

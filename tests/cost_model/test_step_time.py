@@ -172,6 +172,7 @@ def test_transfers_over_tensor_hide_in_all_ticks_but_the_first_where_passes_over
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_boundless_links_expose_no_transfer(convention):
     bandwidths = ("link_bandwidth_bytes_per_s", "network_bandwidth_bytes_per_s", "host_bandwidth_bytes_per_s")
+    bandwidths += ("host_memory_bandwidth_bytes_per_s",)
     boundless = dict.fromkeys(bandwidths, math.inf) | {"link_latency_s": 0.0, "network_latency_s": 0.0}
     gpu = dataclasses.replace(H100, **boundless)
     for config in CONFIGS:
@@ -228,8 +229,10 @@ def test_a_mapping_of_fates_means_what_its_name_does():
     names = ("query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up")
     kept, offloaded = (configured(remat=dict.fromkeys(names, action)) for action in ("keep", "offload"))
     assert step(kept).terms_s == step(configured(remat="selective")).terms_s
-    # It keeps block_input, in a stack.
-    assert step(offloaded).terms_s.keys() - {"stacks"} == step(configured(remat="offload")).terms_s.keys()
+    # It keeps block_input, which takes as long to copy into a stack as to the host.
+    terms, whole = step(offloaded).terms_s, step(configured(remat="offload")).terms_s
+    assert terms.keys() == whole.keys()
+    assert terms["stacks"] == pytest.approx(whole["stacks"])
 
 
 def test_unrolled_layers_copy_no_stacks_and_add_gradients_in_matmuls():
@@ -416,7 +419,5 @@ def test_norms_of_outputs_take_time_where_they_read_and_what_remat_repeats():
 
 def test_fp8_is_refused_where_the_chip_has_none():
     config = configured(8, model={"name": "llama-3.1-8b", "matmul_dtype": "fp8"})
-    with pytest.raises(
-        ConfigError, match=r"a100-80gb is older: set model\.matmul_dtype=compute_dtype, or choose another --gpu"
-    ):
+    with pytest.raises(ConfigError, match=r"8\.9\), and a100-80gb has 8\.0: set model\.matmul_dtype=compute_dtype"):
         step(config, GPUS["a100-80gb"])

@@ -7,19 +7,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 import yaml
 from rich.console import Console
 from tiny import TINY
 
 from jaxllm import cli
-from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hardware import GPUS, host_copy_bytes_per_s
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.doctor import checks, doctor, probes
+from jaxllm.doctor import checks, doctor, host_link, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
+from jaxllm.doctor.host_link import BOTH_WAYS, FROM_HOST, TO_HOST, HostCopy
 from jaxllm.doctor.probes import Card, Collective, Facts, Folder
+from jaxllm.mesh import HOST
 from jaxllm.runtime import distributed
 from jaxllm.runtime.launchers import LaunchInfo
 
@@ -194,6 +198,34 @@ def test_a_collective_is_held_against_the_model(what, group, share, status):
     assert checks.collective(one, group, None, None).status == OK
 
 
+@pytest.mark.parametrize(("share", "status"), [(1.1, OK), (0.71, OK), (0.69, WARN), (0.01, WARN)])
+@pytest.mark.parametrize("way", [TO_HOST, FROM_HOST, BOTH_WAYS])
+def test_a_copy_to_the_host_is_held_against_its_figures(way, share, status):
+    """Eight H100s both ways share the host's memory; one way they have their links."""
+    expected = host_copy_bytes_per_s(H100, 8, both_ways=way == BOTH_WAYS)
+    one = HostCopy(way, 8, GIB, GIB / (share * expected))
+    row = host_link.row(one, H100)
+    assert (row.check, row.status, bool(row.todo)) == (way, status, status == WARN)
+    assert f"each of 8 devices of a host at once; {share:.0%} of the {expected / 1e9:.1f} GB/s" in row.found
+    assert one.to_json(H100)["expected_bytes_per_s"] == expected
+    assert host_link.row(one, None).status == OK
+
+
+def test_copies_are_timed_on_all_devices_at_once(monkeypatch):
+    """By a clock that advances half a second each time that it is read. Both ways each device sends as much as in one."""
+    clock = SimpleNamespace(perf_counter=lambda ticks=iter(range(1000)): next(ticks) / 2)
+    monkeypatch.setattr(host_link, "time", clock)
+    copied = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda arrays, there: copied.append((len(arrays), there)) or put(arrays, there))
+    found = list(host_link.host_copies({0: "h0"}, 2**12))
+    assert [one.way for one in found] == [TO_HOST, FROM_HOST, BOTH_WAYS]
+    assert {(one.devices, one.size_bytes, one.seconds, one.bytes_per_s) for one in found} == {(8, 2**12, 0.5, 2**13)}
+    assert sorted({count for count, _ in copied}) == [8, 16]
+    assert set(jax.devices()) == set().union(*(one.device_set for _, there in copied for one in there))
+    assert {one.memory_kind for one in copied[-1][1]} == {HOST, copied[0][1][0].memory_kind}
+
+
 def test_what_nvidia_smi_prints():
     text = "580.95.05, NVIDIA H200, 143771, 4\n580.95.05, NVIDIA H200, 143771, [N/A]\n"
     cards = [Card("NVIDIA H200", 143771 * 2**20, 4 * 2**20), Card("NVIDIA H200", 143771 * 2**20, 0)]
@@ -236,6 +268,9 @@ def test_one_host_with_forced_cpu_devices(monkeypatch, capsys, tmp_path):
     }
     assert all(one["right"] and one["seconds"] > 0 and one["expected_s"] is None for one in found["collectives"])
     assert {one["ranks"] for one in found["collectives"]} == {2}
+    assert [(one["way"], one["devices"], one["expected_bytes_per_s"]) for one in found["host_copies"]] == [
+        (way, 8, None) for way in (TO_HOST, FROM_HOST, BOTH_WAYS)
+    ]
     # The folders that it created are gone again.
     assert list(tmp_path.iterdir()) == []
 
@@ -374,6 +409,7 @@ def test_two_processes_come_to_one_report(tmp_path):
     assert "seen and written by all 2" in sound["run directory"]["found"]
     assert sound["clocks"]["status"] == OK
     assert [one["rank"] for one in first[0]["processes"]] == [0, 1]
+    assert {one["devices"] for one in first[0]["host_copies"]} == {4}
     assert {(one["axis"], one["right"]) for one in first[0]["collectives"]} == {("pipe", True), ("tensor", True)}
     assert first[1]["ok"] is False
     assert [check for check, row in ill.items() if row["status"] == FAIL] == ["clocks", "run directory"]

@@ -8,6 +8,8 @@ from meshes import Run, assert_close
 from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig
+from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.doctor.host_link import host_copies
 from jaxllm.mesh import HOST
 
 pytestmark = pytest.mark.gpu
@@ -71,3 +73,12 @@ def test_a_checkpoint_is_of_its_own_step_though_training_goes_on(tiny_config, tm
         checkpoints.close()
         found = Checkpoints(tmp_path, CheckpointConfig()).restore(like, ours.functions.table)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((found.params, found.opt_state)), expected)
+
+
+def test_a_copy_reaches_the_link_of_the_figures():
+    """Both ways at once too, which a link that shares its two directions, or copies that wait for each other, would not."""
+    gpu = gpu_from_device_kind(jax.devices()[0].device_kind)
+    if gpu is None:
+        pytest.skip("no figures for this kind of GPU")
+    for one in host_copies({0: 0}, 2**29):
+        assert 0.6 < one.bytes_per_s / one.expected_bytes_per_s(gpu) < 1.3, one

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.model.fp8 import FP8, matmul_of, require_fp8
+from jaxllm.cost_model.hardware import require_device_runs
+from jaxllm.model.fp8 import FP8, matmul_of
 
 fp8_matmul = matmul_of(FP8)
 
@@ -77,18 +78,26 @@ def test_zeros_are_zeros_and_one_number_that_is_not_finite_is_told():
         assert np.isnan(fp8_matmul("BSD,DF->BSF", x, w)).all()
 
 
-def test_chips_without_it_are_refused():
+def test_chips_without_it_are_refused(tiny_config):
     def chip(capability, kind):
         return SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=kind)
 
-    require_fp8(chip("9.0", "NVIDIA H100 80GB HBM3"))
-    require_fp8(chip("8.9", "NVIDIA L40S"))
-    require_fp8(jax.devices()[0])
+    fp8, mxfp8 = (
+        tiny_config(f"model.matmul_dtype={dtype}", "model.head_dim=16", "train.sequence_length=32").model
+        for dtype in ("fp8", "mxfp8")
+    )
+    require_device_runs(fp8, chip("8.9", "NVIDIA L40S"))
+    require_device_runs(mxfp8, chip("10.0", "NVIDIA B200"))
+    require_device_runs(fp8, jax.devices()[0])
     a100 = "NVIDIA A100-SXM4-40GB"
     # A described GPU, without hardware, has only a name.
     for device in (chip("8.0", a100), SimpleNamespace(platform="cuda", device_kind=a100)):
         with pytest.raises(ConfigError, match=rf"8\.9\), and {a100} has 8\.0: set model\.matmul_dtype=compute_dtype"):
-            require_fp8(device)
+            require_device_runs(fp8, device)
+    with pytest.raises(ConfigError, match=r"mxfp8 needs an NVIDIA GPU of Blackwell or later \(compute capability 10\.0\)"):
+        require_device_runs(mxfp8, chip("9.0", "NVIDIA H100 80GB HBM3"))
+    with pytest.raises(ConfigError, match=r"fp8 needs an NVIDIA GPU, and this is tpu: set model\.matmul_dtype=compute_dtype"):
+        require_device_runs(fp8, SimpleNamespace(platform="tpu", device_kind="TPU v5e"))
 
 
 @pytest.mark.parametrize(

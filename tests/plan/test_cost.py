@@ -91,7 +91,7 @@ def test_a_gpu_of_ones_own_takes_what_its_like_do():
     assert board_watts(mine) == BOARD_WATTS["h200-141gb"]
     (_, how) = training_cost(1e9, 1e9, 1e12, watts_per_gpu=board_watts(mine)).lines()
     assert how.startswith("  at most 700 W a board (data sheet, of that GPU or one of its generation) x 1.5 ")
-    strange = dataclasses.replace(mine, chip=dataclasses.replace(mine.chip, compute_capability=(7, 0)))
+    strange = dataclasses.replace(mine, chip=dataclasses.replace(mine.chip, compute_capability=(6, 0)))
     assert board_watts(strange) is None
     assert "not known" in training_cost(1e9, 1e9, 1e12, watts_per_gpu=board_watts(strange)).lines()[0]
 

@@ -88,11 +88,13 @@ def test_presets_are_those_of_the_chip():
     flags, variables = {}, {}
     for name, kind in KIND.items():
         flags[name], variables[name] = gpu_presets((kind, kind))
-    assert {name for name, one in variables.items() if one.get(QUEUES) == "1"} == {name for name in KIND if name[0] == "h"}
-    assert {name for name, one in flags.items() if COMMANDS in one} == {name for name in KIND if name[0] == "b"}
+    assert {name for name, one in variables.items() if one.get(QUEUES) == "1"} == {
+        name for name in KIND if name[:2] in ("h1", "h2", "gh")
+    }
+    assert {name for name, one in flags.items() if COMMANDS in one} == {"b200-192gb"}
     assert {one["NCCL_DEBUG"] for one in variables.values()} == {"WARN"}
     # Of two kinds, and of one that nobody described, what holds for any.
-    for kinds in ((KIND["h100-80gb"], KIND["b200-192gb"]), ("NVIDIA GeForce RTX 4090",)):
+    for kinds in ((KIND["h100-80gb"], KIND["b200-192gb"]), ("NVIDIA GeForce RTX 5090",)):
         assert gpu_presets(kinds) == ({}, {"NCCL_DEBUG": "WARN"})
 
 
