@@ -52,20 +52,25 @@ def hosts_text(gpus: int, per_host: int) -> str:
     return f"{hosts} {'host' if hosts == 1 else 'hosts'} of {per_host}"
 
 
+def gpus_beside(gpus: int, parallel: ParallelConfig) -> int:
+    """Those of `gpus` that hosts may combine: if a network of their own connects the replicas, those of one replica."""
+    return gpus // parallel.replica if parallel.names_replica_network else gpus
+
+
 def choose_gpus_per_host(
     gpus: int, per_host: int | None, largest: int = HOST_GPUS, parallel: ParallelConfig | None = None
 ) -> tuple[int, str]:
     """(GPUs per host, reason). Without a given number, a host has at most `largest` GPUs.
 
     Args:
-      parallel: of the config; a host has GPUs of one replica if a network of their own connects the replicas.
+      parallel: of the config; see gpus_beside().
 
     Raises:
       ConfigError: the given number does not divide the GPUs.
     """
     whose = "the "
     if parallel is not None and parallel.names_replica_network:
-        gpus, whose = gpus // parallel.replica, "a replica's "
+        gpus, whose = gpus_beside(gpus, parallel), "a replica's "
     if per_host is None:
         per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
         return per_host, f"the largest divisor of {whose.removeprefix('the ')}{gpus} not above {largest}, or --gpus-per-host"

@@ -44,9 +44,6 @@ class Exchange:
         """Time on an idle network."""
         return self.reductions * all_reduce_s(self.rank_bytes / self.reductions, group, links)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "sent_bytes": self.sent_bytes}
-
 
 def exchange_of(config: Config) -> Exchange | None:
     """The exchange of a resolved config; None with a single replica."""
@@ -85,6 +82,14 @@ def network_text(parallel: ParallelConfig) -> str:
             "latency as between hosts" if latency_ms is None else f"{latency_ms:,g} ms",
         )
     )
+
+
+def exchange_json(config: Config, step_s: float | None) -> dict[str, Any] | None:
+    """What crosses between the replicas of a resolved config, as plain numbers; None with a single replica. Args: see
+    exchange_lines()."""
+    if (exchange := exchange_of(config)) is None:
+        return None
+    return {**asdict(exchange), "sent_bytes": exchange.sent_bytes, "exposed_s_per_step": step_s}
 
 
 def exchange_lines(config: Config, step_s: float | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
-from jaxllm.cost_model.replicas import exchange_lines, exchange_of
+from jaxllm.cost_model.replicas import exchange_json, exchange_lines
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 from jaxllm.display import preformatted, readable
@@ -151,18 +151,12 @@ class Estimate:
             "terms_s": dict(speed.terms_s) if speed else None,
             "hidden_s": dict(speed.hidden_s) if speed else None,
             "exposed_communication_share": speed.exposed_communication_share if speed else None,
-            "between_replicas": self._between_replicas(),
+            "between_replicas": exchange_json(self.config, speed and speed.between_replicas_s),
             "changes": [
                 {"keys": dict(change.keys), "peak_bytes": change.peak_bytes, "step_s": change.step_s} for change in self.changes
             ],
             "by_convention": {name: verdict.to_json() for name, verdict in self.by_convention.items()},
         }
-
-    def _between_replicas(self) -> dict[str, Any] | None:
-        """What one exchange sends, and its exposed seconds in the mean step; None with a single replica."""
-        if (exchange := exchange_of(self.config)) is None:
-            return None
-        return {**exchange.to_json(), "exposed_s_per_step": self.speed and self.speed.between_replicas_s}
 
     def lines(self) -> Iterator[str]:
         """The estimate as terminal text."""

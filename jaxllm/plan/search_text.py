@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.cost_model.replicas import exchange_lines
 from jaxllm.display import preformatted, readable, table, terminal_table
 from jaxllm.plan.cost import TrainingCost
 from jaxllm.plan.fastest_remat import MESH
@@ -103,6 +104,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
         f"{', the largest batch' if train.batch_schedule else ''}; a step may take {readable(plan.capacity_bytes)}, its "
         f"estimate {FIT_SHARE:.0%} of that"
     )
+    if (replicas := plan.config.parallel.replica) > 1:
+        yield f"  in {replicas:,} replicas (islands), each with the meshes below, and its share of the sequences"
 
 
 def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
@@ -161,6 +164,7 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
             "value, attn and out the two outputs of attention"
         )
     yield from beside_lines(plan)
+    yield from best_exchange_lines(plan)
     if plan.confirmed:
         unknown = sum(one.scheduled_transfers_s is None for one in plan.candidates[: plan.confirmed])
         but = f", but {unknown} with predicted ones (a loop's trip count is not known)" if unknown else ""
@@ -172,6 +176,12 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         yield f"Not confirmed: {plan.unconfirmed_because}"
     if plan.interrupted:
         yield "INTERRUPTED: the best so far, not of all"
+
+
+def best_exchange_lines(plan: Plan) -> Iterator[str]:
+    """What crosses between replicas with the winner."""
+    for best in plan.candidates[:1]:
+        yield from exchange_lines(best.config, best.predicted.between_replicas_s)
 
 
 def beside_lines(plan: Plan) -> Iterator[str]:
