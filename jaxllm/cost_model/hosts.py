@@ -68,16 +68,17 @@ def choose_gpus_per_host(
     Raises:
       ConfigError: the given number does not divide the GPUs.
     """
-    whose = "the "
-    if parallel is not None and parallel.names_replica_network:
-        gpus, whose = gpus_beside(gpus, parallel), "a replica's "
+    is_of_replica = parallel is not None and parallel.names_replica_network
+    if parallel is not None:
+        gpus = gpus_beside(gpus, parallel)
     if per_host is None:
         per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
-        return per_host, f"the largest divisor of {whose.removeprefix('the ')}{gpus} not above {largest}, or --gpus-per-host"
+        whose = "a replica's " if is_of_replica else ""
+        return per_host, f"the largest divisor of {whose}{gpus} not above {largest}, or --gpus-per-host"
     if per_host < 1 or gpus % per_host:
-        usable = ", ".join(map(str, divisors(gpus)))
+        usable, whose = ", ".join(map(str, divisors(gpus))), " of a replica" if is_of_replica else ""
         raise ConfigError(
-            f"--gpus-per-host={per_host} does not divide {whose}{gpus} GPU{'s' if gpus > 1 else ''}: use one of {usable}."
+            f"--gpus-per-host={per_host} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}{whose}: use one of {usable}."
         )
     return per_host, "as given"
 

@@ -96,7 +96,7 @@ def test_the_network_that_is_not_named_is_that_between_hosts():
 def test_a_host_is_within_a_replica_whose_network_is_named():
     unnamed, named = islands(8, replica=2, gbit=None, latency_ms=None), islands(8, replica=2)
     assert [choose_gpus_per_host(8, None, 8, config.parallel)[0] for config in (unnamed, named)] == [8, 4]
-    with pytest.raises(ConfigError, match=r"--gpus-per-host=8 does not divide a replica's 4 GPUs: use one of 1, 2, 4\."):
+    with pytest.raises(ConfigError, match=r"--gpus-per-host=8 does not divide the 4 GPUs of a replica: use one of 1, 2, 4\."):
         choose_gpus_per_host(8, 8, 8, named.parallel)
 
 
