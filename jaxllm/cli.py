@@ -18,12 +18,18 @@ from jaxllm import __version__
 from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
 from jaxllm.cli_options import (
+    AchievedTflops,
     AsJson,
     CacheDir,
+    CheckpointRate,
     GpuCount,
     GpusPerHost,
+    MtbfHours,
     NoCache,
+    Price,
     Recipe,
+    RestartMinutes,
+    Tokens,
     epilog,
     example,
     fitted,
@@ -123,13 +129,22 @@ def estimate(
             metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
         ),
     ] = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    mtbf_hours: MtbfHours = None,
+    restart_minutes: RestartMinutes = None,
+    checkpoint_gb_per_s: CheckpointRate = None,
+    achieved_tflops: AchievedTflops = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
     loaded = load(recipe)
     from jaxllm.plan.estimate import estimate as estimate_config
+    from jaxllm.plan.quote import Terms, quote_estimate
 
+    terms = Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s, achieved_tflops)
     report = estimate_config(loaded, gpu, gpus, gpus_per_host, cast(Any, convention))
+    offer = quote_estimate(report, terms)
     if over is not None and picture is None:
         raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
     if over == "step" and picture is not None:
@@ -140,7 +155,10 @@ def estimate(
         from jaxllm.plots.memory import estimate_picture
 
         estimate_picture(report, picture, over)
-    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
+    if as_json:
+        print(json.dumps(report.to_json() | ({} if offer is None else {"quote": offer.to_json()})))
+    else:
+        print(fitted([*report.lines(), *([] if offer is None else ["", *offer.lines()])]))
 
 
 @app.command("compile", **example("compile quickstart --gpu h100-80gb --gpus 8"))
@@ -223,7 +241,11 @@ def plan(
         float | None,
         typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU. Default: 7/8 of its share."),
     ] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")] = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    mtbf_hours: MtbfHours = None,
+    restart_minutes: RestartMinutes = None,
+    checkpoint_gb_per_s: CheckpointRate = None,
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the best plan as a recipe; a new file.")] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of candidates in the table.")] = 10,
@@ -234,6 +256,7 @@ def plan(
     """Searches for the fastest config that fits: mesh, ZeRO, microbatch, schedule, remat, host. Confirms it by compiling."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
+    from jaxllm.plan.quote import Terms
     from jaxllm.plan.recipe import check_new, write_recipe
 
     request = Request(
@@ -245,7 +268,7 @@ def plan(
         keep=tuple(keep or ()),
         across_hosts=across_hosts,
         host_gib_per_gpu=host_gib_per_gpu,
-        tokens=tokens,
+        terms=Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s),
         sweep=sweep,
         cache=cache,
         no_cache=no_cache,

@@ -32,6 +32,25 @@ Verify = Annotated[
     typer.Option("--verify", help="Compare logits with transformers, in float32, before DST gets its name (extra reference)."),
 ]
 
+Tokens = Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")]
+Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Also money: the price of a GPU-hour.")]
+MtbfHours = Annotated[
+    float | None,
+    typer.Option(metavar="H", help="Also goodput and the best time between checkpoints: hours between failures of one GPU."),
+]
+RestartMinutes = Annotated[
+    float | None,
+    typer.Option(metavar="MIN", help="From a failure until training continues, without reading; default: 10, not measured."),
+]
+CheckpointRate = Annotated[
+    float | None,
+    typer.Option("--checkpoint-gb-per-s", metavar="GB/S", help="From each host to the store; default: 1, not measured."),
+]
+AchievedTflops = Annotated[
+    float | None,
+    typer.Option(metavar="TFLOPS", help="Speed of a GPU for --tokens, 8 FLOPs per parameter and token; default: predicted."),
+]
+
 Recipe = Annotated[
     list[str],
     typer.Argument(

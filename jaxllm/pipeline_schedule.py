@@ -29,9 +29,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.types import GPIPE, INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from jaxllm.pipeline_table import Run, Schedule, Units, microbatch_on_last, one_tick_later
-
-GPIPE, ONE_F_ONE_B, INTERLEAVED = NAMES = ("gpipe", "1f1b", "interleaved")
 
 
 class ScheduleError(ConfigError):
@@ -111,8 +110,8 @@ def microbatches_for(idle: float, stages: int, virtual_stages: int = 1) -> int:
 
 
 def _check_sizes(name: str, P: int, V: int, M: int) -> None:
-    if name not in NAMES:
-        raise ScheduleError(f"There is no pipeline schedule {name}: use {', '.join(NAMES)}.")
+    if name not in SCHEDULES:
+        raise ScheduleError(f"There is no pipeline schedule {name}: use {', '.join(SCHEDULES)}.")
     if min(P, V, M) < 1:
         raise ScheduleError(f"stages={P}, virtual_stages={V}, microbatches={M} is not a pipeline: each must be at least 1.")
     if name == INTERLEAVED and V == 1:

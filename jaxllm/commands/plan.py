@@ -15,17 +15,16 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, find_gpu
-from jaxllm.cost_model.hosts import require_devices
+from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.plan.confirm import Compiled, InlineExecutor, confirm
-from jaxllm.plan.cost import TrainingCost, board_watts, parse_tokens, training_cost
 from jaxllm.plan.plan_result import Plan
+from jaxllm.plan.quote import Quote, Terms, interruptions, quote
 from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search
 from jaxllm.plan.sweep import (
     OBJECTIVES,
@@ -118,8 +117,8 @@ class Request:
     keep: tuple[str, ...] = ()
     across_hosts: bool | None = None
     host_gib_per_gpu: float | None = None
-    tokens: str | None = None
-    """Training tokens, as in 15T, whose cost is computed."""
+    terms: Terms = field(default_factory=Terms)
+    """What a quote for the winner is asked for."""
     sweep: str | None = None
     """`gpus`: also plans for 1, 2, 4 ... up to all GPUs."""
     cache: str | None = None
@@ -141,7 +140,7 @@ class Outcome:
     objective: Objective
     looked_for: str
     """The objective in words."""
-    cost: TrainingCost | None
+    quote: Quote | None
     sweep: Sweep | None
 
     @property
@@ -153,7 +152,8 @@ class Outcome:
         return {
             **self.plan.to_json(),
             "objective": self.objective,
-            "cost": None if self.cost is None else self.cost.to_json(),
+            "cost": None if self.quote is None else self.quote.cost.to_json(),
+            "quote": None if self.quote is None else self.quote.to_json(),
             "sweep": None if self.sweep is None else self.sweep.to_json(),
         }
 
@@ -166,19 +166,22 @@ class Outcome:
         console = Console(highlight=False, markup=False)
         if not console.is_terminal:
             console = Console(highlight=False, markup=False, width=WIDTH)
-        console.print(render(self.plan, rows, self.cost, self.sweep, self.looked_for, console.width))
+        console.print(render(self.plan, rows, self.quote, self.sweep, self.looked_for, console.width))
 
 
 def outcome(config: Config, request: Request, progress: Progress | None = None) -> Outcome:
-    """The plan of plan(), the cost of its winner, and the sweep.
+    """The plan of plan(), the quote for its winner, and the sweep.
 
     Raises:
-      ConfigError: see plan(); or tokens or sweep cannot be parsed.
+      ConfigError: see plan() and quote(); or tokens or sweep cannot be parsed.
       KeyboardInterrupt: interrupted before any config that fits was found.
     """
-    tokens = None if request.tokens is None else parse_tokens(request.tokens)
+    tokens = request.terms.number_of_tokens
     if request.sweep not in (None, "gpus"):
         raise ConfigError(f"--sweep={request.sweep} cannot be swept: use --sweep gpus.")
+    most, kind = require_devices(config, request.gpus), find_gpu(request.gpu)
+    # The search may take minutes: terms that no run can meet are refused before it.
+    interruptions(config, kind, most, choose_gpus_per_host(most, request.gpus_per_host, kind.gpus_per_host)[0], request.terms)
     cache = None
     if request.compile and not request.no_cache:
         cache = Path(request.cache) if request.cache is not None else _cache_folder()
@@ -195,7 +198,7 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
     )
     if not result.candidates:
         raise KeyboardInterrupt
-    sweep, most = None, require_devices(config, request.gpus)
+    sweep = None
     if request.sweep is not None and not result.interrupted:
         sweep = sweep_gpus(
             result.config,
@@ -207,17 +210,9 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
             tokens=tokens,
             progress=progress,
         )
-    cost = None if tokens is None else cost_of(result, tokens)
-    return Outcome(result, request.objective, objective_line(request.objective, config, most), cost, sweep)
-
-
-def cost_of(result: Plan, tokens: float) -> TrainingCost:
-    """Cost of training on a number of tokens with the winner, at its predicted speed."""
-    model = result.config.model
-    flops = train_flops_per_token(model, result.config.train.sequence_length)
-    speed = result.candidates[0].tokens_per_s_per_gpu
-    watts = board_watts(result.gpu)
-    return training_cost(parameter_count(model), tokens, speed * flops, result.gpus, flops_per_token=flops, watts_per_gpu=watts)
+    best = result.candidates[0]
+    offer = quote(best.config, result.gpu, result.gpus_per_host, best.tokens_per_s_per_gpu, request.terms)
+    return Outcome(result, request.objective, objective_line(request.objective, config, most), offer, sweep)
 
 
 def _cache_folder() -> Path:

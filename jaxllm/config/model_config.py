@@ -117,7 +117,8 @@ class ModelConfig(Section):
     initializer_std: PositiveFloat = 0.02
     """Standard deviation of all matrices at initialisation; those that write to the residual stream have std / sqrt(2 L)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of matmuls. Master weights, moments, norms, rotary angles, softmax and loss are always float32."""
+    """Dtype of matmuls; bfloat16 on GPUs from Ampere on. Master weights, moments, norms, rotary angles, softmax and loss are
+    always float32."""
     matmul_dtype: Literal["compute_dtype", "fp8", "mxfp8"] = "compute_dtype"
     """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
     per array. mxfp8 (from Blackwell on): E4M3, one scale for 32 numbers. Head, attention and all sums do not change."""

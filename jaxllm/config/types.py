@@ -28,6 +28,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
+GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")
+"""Pipeline schedules."""
 AUTO = "auto"
 BLOCK_INPUT = "block_input"
 ATTENTION_RESULTS = ("attention_output", "attention_lse")

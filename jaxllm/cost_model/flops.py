@@ -6,8 +6,6 @@ by rematerialisation counts once (MFU, not HFU; Chowdhery et al. 2022, "PaLM", a
 D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length.
 """
 
-from functools import lru_cache
-
 from jaxllm.config import ModelConfig
 from jaxllm.config.attention import window_shares
 from jaxllm.config.model_spec import layer_matmuls, layer_parameters, parameters
@@ -57,7 +55,6 @@ def causal_pairs(length: float, window: float | None) -> float:
     return length * window - window**2 / 2
 
 
-@lru_cache(maxsize=1024)
 def train_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool = True) -> int:
     """Model FLOPs of forward and backward per token: 6 x matmul_parameters + 3 x attention_flops_per_token.
 

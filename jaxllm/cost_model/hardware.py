@@ -202,7 +202,7 @@ _PC_BRIDGED = _PC._replace(nvlink_gb_per_s=56.25)
 _GRACE = _Host(1, 450, 400, 450, 447, 384)
 
 # Name, device_kind, memory in MiB, memory bandwidth in GB/s, TFLOP/s, host, chip. The memory is nvidia-smi's "total". The GB of
-# a name is a GiB up to the H100 ("80gb": 79.6 GiB), and decimal after it.
+# a name are NVIDIA's: GiB of some ("80gb": 79.6 GiB), decimal of others ("192gb": 179.1).
 _TABLE = (
     ("v100-16gb", "Tesla V100-SXM2-16GB", 16384, 900, _V100_TFLOPS, _DGX_1, V100),
     ("v100-32gb", "Tesla V100-SXM2-32GB", 32768, 900, _V100_TFLOPS, _DGX_1, V100),

@@ -11,6 +11,7 @@ that slows the compute is not measured, and nothing is counted for it.
 from __future__ import annotations
 
 from functools import cached_property
+from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import host_sum_itemsize

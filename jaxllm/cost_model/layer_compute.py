@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import chunks_in_reach, first_seen, takes_cudnn, window_shares

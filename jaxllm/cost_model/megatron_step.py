@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxllm.config import Config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import Gpu
@@ -83,6 +85,6 @@ class MegatronStep(StepModel):
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds the time that a data rank waits for its input, beyond the step's own time."""
         tokens = self.config.step_tokens / (self.parallel.replica * self.d)
-        wait_s = tokens / self.fitted.loader_tokens_per_s - sum(terms.values())
+        wait_s = tokens / self.fitted.loader_tokens_per_s - math.fsum(terms.values())
         if wait_s > 0:
             terms["input"] = wait_s

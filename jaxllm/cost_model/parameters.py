@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any, cast
 
 from jaxllm.config import ModelConfig, ParallelConfig, model_spec, zero_shard
 
@@ -30,11 +31,12 @@ class Elements:
 def parameters(model: ModelConfig, parallel: ParallelConfig) -> Mapping[str, Elements]:
     """Elements of each parameter on one device, by path; for a layer's parameter, those of one layer."""
     ranks = int(parallel.data) * parallel.context
-    return _parameters(model, parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
+    # Type checkers do not know that a frozen model of pydantic is hashable.
+    return _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
 
 
 @lru_cache(maxsize=4096)
-def _parameters(model: ModelConfig, pipe: int, tensor: int, ranks: int) -> Mapping[str, Elements]:
+def _parameters(model: Any, pipe: int, tensor: int, ranks: int) -> Mapping[str, Elements]:
     """The same, sharded over so many ranks between steps."""
     ways = pipe * tensor
     split = {"vocab": ways, "heads": tensor, "mlp": tensor}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
+from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
@@ -69,10 +70,9 @@ class StepModel(HostCopies):
             add_times(terms, transfers.exposed_s, ticks)
             add_times(hidden, transfers.hidden_s, ticks + self.P - 1)
         bubble_transfers_s = (self.P - 1) * sum(terms.get(name, 0.0) for name in BETWEEN_GPUS) / ticks
-        if self.P > 1:
-            terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
         once = Transfers()
         if self.P > 1:
+            terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
             self.add_pipe_reductions(once)
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
         self.add_replicas(once)

@@ -8,6 +8,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+# Python's own sum of floats rounds otherwise from 3.12 on: a prediction would depend on the version in its last digit.
+from math import fsum as sum
+
 BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
 OUTER_STEP = "outer_step"

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.remat_policy import Policy, policy_of
-from jaxllm.config.types import ITEMSIZE, MASTER_ON_HOST
+from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import LayerShape, halvings
 from jaxllm.cost_model.parameters import Elements, layer_parameters, parameters
-from jaxllm.pipeline_schedule import GPIPE, make_schedule
 
 FLOAT32 = 4
 
 
-@lru_cache(maxsize=4096)
 def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, int]:
-    """(slots for residuals, slots for finished outputs) of a schedule. It uses a short table: once a pipeline is full, 1f1b and
-    interleaved need no more slots.
-    """
-    if name != GPIPE:
-        microbatches = min(microbatches, 3 * stages)
-    schedule = make_schedule(name, stages, microbatches, virtual_stages)
-    return schedule.slots, schedule.finished_slots
+    """(slots for residuals, slots for finished outputs) of the table of pipeline_schedule.make_schedule, whose docstring says
+    why. A closed form: a table takes milliseconds, and numpy."""
+    most = microbatches * virtual_stages + (stages > 1)
+    return (most, microbatches) if name == GPIPE else (min(stages * virtual_stages + stages, most), 1)
 
 
 class StepSizes:

@@ -7,6 +7,7 @@ changes[0].peak_bytes         by the estimate, at most the capacity
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -72,8 +73,8 @@ class Change:
 
     @property
     def overrides(self) -> str:
-        """The keys as command line overrides."""
-        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+        """The keys as command line overrides, quoted for a shell."""
+        return " ".join(f"{key}={_argument(value)}" for key, value in self.keys.items())
 
     @property
     def cost(self) -> str:
@@ -285,6 +286,12 @@ def differences(config: Config, other: Config) -> dict[str, Any]:
         mine, others = getattr(config, section), getattr(other, section)
         changed_keys |= {f"{section}.{key}": value for key, value in others if value != getattr(mine, key)}
     return changed_keys
+
+
+def _argument(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return shlex.quote("{" + ", ".join(f"{name}: {action}" for name, action in value.items()) + "}")
 
 
 def _step_s(change: Change) -> float:

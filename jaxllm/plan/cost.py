@@ -86,16 +86,6 @@ class TrainingCost:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "days": self.days, "overhead": OVERHEAD}
 
-    def lines(self) -> list[str]:
-        """The cost as terminal text."""
-        took = f"{self.days:,.1f} days" if self.seconds < 2 * YEAR_S else f"{self.years:,.1f} years"
-        spent = f"{took} on {self.gpus:,} GPU{'s' if self.gpus > 1 else ''}, {self.gpu_hours:,.0f} GPU-hours"
-        if self.energy_kwh is None:
-            return [f"{readable_count(self.tokens)} tokens: {spent}; the power of such a GPU is not known"]
-        energy = f"{self.energy_kwh:,.0f} kWh" if self.energy_kwh < 1e4 else f"{self.energy_kwh / 1e3:,.0f} MWh"
-        how = f"at most {self.watts_per_gpu:.0f} W a board (data sheet, of that GPU or one of its generation) x {OVERHEAD}"
-        return [f"{readable_count(self.tokens)} tokens: {spent}, {energy}", f"  {how} for hosts, network, cooling"]
-
 
 def training_cost(
     parameters: float,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxllm.config import Config, Remat
+from jaxllm.config.remat_policy import offloads
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import MemoryEstimate
 from jaxllm.cost_model.step_model import StepModel
@@ -19,7 +20,7 @@ from jaxllm.cost_model.step_sizes import slots_of
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Rejected
 from jaxllm.plan.remat_ladder import Ladders, LeastStep, Rung
-from jaxllm.plan.space import Choice, Group, data_ranks, offloads
+from jaxllm.plan.space import Choice, Group, data_ranks
 
 MESH, CONFIGURATION = "mesh", "configuration"
 DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"

@@ -18,7 +18,9 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum as sum  # As in step_parts.py.
 from operator import itemgetter
+from typing import Any
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Remat
 from jaxllm.config.remat_policy import policy_of
@@ -192,7 +194,7 @@ def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:
     return tuple(actions.get(name) == "recompute" for name in (*PRODUCTS, "attention_out"))
 
 
-def _named(actions: Mapping[str, str], names: tuple[str, ...]) -> Remat:
+def _named(actions: Mapping[str, Any], names: tuple[str, ...]) -> Remat:
     """The policy that does this: its name if it has one, else a mapping with what is not recomputed. The last output of a block
     is named in any case, as not every model has it."""
     done = set(actions.values())
@@ -213,7 +215,7 @@ def _named(actions: Mapping[str, str], names: tuple[str, ...]) -> Remat:
 
 
 def _undominated(options: list, grain_s: float, grain_bytes: float) -> list:
-    """Of (bytes kept, bytes offloaded, seconds, ...) those that no other beats in all three; of equal ones the one with less
+    """The options (bytes kept, bytes offloaded, seconds, ...) that no other beats in all three; of equal ones that with less
     kept."""
 
     def grains(option: tuple) -> tuple[int, int, float]:

@@ -12,13 +12,14 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_lines
 from jaxllm.display import preformatted, readable, table, terminal_table
-from jaxllm.plan.cost import TrainingCost
 from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
-from jaxllm.plan.space import STATE_WORDS, Choice, remat_text, schedule_text
+from jaxllm.plan.quote import Quote
+from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
 from jaxllm.plan.sweep import Sweep
 
 GIB = 2**30
@@ -42,7 +43,7 @@ NARROW_SWEEP_HEADINGS = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed",
 def render(
     plan: Plan,
     rows: int = 10,
-    cost: TrainingCost | None = None,
+    quote: Quote | None = None,
     sweep: Sweep | None = None,
     objective: str | None = None,
     width: int = WIDTH,
@@ -61,8 +62,8 @@ def render(
         candidates_table(plan, rows, narrow=narrow),
         *(Text(line) for line in verdict_lines(plan, rows, narrow=narrow)),
     ]
-    if cost is not None:
-        parts += [Text(""), *(Text(line) for line in cost.lines())]
+    if quote is not None:
+        parts += [Text(""), *(Text(line) for line in quote.lines())]
     if sweep is not None:
         parts += [
             Text("\nMore GPUs, the same global batch"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -30,8 +30,8 @@ from jaxllm.config import (
     sequence_unit,
 )
 from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
-from jaxllm.config.types import BLOCK_INPUT, OFFLOAD_STATES
-from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from jaxllm.config.remat_policy import offloads, remat_text
+from jaxllm.config.types import GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
 """Ordered by memory, those that need least first."""
@@ -43,18 +43,6 @@ KEEPABLE = (
     *("offload_state", "overlap_passes"),
 )
 """Settings that a search can leave as the config has them."""
-SHORT = {
-    "block_input": "input",
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "attention_output": "attn",
-    "attention_out": "out",
-    "mlp_gate": "gate",
-    "mlp_up": "up",
-    "mlp_down": "down",
-}
-"""Names of a block's tensors in a table. attention_lse goes with attention_output."""
 STATE_WORDS = {"optimizer": "moments", "optimizer_and_master": "moments, master", "all": "moments, master, layers"}
 """What parallel.offload_state moves to the host, in a table."""
 
@@ -324,33 +312,6 @@ def choice_in(config: Config) -> Choice:
     return Choice(
         mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences, p.offload_state, p.overlap_passes
     )
-
-
-def offloads(remat: Remat) -> bool:
-    """Whether activations wait in the host's memory."""
-    return remat == "offload" or (isinstance(remat, Mapping) and "offload" in remat.values())
-
-
-def remat_text(remat: Remat) -> str:
-    """A policy's name. Of a mapping what it keeps or what it recomputes, whichever is shorter, in SHORT names, and what goes to
-    the host: 'keep q k v', 'recompute gate; host up'."""
-    if isinstance(remat, str):
-        return remat
-    actions = {BLOCK_INPUT: "keep", **remat}
-    kept, again, host = (
-        " ".join(short for name, short in SHORT.items() if actions.get(name, "recompute") == action)
-        for action in ("keep", "recompute", "offload")
-    )
-    kept = kept.removeprefix("input").strip()
-    if "mlp_down" not in remat:
-        again = again.removesuffix("down").strip()
-    if kept and (not again or len(kept) < len(again)):
-        device = f"keep {kept}"
-    elif again:
-        device = f"recompute {again if kept else 'the rest' if host else 'all'}"
-    else:
-        return f"host {host}"
-    return f"{device}; host {host}" if host else device
 
 
 def schedule_text(schedule: str, virtual_stages: int, overlap_passes: bool = False) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from jaxllm.display import readable
 from jaxllm.plan.cost import DAY_S, HOUR_S
 from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, steps_to_loss, wasted_share, with_ranks
 from jaxllm.plan.noise_scale_text import NoiseEstimate, reading
+from jaxllm.plan.quote import Span
 from jaxllm.run_report.history import DOWN, TRAINING, History, read_run
 from jaxllm.run_report.svg import number
 
@@ -87,6 +88,16 @@ class RunReport:
             sizes[ESTIMATE] = estimate_memory(self.history.config.at_largest_batch, self.gpu).peak_bytes
         return {name: int(size) for name, size in sizes.items() if size is not None}
 
+    @cached_property
+    def predicted_speed(self) -> Span | None:
+        """Tokens/s of a device, as the last start predicted them for the largest batch; None: not logged (as on CPU), or that
+        batch was not reached."""
+        history = self.history
+        logged = [history.last(f"predicted_tokens_per_s_per_device{end}") for end in ("", "_low", "_high")]
+        known = [value for value in logged if value is not None and value > 0]
+        at_largest = np.isclose(history.batch_tokens[-1], history.config.at_largest_batch.step_tokens)
+        return Span(*known) if len(known) == len(logged) and at_largest else None
+
     @property
     def noise(self) -> tuple[float, float] | None:
         """(noise scale, batch) at the last step, in tokens. For a replica that trains alone, the batch is its share."""
@@ -107,6 +118,7 @@ class RunReport:
             "loss": _finite(history.smoothed_loss[-1]),
             "eval_loss": _finite(evaluated[-1]) if evaluated.size else None,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "predicted_tokens_per_s_per_device": None if self.predicted_speed is None else asdict(self.predicted_speed),
             "mfu": self.mfu,
             "times_s": dict(history.times_s),
             "saves": len(history.saves),
@@ -153,10 +165,17 @@ class RunReport:
         if (rate := self.tokens_per_s_per_device) is not None:
             utilisation = f"; MFU {self.mfu:.1%} (causal)" if self.mfu is not None else ""
             yield "speed", f"{number(rate)} tokens/s/device{utilisation}"
+            if (speed := self.predicted_speed) is not None:
+                where = "inside" if speed.low <= rate <= speed.high else "outside"
+                off = f"measured {rate:,.0f}: {rate / speed.expected - 1:+.1%}, {where} the range"
+                yield "predicted", f"{speed.text(' tokens/s/GPU', 0)}, {off}"
         if (busy_s := history.busy_s) is not None:
             yield "time", f"{duration(busy_s)}, {busy_s * history.devices / HOUR_S:,.4g} device-hours"
             lost = [f"{name} {duration(s)} ({s / busy_s:.1%})" for name, s in self.time_lost() if busy_s > 0]
             yield "of it lost", ", ".join(lost) or "nothing"
+            if history.restarts and busy_s > 0:
+                share = history.times_s[TRAINING] / sum(history.times_s.values())
+                yield "goodput", f"{share:.1%} of the time since the first start was training that stayed"
         yield "memory", ", ".join(f"{name} {readable(size)}" for name, size in self.memory_bytes.items())
 
     def time_lost(self) -> list[tuple[str, float]]:

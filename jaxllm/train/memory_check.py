@@ -23,6 +23,7 @@ from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.display import readable
 from jaxllm.plan.advice import Change, changes_that_fit, smallest_cluster
 from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.quote import Span, predicted_speed
 from jaxllm.runtime.host_memory import require_host_memory
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Fit:
     memory: MemoryEstimate
     capacity_bytes: int
     """Bytes that a step may use on one device."""
+    speed: Span | None = None
+    """Predicted tokens/s of a device; None for an unknown GPU."""
 
     @property
     def fits(self) -> bool:
@@ -57,9 +60,10 @@ class Fit:
     def line(self) -> str:
         """Line in the header of a run."""
         share = self.memory.peak_bytes / self.capacity_bytes
+        speed = "" if self.speed is None else f"; {self.speed.text(' tokens/s/GPU predicted', 0)}"
         return (
             f"memory by the estimate {readable(self.memory.peak_bytes)}, {share:.1%} of the {readable(self.capacity_bytes)} "
-            f"that a step may take"
+            f"that a step may take{speed}"
         )
 
 
@@ -82,7 +86,7 @@ def check_memory(
     capacity_of: Callable[[jax.Device], int | None] = capacity_of,
     estimate: EstimateMemory | None = None,
 ) -> Fit | None:
-    """Compares the estimate of a resolved config with the memory of `device`, which is one of its devices.
+    """Compares the estimate of a resolved config with the memory of `device`, one of its devices, and predicts the speed.
 
     Returns:
       None if the memory is not known.
@@ -97,7 +101,8 @@ def check_memory(
         return None
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = estimate or partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
-    fit = Fit(estimate(config), capacity_bytes)
+    speed = None if gpu is None else predicted_speed(config, gpu, _per_host(config, gpu))
+    fit = Fit(estimate(config), capacity_bytes, speed)
     if fit.fits:
         return fit
     too_much = (
@@ -124,7 +129,7 @@ def least_host_bytes(config: Config) -> int:
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:
     """Advice in the middle of a sentence. It never fills the capacity completely."""
     capacity_bytes = int(FIT_SHARE * capacity_bytes)
-    found = changes_that_fit(config, capacity_bytes, gpu, _per_host(config, gpu), estimate)
+    found = changes_that_fit(config, capacity_bytes, gpu, gpu and _per_host(config, gpu), estimate)
     if found:
         return f"set {found[0].overrides} ({found[0].figures})"
     tried = f"no change that was tried makes it fit on {config.devices} GPUs"
@@ -137,8 +142,8 @@ def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: Es
     return f"{tried}, but {larger.config.devices} would do with {larger.overrides} ({larger.figures})"
 
 
-def _per_host(config: Config, gpu: Gpu | None) -> int | None:
-    return choose_gpus_per_host(config.devices, None, gpu.gpus_per_host, config.parallel)[0] if gpu else None
+def _per_host(config: Config, gpu: Gpu) -> int:
+    return choose_gpus_per_host(config.devices, None, gpu.gpus_per_host, config.parallel)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- running out
@@ -169,7 +174,7 @@ class OutOfMemoryAdvice:
             # If XLA needs more than the estimate, assume the same ratio after a change.
             seen = max(memory.peak_bytes, compiled_bytes or 0)
             target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
-        found = changes_that_fit(config, target, gpu, _per_host(config, gpu), estimate)
+        found = changes_that_fit(config, target, gpu, gpu and _per_host(config, gpu), estimate)
         return "\n".join(
             [
                 f"A device ran out of memory {self._when()}: {_cure(found)}.",

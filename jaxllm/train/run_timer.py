@@ -75,11 +75,15 @@ class RunTimer:
 
 def start_keys(trainer: Any, peak_flops: float | None) -> Record:
     """Keys for one start: devices; if their memory is known also memory_estimate_bytes, the closed form for the largest batch,
-    and memory_capacity_bytes, the limit for a step; and device_peak_flops if that is known.
+    and memory_capacity_bytes, the limit for a step; on a known GPU device_peak_flops, and predicted_tokens_per_s_per_device for
+    the largest batch with its range, ..._low and ..._high.
     """
     record: Record = {"devices": trainer.mesh.size}
     if (fit := trainer.memory_fit) is not None:
         record |= {"memory_estimate_bytes": fit.memory.peak_bytes, "memory_capacity_bytes": fit.capacity_bytes}
+        if (speed := fit.speed) is not None:
+            ends = {"": speed.expected, "_low": speed.low, "_high": speed.high}
+            record |= {f"predicted_tokens_per_s_per_device{end}": value for end, value in ends.items()}
     if peak_flops is not None:
         record["device_peak_flops"] = peak_flops
     return record

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -26,7 +27,7 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan import search as search_module
 from jaxllm.plan.confirm import Compiled, InlineExecutor
-from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.plan_result import FIT_SHARE, TIE_SHARE
 from jaxllm.plan.recipe import recipe as recipe_of
 from jaxllm.plan.search import SearchOptions, search
 
@@ -40,7 +41,7 @@ RECIPE = {
 CANDIDATE_KEYS = {
     *("pipe", "data", "context", "tensor", "zero", "microbatch_sequences", "schedule", "virtual_stages", "remat"),
     *("estimate_bytes", "compiled_bytes", "tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share"),
-    *("predicted_step_s", "predicted_transfers_s", "scheduled_transfers_s"),
+    *("predicted_step_s", "predicted_transfers_s", "scheduled_transfers_s", "sent_s", "offload_state", "overlap_passes"),
 }
 SMALL = {
     "model": SMALL_MODEL,
@@ -66,7 +67,7 @@ def cli(*arguments):
 
 
 def test_json_keeps_the_contract(recipe):
-    result = run(recipe, "--gpu", "h100-80gb", "--gpus", "16", "--compile", "0", "--tokens", "1.5T", "--json")
+    result = run(recipe, "--gpu", "h100-80gb", "--gpus", "16", "--compile", "0", "--tokens", "1.5T", "--price", "2.5", "--json")
     assert result.exit_code == 0, result.output
     values = json.loads(result.stdout)
     gpu = GPUS["h100-80gb"]
@@ -75,7 +76,10 @@ def test_json_keeps_the_contract(recipe):
     candidates = values["candidates"]
     assert len(candidates) == values["candidates_that_fit"] > 0
     speeds = [one["tokens_per_s_per_gpu"] for one in candidates]
-    assert speeds == sorted(speeds, reverse=True)
+    # But for ties.
+    assert all(later <= sooner / (1 - TIE_SHARE) for sooner, later in itertools.combinations(speeds, 2))
+    assert values["without_host"] is None or values["without_host"]["host_bytes"] == 0
+    assert values["with_fp8"]["tokens_per_s_per_gpu"] > speeds[0]
     flops = train_flops_per_token(load_config(recipe).model, 4096)
     for one in candidates:
         assert set(one) >= CANDIDATE_KEYS
@@ -85,7 +89,10 @@ def test_json_keeps_the_contract(recipe):
         assert one["step_s"] == one["predicted_step_s"] > one["predicted_transfers_s"]
         assert one["tflops_per_gpu"] == pytest.approx(one["tokens_per_s_per_gpu"] * flops / 1e12)
     assert {"unit", "reason", "count", "example"} == set(values["rejected"][0])
-    cost = values["cost"]
+    cost, days = values["cost"], values["quote"]["days"]
+    assert days["low"] < days["expected"] == cost["days"] < days["high"]
+    assert values["quote"]["money"]["expected"] == pytest.approx(2.5 * cost["gpu_hours"])
+    assert values["quote"]["goodput"] is None
     assert cost["days"] == pytest.approx(1.5e12 / (16 * speeds[0]) / 86400)
     assert cost["gpu_hours"] == pytest.approx(cost["days"] * 24 * 16)
     assert cost["energy_kwh"] == pytest.approx(cost["gpu_hours"] * 0.7 * cost["overhead"])
@@ -127,6 +134,8 @@ def test_an_existing_file_is_not_overwritten(recipe, tmp_path):
     ("arguments", "sentence"),
     [
         (["--gpu", "h100"], "There is no GPU h100: did you mean h100-80gb?"),
+        (["--price", "2"], "--price counts only with --tokens: add it, or leave --price out."),
+        (["--tokens", "1T", "--mtbf-hours", "0.5"], "such a run does not get ahead"),
         (["--objective", "cheap"], "--objective=cheap is not one of the choices: use speed, gpus, sequence, microbatch."),
         (["--sweep", "hosts"], "--sweep=hosts cannot be swept: use --sweep gpus."),
         (["--tokens", "many"], "--tokens=many is not a number of tokens"),
@@ -170,7 +179,8 @@ def test_what_cannot_fit_says_what_would(recipe):
 
 def test_the_table_shows_candidates_and_reasons(recipe):
     keep = ["--keep", "pipe", "--keep", "zero"]
-    result = run(recipe, "--gpus", "16", "--compile", "0", *keep, "--rows", "3", "--sweep", "gpus", "--tokens", "1T")
+    terms = ["--tokens", "1T", "--mtbf-hours", "50000", "--restart-minutes", "5", "--checkpoint-gb-per-s", "2"]
+    result = run(recipe, "--gpus", "16", "--compile", "0", *keep, "--rows", "3", "--sweep", "gpus", *terms)
     assert result.exit_code == 0, result.output
     found = plan(load_config(recipe), gpus=16, keep=["pipe", "zero"])
     rows = [line.split() for line in result.stdout.splitlines()]
@@ -186,6 +196,7 @@ def test_the_table_shows_candidates_and_reasons(recipe):
     for line in found.rejected:
         assert f"{line.count:,}" in result.stdout
     assert "1T tokens: " in result.stdout
+    assert "checkpoint.every_minutes=" in result.stdout
     for heading in ("efficiency", "exposed", "ring", "tree", "hierarchical", "days"):
         assert heading in result.stdout
     assert "pay in time" in result.stdout

@@ -8,6 +8,7 @@ import pytest
 from plan_stand_ins import gpu_for, small
 
 from jaxllm.config import BLOCK_TENSORS, load_config
+from jaxllm.config.remat_policy import offloads, remat_text
 from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
@@ -18,7 +19,7 @@ from jaxllm.plan.fastest_remat import Trial
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, ranked
 from jaxllm.plan.remat_ladder import GRAIN, Ladder, LeastStep
 from jaxllm.plan.search import GAINS_NOTHING, SLOWER, SearchOptions, best_with_fp8, search
-from jaxllm.plan.space import groups, meshes, offloads, remat_text, why_not
+from jaxllm.plan.space import groups, meshes, why_not
 
 H100 = GPUS["h100-80gb"]
 EIGHT_B = {
@@ -140,7 +141,7 @@ TINY_GPU = gpu_for(0.6 * estimate_memory(TINY.resolve(4)).peak_bytes)
 
 
 def test_nothing_drawn_at_random_is_faster(draws):
-    """500 random configs that fit, over every setting."""
+    """Of 500 random configs over every setting, those that fit."""
     plan = search(TINY, TINY_GPU, 4)
     best = max(one.tokens_per_s_per_gpu for one in plan.candidates)
     configs = draws.drawn(TINY, 4, 4, random.Random(1))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plan_stand_ins import HELD, Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
+from jaxllm.config.remat_policy import offloads
 from jaxllm.config.types import OFFLOAD_STATES, divisors
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import host_bytes_per_gpu
@@ -31,7 +32,6 @@ from jaxllm.plan.space import (
     ZEROS,
     choice_in,
     meshes,
-    offloads,
     schedules,
     why_not,
 )

@@ -1,5 +1,6 @@
 """`jaxllm report`: times add up, hours follow from the noise scale and the step-time model, the page is one file."""
 
+import dataclasses
 import json
 import re
 import time
@@ -21,6 +22,7 @@ from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.data_ranks import accumulations, over_data_ranks, steps_to_loss, verdict, wasted_share, with_ranks
+from jaxllm.plan.quote import predicted_speed
 from jaxllm.plan.sweep import PAYS
 from jaxllm.run_report.history import (
     COMPILING,
@@ -38,6 +40,8 @@ from jaxllm.run_report.page import page
 from jaxllm.run_report.summary import COMPILED, ESTIMATE, IN_USE, duration, report_on
 from jaxllm.run_report.svg import Curve, digits_of, even_ticks, line_chart, log_ticks, number, spread
 from jaxllm.runtime import progress
+from jaxllm.train.memory_check import check_memory
+from jaxllm.train.run_timer import start_keys
 
 H100 = GPUS["h100-80gb"]
 BATCH = 128
@@ -224,6 +228,7 @@ def test_every_second_is_some_parts(run):
     assert history.busy_s == pytest.approx(1114 - 1000 - 78.5)
     assert (history.saves, history.restarts, len(history.lost)) == ([3], [4], 2)
     assert any("1 restart, after step 4; 2 steps had to be done again." in line for line in report_on(folder).lines())
+    assert dict(report_on(folder).facts())["goodput"].startswith(f"{8.75 / 114:.1%} of the time")
 
 
 def test_memory_is_that_of_the_last_start(run):
@@ -347,6 +352,30 @@ def test_predictions_are_held_against_the_run_where_it_ran_on_such_gpus(run):
     elsewhere = report_on(folder, gpu="a100-80gb")
     assert elsewhere.slower is None
     assert "this run was not on such GPUs" in " ".join(elsewhere.verdict())
+
+
+@pytest.mark.parametrize(("off", "words"), [(-0.095, "-9.5%, inside the range"), (-0.3, "-30.0%, outside the range")])
+def test_the_report_says_how_far_off_the_prediction_was(run, off, words):
+    """The keys are those that a start writes on a GPU that it knows."""
+    config = load_config(BIG)
+    device = SimpleNamespace(device_kind=H100.device_kind, platform="gpu", memory_stats=lambda: None)
+    trainer = SimpleNamespace(mesh=SimpleNamespace(size=8), memory_fit=check_memory(config, device))
+    speed = predicted_speed(config, H100, 8)
+    lines = steps(50, config.step_tokens, tokens_per_s_per_device=(1 + off) * speed.expected)
+    lines[0] |= start_keys(trainer, None)
+    report = report_on(run(lines, base=BIG))
+    assert report.predicted_speed == speed
+    line = f"{speed.text(' tokens/s/GPU', 0)}, measured {(1 + off) * speed.expected:,.0f}: {words}"
+    assert dict(report.facts())["predicted"] == line
+    assert report.to_json()["predicted_tokens_per_s_per_device"] == dataclasses.asdict(speed)
+
+
+def test_without_a_prediction_or_its_batch_nothing_is_said_of_it(run):
+    assert "predicted" not in dict(report_on(run(steps(4, devices=1))).facts())
+    keys = {f"predicted_tokens_per_s_per_device{end}": 1e3 for end in ("", "_low", "_high")}
+    assert "predicted" in dict(report_on(run(steps(4, **keys))).facts())
+    ramp = run(steps(2, **keys), "train.batch_schedule=[[256, 16]]")
+    assert report_on(ramp).to_json()["predicted_tokens_per_s_per_device"] is None
 
 
 # --------------------------------------------------------------------------------------------------------------- the page
