@@ -54,7 +54,7 @@ def hosts_text(gpus: int, per_host: int) -> str:
 
 def gpus_beside(gpus: int, parallel: ParallelConfig) -> int:
     """Those of `gpus` that hosts may combine: if a network of their own connects the replicas, those of one replica."""
-    return gpus // parallel.replica if parallel.names_replica_network else gpus
+    return max(1, gpus // parallel.replica) if parallel.names_replica_network else gpus
 
 
 def choose_gpus_per_host(
@@ -68,17 +68,16 @@ def choose_gpus_per_host(
     Raises:
       ConfigError: the given number does not divide the GPUs.
     """
-    is_of_replica = parallel is not None and parallel.names_replica_network
-    if parallel is not None:
-        gpus = gpus_beside(gpus, parallel)
+    whose, of_whom = "", ""
+    if parallel is not None and parallel.names_replica_network:
+        gpus, whose, of_whom = gpus_beside(gpus, parallel), "a replica's ", " of a replica"
     if per_host is None:
         per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
-        whose = "a replica's " if is_of_replica else ""
         return per_host, f"the largest divisor of {whose}{gpus} not above {largest}, or --gpus-per-host"
     if per_host < 1 or gpus % per_host:
-        usable, whose = ", ".join(map(str, divisors(gpus))), " of a replica" if is_of_replica else ""
+        usable = ", ".join(map(str, divisors(gpus)))
         raise ConfigError(
-            f"--gpus-per-host={per_host} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}{whose}: use one of {usable}."
+            f"--gpus-per-host={per_host} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}{of_whom}: use one of {usable}."
         )
     return per_host, "as given"
 

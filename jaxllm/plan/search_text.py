@@ -165,7 +165,8 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
             "value, attn and out the two outputs of attention"
         )
     yield from beside_lines(plan)
-    yield from best_exchange_lines(plan)
+    for best in plan.candidates[:1]:
+        yield from exchange_lines(best.config, best.predicted.between_replicas_s)
     if plan.confirmed:
         unknown = sum(one.scheduled_transfers_s is None for one in plan.candidates[: plan.confirmed])
         but = f", but {unknown} with predicted ones (a loop's trip count is not known)" if unknown else ""
@@ -177,12 +178,6 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         yield f"Not confirmed: {plan.unconfirmed_because}"
     if plan.interrupted:
         yield "INTERRUPTED: the best so far, not of all"
-
-
-def best_exchange_lines(plan: Plan) -> Iterator[str]:
-    """What crosses between replicas with the winner."""
-    for best in plan.candidates[:1]:
-        yield from exchange_lines(best.config, best.predicted.between_replicas_s)
 
 
 def beside_lines(plan: Plan) -> Iterator[str]:
