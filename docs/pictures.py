@@ -94,7 +94,7 @@ def memory(path: Path) -> None:
 
 def plan(path: Path) -> None:
     """Configurations of Llama 3.1 8B that fit on 64 H100s, by the estimates: the fastest and those looked at on the way."""
-    found = search(llama_8b(), GPU, 64, options=SearchOptions(best=1000))
+    found = search(llama_8b(), GPU, 64, options=SearchOptions(best=300))
     title = f"llama-3.1-8b on 64 x h100-80gb: {len(found.candidates):,} of {found.configurations:,} configurations"
     candidates = [candidate.to_json() for candidate in found.candidates]
     save(candidates_figure(candidates, capacity_bytes=found.capacity_bytes, title=title), path)

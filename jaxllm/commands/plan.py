@@ -92,8 +92,10 @@ def plan(
     result = way(config, kind, count, gpus_per_host, options, progress=progress)
     if not result.candidates and not result.interrupted:
         raise ConfigError(why_nothing(result, options))
-    if not result.interrupted:
-        result = replace(result, with_fp8=best_with_fp8(result, options))
+    try:
+        result = result if result.interrupted else replace(result, with_fp8=best_with_fp8(result, options))
+    except KeyboardInterrupt:
+        result = replace(result, interrupted=True)
     if compile and not result.interrupted:
         result = _confirmed(result, compile, cache, workers, progress)
         if not result.candidates and not result.interrupted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +65,7 @@ class Candidate:
     def sent_s(self) -> float:
         """Predicted seconds of all transfers of a step, hidden ones too: between GPUs, and to and from the host."""
         terms_s, hidden_s = self.predicted.terms_s, self.predicted.hidden_s
-        return sum(terms_s.get(name, 0.0) + hidden_s.get(name, 0.0) for name in SENT)
+        return math.fsum(terms_s.get(name, 0.0) + hidden_s.get(name, 0.0) for name in SENT)
 
     @property
     def uses_host(self) -> bool:

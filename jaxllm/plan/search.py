@@ -256,12 +256,19 @@ def _on_host(trial: Trial) -> tuple[int, bool]:
 
 def best_with_fp8(plan: Plan, options: SearchOptions = SearchOptions()) -> Candidate | None:
     """The best candidate of the same search with model.matmul_dtype=fp8; None if nothing fits, the chip has no FP8, or the
-    config asks for it already."""
+    config asks for it already.
+
+    Raises:
+      KeyboardInterrupt: the search was interrupted.
+    """
     model = plan.config.model
     if model.multiplies_fp8 or plan.gpu.chip.compute_capability < FIRST_WITH["fp8"]:
         return None
     config = plan.config.model_copy(update={"model": model.model_copy(update={"matmul_dtype": "fp8"})})
-    return next(iter(search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1)).candidates), None)
+    found = search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1))
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return next(iter(found.candidates), None)
 
 
 def any_fits(

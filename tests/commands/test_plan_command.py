@@ -90,7 +90,8 @@ def test_json_keeps_the_contract(recipe):
         assert one["tflops_per_gpu"] == pytest.approx(one["tokens_per_s_per_gpu"] * flops / 1e12)
     assert {"unit", "reason", "count", "example"} == set(values["rejected"][0])
     cost, days = values["cost"], values["quote"]["days"]
-    assert days["low"] < days["expected"] == cost["days"] < days["high"]
+    assert days["low"] < days["expected"] < days["high"]
+    assert days["expected"] == pytest.approx(cost["days"])
     assert values["quote"]["money"]["expected"] == pytest.approx(2.5 * cost["gpu_hours"])
     assert values["quote"]["goodput"] is None
     assert cost["days"] == pytest.approx(1.5e12 / (16 * speeds[0]) / 86400)
@@ -220,6 +221,22 @@ def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
     assert values["interrupted"] is True
     assert 0 < values["candidates_that_fit"] < 300
     assert load_config(out).parallel.tensor == values["candidates"][0]["tensor"]
+
+
+def test_ctrl_c_in_the_search_with_fp8_leaves_the_plan(recipe, monkeypatch):
+    real = estimate_memory
+
+    def stopped(config, gpu=None):
+        if config.model.multiplies_fp8:
+            raise KeyboardInterrupt
+        return real(config, gpu)
+
+    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    result = run(recipe, "--gpus", "4", "--compile", "8", "--json")
+    assert result.exit_code == 130
+    values = json.loads(result.stdout)
+    assert (values["interrupted"], values["with_fp8"], values["confirmed"]) == (True, None, 0)
+    assert values["candidates"]
 
 
 KEEP = ["--keep", "schedule", "--keep", "zero", "--keep", "remat"]
