@@ -74,7 +74,7 @@ def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> 
 def network_text(parallel: ParallelConfig) -> str:
     """'400 Gbit/s each, 10 ms': the network between replicas."""
     if not parallel.names_replica_network:
-        return "the network between hosts"
+        return "the network of the hosts"
     gbit, latency_ms = parallel.replica_gbit_per_s, parallel.replica_latency_ms
     return ", ".join(
         (

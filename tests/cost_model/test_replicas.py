@@ -11,10 +11,12 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.replicas import exchange_lines, exchange_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.cost_model.step_time import CONVENTIONS, estimate_step_time
+from jaxllm.cost_model.step_time import estimate_step_time
 
 H100 = GPUS["h100-80gb"]
 HUGE = 1e25
+BY_NUMBER_OF_GPUS = {"slowest_gpu"}
+"""A term that grows with all GPUs of a step, also of other replicas."""
 
 
 def islands(gpus=32, *, replica=4, zero=1, sequences=64, diloco=None, gbit=10.0, latency_ms=0.0, **more):
@@ -30,26 +32,27 @@ def islands(gpus=32, *, replica=4, zero=1, sequences=64, diloco=None, gbit=10.0,
     ).resolve(gpus)
 
 
-def step(config, gpu=H100, convention="jaxllm"):
+def step(config, gpu=H100):
     per_host, _ = choose_gpus_per_host(config.devices, None, gpu.gpus_per_host, config.parallel)
-    return estimate_step_time(config, gpu, per_host, convention)
+    return estimate_step_time(config, gpu, per_host)
 
 
 def between_s(config, gpu=H100):
     return step(config, gpu).between_replicas_s
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("diloco", [None, 10])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_over_a_network_without_limits_a_step_is_that_of_one_replica(zero, diloco, convention):
+def test_over_a_network_without_limits_a_step_is_that_of_one_replica(zero, diloco):
     # A rank also sends no faster than by the links to its adapters.
     gpu = dataclasses.replace(H100, network_bandwidth_bytes_per_s=HUGE, link_bandwidth_bytes_per_s=HUGE)
-    several = step(islands(zero=zero, diloco=diloco, gbit=HUGE), gpu, convention)
-    alone = step(islands(8, replica=1, zero=zero, sequences=16), gpu, convention)
-    assert several.step_s == pytest.approx(alone.step_s, rel=1e-9)
-    assert several.tokens_per_s_per_gpu == pytest.approx(alone.tokens_per_s_per_gpu, rel=1e-9)
+    several = step(islands(zero=zero, diloco=diloco, gbit=HUGE), gpu)
+    alone = step(islands(8, replica=1, zero=zero, sequences=16), gpu)
     assert several.between_replicas_s < 1e-9 * several.step_s
+    exchange = "replica" if diloco is None else "outer_step"
+    assert several.terms_s.keys() == {*alone.terms_s, exchange}
+    for name in alone.terms_s.keys() - BY_NUMBER_OF_GPUS:
+        assert several.terms_s[name] == pytest.approx(alone.terms_s[name], rel=1e-9)
 
 
 def test_twice_the_bandwidth_halves_the_seconds_and_no_other_term():
@@ -119,7 +122,7 @@ def test_a_single_replica_exchanges_nothing():
     ("given", "first", "second"),
     [
         ({"gbit": 1600.0, "latency_ms": 2.5}, "(1,600 Gbit/s each, 2.5 ms)", "of gradients every step, {}: 3 s exposed"),
-        ({"gbit": None, "latency_ms": None}, "(the network between hosts)", "of gradients every step, {}: 3 s exposed"),
+        ({"gbit": None, "latency_ms": None}, "(the network of the hosts)", "of gradients every step, {}: 3 s exposed"),
         ({"gbit": None, "latency_ms": 2.5}, "(adapters as between hosts, 2.5 ms)", "of gradients every step, {}: 3 s exposed"),
         (
             {"latency_ms": None, "diloco": 50},
