@@ -60,12 +60,12 @@ def plan(
     fastest config that fits.
 
     The config gives model, sequence length, global batch and all other settings; with train.batch_schedule a step with the
-    largest batch that the run reaches is planned. A KeyboardInterrupt stops the search, not the program: the plan then holds
-    the best candidates so far and is marked as interrupted.
+    largest batch that the run reaches is planned. With parallel.replica all replicas get the same mesh. A KeyboardInterrupt
+    stops the search, not the program: the plan then holds the best candidates so far and is marked as interrupted.
 
     Args:
       gpu: a kind, by name, by a YAML file that describes it, or as a Gpu.
-      gpus: default: run.cpu_devices, or the size of the config's mesh. With objective=gpus, the upper limit.
+      gpus: of all replicas; default: run.cpu_devices, or the size of the config's mesh. With objective=gpus, the upper limit.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
       compile: number of best candidates to confirm by compiling the train step, and to rank by its schedule. This needs the
         extra aot; without it, the plan is marked as not confirmed.
@@ -85,10 +85,6 @@ def plan(
         raise ConfigError(f"--objective={objective} is not one of the choices: use {', '.join(OBJECTIVES)}.")
     if compile < 0:
         raise ConfigError(f"--compile={compile} is not valid: it should be 0, for none, or more.")
-    if (replicas := config.parallel.replica) > 1:
-        raise ConfigError(
-            f"A plan is for one replica, not parallel.replica={replicas}: set parallel.replica=1 and --gpus to one replica's."
-        )
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)
     options = SearchOptions(**{"largest_microbatch": objective == "microbatch", **rules})
@@ -187,7 +183,8 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
         raise ConfigError(f"--sweep={request.sweep} cannot be swept: use --sweep gpus.")
     most, kind = require_devices(config, request.gpus), find_gpu(request.gpu)
     # The search may take minutes: terms that no run can meet are refused before it.
-    interruptions(config, kind, most, choose_gpus_per_host(most, request.gpus_per_host, kind.gpus_per_host)[0], request.terms)
+    per_host, _ = choose_gpus_per_host(most, request.gpus_per_host, kind.gpus_per_host, config.parallel)
+    interruptions(config, kind, most, per_host, request.terms)
     cache = None
     if request.compile and not request.no_cache:
         cache = Path(request.cache) if request.cache is not None else _cache_folder()

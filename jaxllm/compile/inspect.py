@@ -139,7 +139,8 @@ def inspect_config(
     gpus = count_devices(config, gpus)
     config = config.resolve(gpus).at_largest_batch
     named = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, named.gpus_per_host if named else HOST_GPUS)
+    largest = named.gpus_per_host if named else HOST_GPUS
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, largest, parallel=config.parallel)
     kind = named or GPUS[REFERENCE_GPU]
     better = better_shape(config, named, per_host) if named else None
     sizes = axis_sizes(config.parallel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.config import AUTO, Config, ConfigError, divisors
+from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, divisors
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.untrusted import shown
 
@@ -52,19 +52,32 @@ def hosts_text(gpus: int, per_host: int) -> str:
     return f"{hosts} {'host' if hosts == 1 else 'hosts'} of {per_host}"
 
 
-def choose_gpus_per_host(gpus: int, per_host: int | None, largest: int = HOST_GPUS) -> tuple[int, str]:
+def gpus_beside(gpus: int, parallel: ParallelConfig) -> int:
+    """Those of `gpus` that hosts may combine: if a network of their own connects the replicas, those of one replica."""
+    return max(1, gpus // parallel.replica) if parallel.names_replica_network else gpus
+
+
+def choose_gpus_per_host(
+    gpus: int, per_host: int | None, largest: int = HOST_GPUS, parallel: ParallelConfig | None = None
+) -> tuple[int, str]:
     """(GPUs per host, reason). Without a given number, a host has at most `largest` GPUs.
+
+    Args:
+      parallel: of the config; see gpus_beside().
 
     Raises:
       ConfigError: the given number does not divide the GPUs.
     """
+    whose, of_whom = "", ""
+    if parallel is not None and parallel.names_replica_network:
+        gpus, whose, of_whom = gpus_beside(gpus, parallel), "a replica's ", " of a replica"
     if per_host is None:
         per_host = max(n for n in range(1, min(gpus, largest) + 1) if gpus % n == 0)
-        return per_host, f"the largest divisor of {gpus} not above {largest}, or --gpus-per-host"
+        return per_host, f"the largest divisor of {whose}{gpus} not above {largest}, or --gpus-per-host"
     if per_host < 1 or gpus % per_host:
         usable = ", ".join(map(str, divisors(gpus)))
         raise ConfigError(
-            f"--gpus-per-host={per_host} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}: use one of {usable}."
+            f"--gpus-per-host={per_host} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}{of_whom}: use one of {usable}."
         )
     return per_host, "as given"
 

@@ -13,10 +13,12 @@ from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.host_copies import HostCopies
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
+from jaxllm.cost_model.replicas import exchange_of, over_replica_network
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
     COMMUNICATION,
     KERNEL_S,
+    OUTER_STEP,
     STEP_KERNELS,
     Fitted,
     StepTime,
@@ -367,11 +369,14 @@ class StepModel(HostCopies):
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * KERNEL_S}
 
     def add_replicas(self, transfers: Transfers) -> None:
-        """Transfers between replicas in float32, each rank its share: gradients once a step, or with DiLoCo weights once a
-        round."""
-        if self.replica_group.size > 1:
-            reduce_s = all_reduce_s(4 * self.shared_parameters(), self.replica_group, self.links)
-            transfers.add("replica", reduce_s, times=1 / (self.config.train.diloco_steps or 1))
+        """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round."""
+        if (exchange := exchange_of(self.config)) is None:
+            return
+        group, links = self.replica_group, self.links
+        if self.parallel.names_replica_network:
+            group, links = over_replica_network(self.parallel, exchange.replicas, links)
+        name = "replica" if self.config.train.diloco_steps is None else OUTER_STEP
+        transfers.add(name, exchange.seconds(group, links), times=1 / exchange.steps)
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds nothing, because input is prefetched."""

@@ -14,9 +14,12 @@ from typing import NamedTuple
 
 BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
+OUTER_STEP = "outer_step"
+"""The term of DiLoCo's transfers between replicas, by a program of its own: a step's share of them."""
+BETWEEN_REPLICAS = ("replica", OUTER_STEP)
 SCHEDULED = "transfers"
 """The term that takes their place in StepTime.as_scheduled."""
-COMMUNICATION = (*BETWEEN_GPUS, SCHEDULED, "tensor_skew", "slowest_gpu", "offload", "offload_state")
+COMMUNICATION = (*BETWEEN_GPUS, OUTER_STEP, SCHEDULED, "tensor_skew", "slowest_gpu", "offload", "offload_state")
 """Terms that wait for other GPUs or for the host."""
 
 
@@ -109,7 +112,8 @@ class StepTime:
         its part, because the compiled loop sends in the ticks of the bubble too, and the simulation counts them.
 
         Kept: all compute, with the bubble's; `tensor_skew`, because one device's schedule does not show how long ranks wait
-        for each other; `offload` and `offload_state`, because the simulation leaves out copies to and from the host.
+        for each other; `outer_step`, which is another program; `offload` and `offload_state`, because the simulation leaves
+        out copies to and from the host.
 
         Both sides take a transfer's time from cost_model/network.py. They differ in what hides it: the simulation counts
         matmuls and attention alone, at one speed. A doubt: copies to the host and transfers that wait at the same time count
@@ -125,6 +129,11 @@ class StepTime:
         hidden = {name: time_s for name, time_s in self.hidden_s.items() if name not in BETWEEN_GPUS}
         faster = self.step_s / sum(terms.values())
         return StepTime(terms, hidden, faster * self.tokens_per_s_per_gpu, faster * self.tflops_per_gpu)
+
+    @property
+    def between_replicas_s(self) -> float:
+        """Predicted exposed time of transfers between replicas, in the mean step."""
+        return sum(self.terms_s.get(name, 0.0) for name in BETWEEN_REPLICAS)
 
     @property
     def exposed_communication_share(self) -> float:

@@ -53,8 +53,8 @@ def estimate_step_time(
     """Predicts the train step of a resolved config.
 
     Args:
-      gpus_per_host: devices fill hosts in the mesh's order, replica and pipe slowest and tensor fastest. The network between
-        replicas is assumed to be that between hosts; the model has no slower one.
+      gpus_per_host: devices fill hosts in the mesh's order, replica and pipe slowest and tensor fastest. Without
+        parallel.replica_gbit_per_s and replica_latency_ms, hosts and their network connect the replicas too.
       convention: jaxllm or megatron, see the module docstring. In Megatron's, parallel.remat=full means Megatron's full
         recomputation; other values are ignored.
       fitted: other constants, for fitting.

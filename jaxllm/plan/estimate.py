@@ -21,6 +21,7 @@ from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
+from jaxllm.cost_model.replicas import exchange_json, exchange_lines
 from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
@@ -167,6 +168,7 @@ class Estimate:
             "shape_waste": self.waste.to_json() if self.waste else None,
             "better_shape": self.better_shape.to_json() if self.better_shape else None,
             "exposed_communication_share": speed.exposed_communication_share if speed else None,
+            "between_replicas": exchange_json(self.config, speed and speed.between_replicas_s),
             "changes": [change.to_json() for change in self.changes],
             "by_convention": {name: verdict.to_json() for name, verdict in self.by_convention.items()},
         }
@@ -197,6 +199,9 @@ class Estimate:
             yield "Without --gpu there is no capacity to fit into and no speed to predict: name one, such as --gpu h100-80gb."
         else:
             yield from self._speed_lines(self.speed)
+        if self.config.parallel.replica > 1:
+            yield ""
+            yield from exchange_lines(self.config, self.speed and self.speed.between_replicas_s)
 
     def _heading(self) -> Iterator[str]:
         config, parallel, train = self.config, self.config.parallel, self.config.train
@@ -205,10 +210,11 @@ class Estimate:
             f"{config.model.name or 'The model'} on {on}, {hosts_text(self.devices, self.gpus_per_host)} ({self.hosts_because})"
         )
         pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
+        replicas = f"replica {parallel.replica}, " if parallel.replica > 1 else ""
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""
         yield (
-            f"  pipe {parallel.pipe}{virtual}, data {parallel.data}, context {parallel.context}, tensor {parallel.tensor}; "
-            f"ZeRO {parallel.zero}{pipeline}; remat {remat_words(parallel.remat)}"
+            f"  {replicas}pipe {parallel.pipe}{virtual}, data {parallel.data}, context {parallel.context}, "
+            f"tensor {parallel.tensor}; ZeRO {parallel.zero}{pipeline}; remat {remat_words(parallel.remat)}"
         )
         M, b = config.num_microbatches, config.microbatch_sequences
         yield (
@@ -277,7 +283,8 @@ def estimate(
     if kind:
         require_runs(config.model, kind.chip.compute_capability, kind.name)
     config = config.resolve(devices).at_largest_batch
-    per_host, because = choose_gpus_per_host(devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
+    host = kind.gpus_per_host if kind else HOST_GPUS
+    per_host, because = choose_gpus_per_host(devices, gpus_per_host, host, config.parallel)
     verdicts = {"jaxllm": Verdict(estimate_memory(config, kind), kind and kind.capacity_bytes)}
     if convention == "megatron":
         verdicts["megatron"] = Verdict(megatron_memory(config), kind and int(SAFE_SHARE * nominal_bytes(kind)))

@@ -20,7 +20,7 @@ from jaxllm.cost_model.step_sizes import slots_of
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Rejected
 from jaxllm.plan.remat_ladder import Ladders, LeastStep, Rung
-from jaxllm.plan.space import Choice, Group
+from jaxllm.plan.space import Choice, Group, data_ranks
 
 MESH, CONFIGURATION = "mesh", "configuration"
 DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
@@ -158,7 +158,7 @@ class Fitting:
 
     def fastest(self, trial: Trial) -> Candidate | str:
         """The fastest configuration that fits, or why none does."""
-        share = self.sequences // trial.group.mesh.data
+        share = self.sequences // data_ranks(self.config, trial.group.mesh)
         # A step of one microbatch accumulates no gradients, so it may need less memory than one of two smaller microbatches.
         alike = (trial.group, trial.offload_state, trial.to_host, trial.microbatch_sequences == share)
         if self.prune and alike in self.over and trial.microbatch_sequences >= self.over[alike][0]:

@@ -12,7 +12,8 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.step_parts import BETWEEN_GPUS, StepTime
+from jaxllm.cost_model.replicas import exchange_json
+from jaxllm.cost_model.step_parts import BETWEEN_GPUS, OUTER_STEP, StepTime
 from jaxllm.display import readable
 from jaxllm.plan.space import Choice, choice_in
 
@@ -21,7 +22,7 @@ FIT_SHARE = 0.95
 TIE_SHARE = 0.005
 """Speeds that differ by less than this share are ties. Chosen: the median error of the step-time model is three times as
 large on the rows that it was fitted to, so half a percent is no reason to send more."""
-SENT = (*BETWEEN_GPUS, "offload", "offload_state")
+SENT = (*BETWEEN_GPUS, OUTER_STEP, "offload", "offload_state")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Candidate:
             "predicted_step_s": self.predicted.step_s,
             "predicted_transfers_s": self.predicted.transfers_s,
             "scheduled_transfers_s": self.scheduled_transfers_s,
+            "between_replicas": exchange_json(self.config, self.predicted.between_replicas_s),
         }
 
 
@@ -220,6 +222,7 @@ class Plan:
             "gpus": self.gpus,
             "gpus_per_host": self.gpus_per_host,
             "hosts_because": self.hosts_because,
+            "replicas": self.config.parallel.replica,
             "capacity_bytes": self.capacity_bytes,
             "fit_share": FIT_SHARE,
             "sequence_length": self.config.train.sequence_length,

@@ -36,7 +36,7 @@ from jaxllm.plan.fastest_remat import (
     ways,
 )
 from jaxllm.plan.plan_result import FIT_SHARE, TIE_SHARE, Candidate, Plan, ranked
-from jaxllm.plan.space import BEYOND_HOST, UNEVEN, Group, Mesh, groups, meshes, why_not
+from jaxllm.plan.space import BEYOND_HOST, UNEVEN, Group, Mesh, data_ranks, groups, meshes, why_not
 
 KEPT_AWAY = "--keep leaves no configuration"
 GAINS_NOTHING = "as fast with another use of the host, or with none"
@@ -117,8 +117,8 @@ def search(
       ConfigError: gpus_per_host does not divide gpus, `keep` has a name that is not KEEPABLE, or the GPU cannot run the model.
     """
     require_runs(config.model, gpu.chip.compute_capability, gpu.name)
-    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
     every = list(meshes(config, gpus, options.keep))
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     for across in options.reaches():
         run = _Run(options.fitting(config, gpu, per_host), options, progress)
         try:
@@ -275,9 +275,10 @@ def any_fits(
     config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> bool:
     """Whether the search would find a candidate. It stops at the first, and tries meshes that need least memory first."""
-    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
-    fitting, keep = options.fitting(config, gpu, per_host), options.keep
+    keep = options.keep
     every = list(meshes(config, gpus, keep))
+    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
+    fitting = options.fitting(config, gpu, per_host)
     # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
     return any(
@@ -294,5 +295,5 @@ def any_fits(
 
 def _smallest(group: Group, config: Config) -> tuple[int, ...]:
     """The microbatches that need least: the smallest, and the whole share of a data rank, which accumulates nothing."""
-    share = config.largest_phase.sequences // group.mesh.data
+    share = config.largest_phase.sequences // data_ranks(config, group.mesh)
     return tuple(dict.fromkeys((*group.microbatches[:1], *(size for size in group.microbatches if size == share))))

@@ -15,6 +15,7 @@ from rich.text import Text
 from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.error_range import range_lines
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.cost_model.replicas import exchange_lines
 from jaxllm.display import preformatted, readable, table, terminal_table
 from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
@@ -105,6 +106,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
         f"{', the largest batch' if train.batch_schedule else ''}; a step may take {readable(plan.capacity_bytes)}, its "
         f"estimate {FIT_SHARE:.0%} of that"
     )
+    if (replicas := plan.config.parallel.replica) > 1:
+        yield f"  in {replicas:,} replicas (islands), each with the meshes below, and its share of the sequences"
 
 
 def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
@@ -164,6 +167,8 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         )
     yield from certainty_lines(plan)
     yield from beside_lines(plan)
+    for best in plan.candidates[:1]:
+        yield from exchange_lines(best.config, best.predicted.between_replicas_s)
     if plan.confirmed:
         unknown = sum(one.scheduled_transfers_s is None for one in plan.candidates[: plan.confirmed])
         but = f", but {unknown} with predicted ones (a loop's trip count is not known)" if unknown else ""

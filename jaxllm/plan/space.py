@@ -140,12 +140,21 @@ class Group:
 
 
 def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Mesh]:
-    """All products pipe x data x context x tensor = gpus, those with fewer stages and fewer tensor and context ranks first.
+    """All products pipe x data x context x tensor = gpus, or a replica's share of them. Those with fewer stages and fewer
+    tensor and context ranks come first.
 
     Raises:
-      ConfigError: `keep` has a name that is not KEEPABLE, or one whose value the config leaves open.
+      ConfigError: `keep` has a name that is not KEEPABLE, or one whose value the config leaves open; or the replicas do not
+        divide the GPUs.
     """
     check_keep(config, keep)
+    if gpus % (replicas := config.parallel.replica):
+        below, above = gpus // replicas * replicas, (gpus // replicas + 1) * replicas
+        raise ConfigError(
+            f"parallel.replica={replicas} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}: set --gpus="
+            f"{f'{below} or ' if below else ''}{above}, or change parallel.replica."
+        )
+    gpus //= replicas
     kept = {axis: getattr(config.parallel, axis) for axis in ("pipe", "data", "context", "tensor") if axis in keep}
     for pipe in divisors(gpus):
         for tensor in divisors(gpus // pipe):
@@ -177,11 +186,17 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
         return "layers of several kinds are in another order in each stage, beside context"
     if (model.multiplies_fp8 or config.parallel.tensor_ring) and not _divides(config, mesh):
         return "FP8 or tensor_ring does not go with so many tensor or context ranks"
-    if (G := config.train.global_batch_sequences) % mesh.data:
-        return f"global_batch_sequences={G} does not divide over data"
-    if uneven := [batch for batch in config.batches if batch % mesh.data]:
-        return f"batch_schedule's {uneven[0]} sequences do not divide over data"
+    ranks, over = data_ranks(config, mesh), "replica x data" if config.parallel.replica > 1 else "data"
+    if (G := config.train.global_batch_sequences) % ranks:
+        return f"global_batch_sequences={G} does not divide over {over}"
+    if uneven := [batch for batch in config.batches if batch % ranks]:
+        return f"batch_schedule's {uneven[0]} sequences do not divide over {over}"
     return None
+
+
+def data_ranks(config: Config, mesh: Mesh) -> int:
+    """Data ranks of all replicas, if each has the mesh."""
+    return config.parallel.replica * mesh.data
 
 
 def _divides(config: Config, mesh: Mesh) -> bool:
@@ -202,7 +217,7 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     # With a single rank to shard over, all levels are equal.
     zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
     # A microbatch has the same size in every phase of train.batch_schedule.
-    shares = [batch // mesh.data for batch in config.batches]
+    shares = [batch // data_ranks(config, mesh) for batch in config.batches]
     microbatches = divisors(math.gcd(*shares))
     if "zero" in keep:
         zeros = (parallel.zero,)

@@ -157,7 +157,9 @@ def test_gradients_are_reduced_over_the_ranks_that_share_weights():
 
 @pytest.mark.parametrize(("gpus", "given", "size"), [(4, None, None), (4, 8, 4), (16, 8, 8), (12, 8, 4), (3, 4, 1)])
 def test_hosts_of_other_numbers_divide(gpus, given, size):
-    assert host_size(gpus, given) == size
+    assert host_size(gpus, given, small()) == size
+    named = ("parallel.replica=2", "parallel.replica_latency_ms=10", "train.global_batch_sequences=16")
+    assert host_size(2 * gpus, given, small(*named)) == size
 
 
 # ----------------------------------------------------------------------------------------------------------- objectives
