@@ -41,10 +41,13 @@ from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
-from jaxllm.plan.search import HOST_BYTES_PER_GPU
 from jaxllm.plan.space import REMATS, Choice, choice_in, groups, meshes, why_not
 
 SEED, COUNT = 455, 460
+HOST_BYTES_PER_GPU = 128 * 2**30
+"""The planner's limit of host memory when the configurations were drawn."""
+HELD = ("offload_state", "overlap_passes")
+"""Settings of the planner's space that are drawn apart, or not at all."""
 TABLE = Path(__file__).with_name("memory_accuracy.csv")
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
@@ -206,14 +209,14 @@ def propose(rng: random.Random, index: int, near: bool, models: Sequence[str] = 
     if not left:
         return None
     (mesh,) = left
-    found = [group for group in groups(template, mesh) if group.microbatches]
+    found = [group for group in groups(template, mesh, HELD) if group.microbatches]
     schedule = rng.choice(sorted({group.schedule for group in found}))
     group = rng.choice([group for group in found if group.schedule == schedule])
     share = base["global_batch_sequences"] // mesh.data
     sizes = [size for size in group.microbatches if share // size <= MOST_MICROBATCHES]
     if not sizes:
         return None
-    return _case(index, near, gpus, base, group.choice(base["remat"], rng.choice(sizes)))
+    return _case(index, near, gpus, base, group.choice(base["remat"], rng.choice(sizes), base["offload_state"]))
 
 
 def moved(rng: random.Random, case: Case, larger: bool) -> Case | None:
@@ -249,7 +252,7 @@ def belongs(case: Case) -> bool:
     if why_not(config, choice.mesh, case.gpus_per_host) is not None:
         return False
     key = (choice.zero, choice.schedule, choice.virtual_stages)
-    for group in groups(config, choice.mesh):
+    for group in groups(config, choice.mesh, HELD):
         if (group.zero, group.schedule, group.virtual_stages) == key:
             return choice.remat in group.remats and choice.microbatch_sequences in group.microbatches
     return False

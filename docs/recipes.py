@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.hardware import GPUS
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,10 @@ GPU = "h100-80gb"
 CONFIRMED = 4
 """Number of each plan's best candidates to compile."""
 GIB = 2**30
-PLANNED = ("configurations", "candidates_that_fit", "confirmed", "unconfirmed_because", "cost")
+PLANNED = (
+    *("configurations", "candidates_that_fit", "confirmed", "unconfirmed_because", "cost"),
+    *("without_host", "with_fp8"),
+)
 COMPILED = (
     *("total_bytes", "host_bytes", "capacity_bytes", "share_of_capacity", "fits", "attention", "hlo_instructions"),
     *("warnings", "jax_version"),
@@ -44,6 +48,8 @@ the first file and run the same two commands. [plan](plan.md) explains the plann
 report.
 
 Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs.
+A card whose answer keeps activations or state in the host's memory also shows the best answer that does not, and the
+difference: by how much copies to the host slow the compute beside them is not measured ([remat](remat.md)).
 `python docs/recipes.py` writes this page.
 """
 
@@ -235,11 +241,23 @@ def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {best['tflops_per_gpu']:,.0f} TFLOP/s/GPU (causal); "
         f"{best['exposed_communication_share']:.0%} of a step waits for other GPUs",
     )
+    if best.get("host_bytes") and "without_host" in plan:
+        other = plan["without_host"]
+        yield "the best with nothing on the host", "nothing fits" if other is None else _beside(best, other)
+    if other := plan.get("with_fp8"):
+        yield "the best with FP8", _beside(best, other)
     cost = plan["cost"]
     yield f"{card.tokens} tokens, predicted", f"{cost['days']:,.1f} days, {cost['gpu_hours']:,.0f} GPU-hours"
     yield "searched", f"{plan['configurations']:,} configurations, {plan['candidates_that_fit']:,} fit, {_confirmed(plan)}"
     for number, other in enumerate(others, start=2):
         yield f"number {number}", f"{_layout(other)}: {other['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+
+
+def _beside(best: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Another plan, and how much faster or slower it is predicted to be."""
+    gain = other["tokens_per_s_per_gpu"] / best["tokens_per_s_per_gpu"] - 1
+    how = "predicted" if other["compiled_bytes"] is None else "confirmed by compiling"
+    return f"{_layout(other)}: {other['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {gain:+.1%}, {how}"
 
 
 def _of_the_host(host_bytes: int, gpus: int) -> str:
@@ -260,9 +278,11 @@ def _layout(candidate: Mapping[str, Any]) -> str:
     if candidate["pipe"] > 1:
         chunks = f" x {candidate['virtual_stages']}" if candidate["virtual_stages"] > 1 else ""
         schedule = f", {candidate['schedule']}{chunks}"
+        schedule += " overlap" if candidate.get("overlap_passes") else ""
+    state = candidate.get("offload_state", "none")
     return (
         f"{axes or 'one GPU'}; ZeRO {candidate['zero']}, microbatch {candidate['microbatch_sequences']}{schedule}, "
-        f"remat {candidate['remat']}"
+        f"remat {remat_text(candidate['remat'])}" + ("" if state == "none" else f", offload_state {state}")
     )
 
 

@@ -1,4 +1,6 @@
-"""The space of the search (jaxllm/plan/space.py) in one list, as the search visits it."""
+"""The space of the search (jaxllm/plan/space.py) in one list, with the named remat policies."""
+
+import itertools
 
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.plan.space import groups, meshes, why_not
@@ -10,9 +12,8 @@ def choices_of(config, gpus, gpus_per_host=None, *, keep=(), across_hosts=False)
     for mesh in meshes(config, gpus, keep):
         if why_not(config, mesh, per_host, across_hosts) is None:
             for group in groups(config, mesh, keep):
-                for remat in group.remats:
-                    for microbatch in group.microbatches:
-                        yield group.choice(remat, microbatch)
+                for state, remat, microbatch in itertools.product(group.offload_states, group.remats, group.microbatches):
+                    yield group.choice(remat, microbatch, state)
 
 
 def space(config, gpus, **options):

@@ -25,7 +25,7 @@ from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.plan.confirm import Compiled, InlineExecutor, confirm
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.quote import Quote, Terms, interruptions, quote
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, Progress, SearchOptions, search, why_nothing
+from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,
@@ -35,6 +35,7 @@ from jaxllm.plan.sweep import (
     smallest_cluster,
     sweep_gpus,
 )
+from jaxllm.plan.why_nothing import why_nothing
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +56,16 @@ def plan(
     progress: Progress | None = None,
     **rules: Any,
 ) -> Plan:
-    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat for the fastest config that fits.
+    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x overlap_passes x remat x offload_state for the
+    fastest config that fits.
 
     The config gives model, sequence length, global batch and all other settings; with train.batch_schedule a step with the
-    largest batch that the run reaches is planned. A KeyboardInterrupt stops the search, not the program: the plan then holds
-    the best candidates so far and is marked as interrupted.
+    largest batch that the run reaches is planned. With parallel.replica all replicas get the same mesh. A KeyboardInterrupt
+    stops the search, not the program: the plan then holds the best candidates so far and is marked as interrupted.
 
     Args:
       gpu: a kind, by name, by a YAML file that describes it, or as a Gpu.
-      gpus: default: run.cpu_devices, or the size of the config's mesh. With objective=gpus, the upper limit.
+      gpus: of all replicas; default: run.cpu_devices, or the size of the config's mesh. With objective=gpus, the upper limit.
       gpus_per_host: default: the largest divisor of gpus not above the kind's host size.
       compile: number of best candidates to confirm by compiling the train step, and to rank by its schedule. This needs the
         extra aot; without it, the plan is marked as not confirmed.
@@ -72,8 +74,9 @@ def plan(
       cache: folder of compile reports, read and extended.
       workers: compilations at the same time.
       rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
-        schedule, remat, microbatch_sequences. across_hosts: whether context x tensor may cross hosts; None: only if nothing
-        fits otherwise. host_bytes_per_gpu: limit of host memory for offloading.
+        schedule, remat, microbatch_sequences, offload_state, overlap_passes. across_hosts: whether context x tensor may cross
+        hosts; None: only if nothing fits otherwise. host_bytes_per_gpu: limit of host memory for offloading; None: the GPU's
+        share of its host's.
 
     Raises:
       ConfigError: nothing fits (with the cheapest change that would), or an argument is invalid.
@@ -82,10 +85,6 @@ def plan(
         raise ConfigError(f"--objective={objective} is not one of the choices: use {', '.join(OBJECTIVES)}.")
     if compile < 0:
         raise ConfigError(f"--compile={compile} is not valid: it should be 0, for none, or more.")
-    if (replicas := config.parallel.replica) > 1:
-        raise ConfigError(
-            f"A plan is for one replica, not parallel.replica={replicas}: set parallel.replica=1 and --gpus to one replica's."
-        )
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)
     options = SearchOptions(**{"largest_microbatch": objective == "microbatch", **rules})
@@ -93,6 +92,10 @@ def plan(
     result = way(config, kind, count, gpus_per_host, options, progress=progress)
     if not result.candidates and not result.interrupted:
         raise ConfigError(why_nothing(result, options))
+    try:
+        result = result if result.interrupted else replace(result, with_fp8=best_with_fp8(result, options))
+    except KeyboardInterrupt:
+        result = replace(result, interrupted=True)
     if compile and not result.interrupted:
         result = _confirmed(result, compile, cache, workers, progress)
         if not result.candidates and not result.interrupted:
@@ -115,7 +118,7 @@ class Request:
     objective: Objective = "speed"
     keep: tuple[str, ...] = ()
     across_hosts: bool | None = None
-    host_gib_per_gpu: float = HOST_BYTES_PER_GPU / 2**30
+    host_gib_per_gpu: float | None = None
     terms: Terms = field(default_factory=Terms)
     """What a quote for the winner is asked for."""
     sweep: str | None = None
@@ -127,7 +130,7 @@ class Request:
     @property
     def rules(self) -> dict[str, Any]:
         """Fields of SearchOptions."""
-        host_bytes = self.host_gib_per_gpu * 2**30
+        host_bytes = None if self.host_gib_per_gpu is None else self.host_gib_per_gpu * 2**30
         return {"keep": self.keep, "across_hosts": self.across_hosts, "host_bytes_per_gpu": host_bytes}
 
 
@@ -180,7 +183,8 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
         raise ConfigError(f"--sweep={request.sweep} cannot be swept: use --sweep gpus.")
     most, kind = require_devices(config, request.gpus), find_gpu(request.gpu)
     # The search may take minutes: terms that no run can meet are refused before it.
-    interruptions(config, kind, most, choose_gpus_per_host(most, request.gpus_per_host, kind.gpus_per_host)[0], request.terms)
+    per_host, _ = choose_gpus_per_host(most, request.gpus_per_host, kind.gpus_per_host, config.parallel)
+    interruptions(config, kind, most, per_host, request.terms)
     cache = None
     if request.compile and not request.no_cache:
         cache = Path(request.cache) if request.cache is not None else _cache_folder()

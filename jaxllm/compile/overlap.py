@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 
 from jaxllm.compile.hlo import Collective, Module
 from jaxllm.compile.hlo_text import Instruction, byte_size, trip_count
+from jaxllm.config import ParallelConfig
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
+from jaxllm.cost_model.replicas import over_replica_network
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
 
 
@@ -65,14 +67,17 @@ class Overlap:
         return self.exposed_bytes / self.sent_bytes if self.sent_bytes else 0.0
 
 
-def simulate_overlap(module: Module, gpu: Gpu, gpus_per_host: int, *, fp8: bool = False) -> list[Transfer]:
+def simulate_overlap(
+    module: Module, gpu: Gpu, gpus_per_host: int, *, fp8: bool = False, parallel: ParallelConfig | None = None
+) -> list[Transfer]:
     """Simulates every collective of the module that has more than one participant.
 
     Args:
       gpus_per_host: devices are assigned to hosts in the order of the module's axes.
       fp8: whether matmuls run at the FP8 peak. The model applies it to all of them, the head's too, so it hides too little.
+      parallel: of the resolved config; it may name the network between replicas.
     """
-    return _Simulation(module, gpu, gpus_per_host, fp8).transfers()
+    return _Simulation(module, gpu, gpus_per_host, fp8, parallel).transfers()
 
 
 def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
@@ -127,8 +132,9 @@ class _Clock:
 
 
 class _Simulation:
-    def __init__(self, module: Module, gpu: Gpu, gpus_per_host: int, fp8: bool):
+    def __init__(self, module: Module, gpu: Gpu, gpus_per_host: int, fp8: bool, parallel: ParallelConfig | None):
         self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
+        self.parallel = parallel
         self.gpus_per_host = min(gpus_per_host, math.prod(module.axes.values()))
         share = FITTED.hopper_matmul_share if gpu.chip.compute_capability >= (9, 0) else FITTED.matmul_share
         peak = gpu.float8_flops if fp8 and gpu.float8_flops else gpu.dense_flops["bfloat16"]
@@ -186,16 +192,18 @@ class _Simulation:
         axes, names = self.module.axes, list(self.module.axes)
         n = math.prod(axes[axis] for axis in collective.axes)
         inner = names[max(names.index(axis) for axis in collective.axes) + 1 :]
-        group = group_of(n, math.prod(axes[axis] for axis in inner), self.gpus_per_host)
+        group, links = group_of(n, math.prod(axes[axis] for axis in inner), self.gpus_per_host), self.links
+        if self.parallel is not None and self.parallel.names_replica_network and "replica" in collective.axes:
+            group, links = over_replica_network(self.parallel, n, links)
         size = sum(byte_size(*buffer) for buffer in collective.buffers)
         if collective.kind == "all-reduce":
-            return all_reduce_s(size, group, self.links)
+            return all_reduce_s(size, group, links)
         if collective.kind == "reduce-scatter":
-            return reduce_scatter_s(n * size, group, self.links)
+            return reduce_scatter_s(n * size, group, links)
         if collective.kind == "collective-permute":
-            return permute_s(size, group, self.links)
+            return permute_s(size, group, links)
         # An all-to-all sends as much as an all-gather, less its own part.
-        return all_gather_s(size, group, self.links)
+        return all_gather_s(size, group, links)
 
 
 def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | None:

@@ -180,7 +180,7 @@ def compile_report(
     gpus = require_devices(config, gpus)
     require_runs(config.model, gpu.chip.compute_capability, gpu.name)
     config = config.resolve(gpus).at_largest_batch
-    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     # This reports missing packages even if the report is cached.
     devices = aot.gpu_devices(gpus // per_host, per_host, gpu)
     file = None if cache is None else cache / f"{cache_key(config, gpu, gpus, per_host, real_memory)}.json"
@@ -204,7 +204,7 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
         raise ConfigError(f"There {here} here, not {gpus}: name a kind with --gpu to compile for others.")
     kind = devices[0].device_kind
     known = gpu_from_device_kind(kind)
-    per_host, because = choose_gpus_per_host(len(devices), per_host, max(1, jax.local_device_count()))
+    per_host, because = choose_gpus_per_host(len(devices), per_host, max(1, jax.local_device_count()), config.parallel)
     named = (known.name if known else kind, known.memory_bytes if known else None, capacity_of(devices[0]))
     return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
 
@@ -238,7 +238,8 @@ def _compile(
     workspace = 0 if on_device or gpu is None else packed_workspace(config, gpu)
     size = total_bytes(memory) + workspace
     fused_flops = kernel_flops(step.jaxpr, shares)
-    overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=config.model.multiplies_fp8)) if gpu else ()
+    fp8, parallel = config.model.multiplies_fp8, config.parallel
+    overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=fp8, parallel=parallel)) if gpu else ()
     again = None if real is None or capacity is None else _with_real_memory(config, real, size, capacity, workspace)
     fits = None if capacity is None else size <= capacity
     unknown_loops = module.loops_without_trip_count()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, cast
 
 from jaxllm.config.capability import HOPPER, Capability, why_not_cudnn
 from jaxllm.config.checks import causal_block_length, effective_windows
@@ -21,10 +25,16 @@ TOKENS_PER_DOCUMENT = 128
 measured: web pages have several times as many. A run counts the documents of its data."""
 
 
-def window_shares(model: ModelConfig, sequence_length: int) -> dict[int | None, float]:
+def window_shares(model: ModelConfig, sequence_length: int) -> Mapping[int | None, float]:
     """Effective window, None for all positions -> share of the layers."""
+    # Type checkers do not know that a frozen model of pydantic is hashable.
+    return _window_shares(cast(Any, model), sequence_length)
+
+
+@lru_cache(maxsize=1024)
+def _window_shares(model: Any, sequence_length: int) -> Mapping[int | None, float]:
     windows = effective_windows(model.windows, sequence_length)
-    return {window: count / len(windows) for window, count in Counter(windows).items()}
+    return MappingProxyType({window: count / len(windows) for window, count in Counter(windows).items()})
 
 
 def branch_shares(model: ModelConfig, sequence_length: int) -> tuple[float, ...]:

@@ -6,10 +6,24 @@ name: keep it on the device, offload it to host memory, or recompute it from blo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxllm.config.model_spec import Shape
 from jaxllm.config.types import BLOCK_INPUT, Remat, block_tensors
+
+SHORT = {
+    "block_input": "input",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "attention_output": "attn",
+    "attention_out": "out",
+    "mlp_gate": "gate",
+    "mlp_up": "up",
+    "mlp_down": "down",
+}
+"""Names of a block's tensors in a table. attention_lse goes with attention_output."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +63,30 @@ def policy_of(remat: Remat, model: Shape) -> Policy:
 def remat_words(remat: Remat) -> str:
     """parallel.remat in words: its name, or the action for each tensor."""
     return remat if isinstance(remat, str) else ", ".join(f"{name} {action}" for name, action in remat.items())
+
+
+def offloads(remat: Remat) -> bool:
+    """Whether activations wait in the host's memory."""
+    return remat == "offload" or (isinstance(remat, Mapping) and "offload" in remat.values())
+
+
+def remat_text(remat: Remat) -> str:
+    """A policy's name. Of a mapping what it keeps or what it recomputes, whichever is shorter, in SHORT names, and what goes to
+    the host: 'keep q k v', 'recompute gate; host up'."""
+    if isinstance(remat, str):
+        return remat
+    actions = {BLOCK_INPUT: "keep", **remat}
+    kept, again, host = (
+        " ".join(short for name, short in SHORT.items() if actions.get(name, "recompute") == action)
+        for action in ("keep", "recompute", "offload")
+    )
+    kept = kept.removeprefix("input").strip()
+    if "mlp_down" not in remat:
+        again = again.removesuffix("down").strip()
+    if kept and (not again or len(kept) < len(again)):
+        device = f"keep {kept}"
+    elif again:
+        device = f"recompute {again if kept else 'the rest' if host else 'all'}"
+    else:
+        return f"host {host}"
+    return f"{device}; host {host}" if host else device

@@ -47,6 +47,12 @@ class ParallelConfig(Section):
     replica: Ranks = 1
     """Replicas (HSDP): the outermost axis, where the network is slowest. ZeRO shards within a replica. Across replicas,
     gradients are summed once per step, or with train.diloco_steps weights are synchronised once per that many steps."""
+    replica_gbit_per_s: PositiveFloat | None = None
+    """Bandwidth of a replica's link to the others, in Gbit/s each way, shared by all its GPUs. For predictions (estimate, plan,
+    compile); training ignores it. null: as between hosts, where each GPU has its share of its host's adapters."""
+    replica_latency_ms: NonNegativeFloat | None = None
+    """Time of a message from one replica to another, in milliseconds: half of what ping prints. For predictions too. null: as
+    between hosts."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
@@ -74,6 +80,11 @@ class ParallelConfig(Section):
     tensor_ring: Switch | None = None
     """Tensor ranks send a sequence in chunks, one behind the matmuls of another. null: chunks of 8 MiB and more from Hopper on,
     without FP8, overlap_passes, remat=none and scan_layers=false."""
+
+    @property
+    def names_replica_network(self) -> bool:
+        """Whether a network of their own connects several replicas."""
+        return self.replica > 1 and (self.replica_gbit_per_s, self.replica_latency_ms) != (None, None)
 
     @model_validator(mode="after")
     def _check(self):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, cast
 
 from jaxllm.config import ModelConfig, ParallelConfig, model_spec, zero_shard
 
@@ -24,19 +28,27 @@ class Elements:
         return Elements(count * self.compute, count * self.master)
 
 
-def parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
+def parameters(model: ModelConfig, parallel: ParallelConfig) -> Mapping[str, Elements]:
     """Elements of each parameter on one device, by path; for a layer's parameter, those of one layer."""
-    ways = parallel.pipe * parallel.tensor
-    split = {"vocab": ways, "heads": parallel.tensor, "mlp": parallel.tensor}
-    if model.num_kv_heads % parallel.tensor == 0:
-        split["kv_heads"] = parallel.tensor
+    ranks = int(parallel.data) * parallel.context
+    # Type checkers do not know that a frozen model of pydantic is hashable.
+    return _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
+
+
+@lru_cache(maxsize=4096)
+def _parameters(model: Any, pipe: int, tensor: int, ranks: int) -> Mapping[str, Elements]:
+    """The same, sharded over so many ranks between steps."""
+    ways = pipe * tensor
+    split = {"vocab": ways, "heads": tensor, "mlp": tensor}
+    if model.num_kv_heads % tensor == 0:
+        split["kv_heads"] = tensor
     found = {}
     for spec in model_spec.parameters(model):
         shape = dict(zip(spec.dims, spec.shape, strict=True))
         if "vocab" in shape:
             shape["vocab"] = -(-shape["vocab"] // ways) * ways
-        found[spec.path] = _elements(shape, split, parallel, spec.is_matrix)
-    return found
+        found[spec.path] = _elements(shape, split, ranks, spec.is_matrix)
+    return MappingProxyType(found)
 
 
 def layer_parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
@@ -44,10 +56,9 @@ def layer_parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, 
     return {path: elements for path, elements in parameters(model, parallel).items() if path.startswith(model_spec.LAYERS)}
 
 
-def _elements(shape: dict[str, int], split: dict[str, int], parallel: ParallelConfig, is_matrix: bool) -> Elements:
+def _elements(shape: dict[str, int], split: dict[str, int], ranks: int, is_matrix: bool) -> Elements:
     compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
-    ranks = int(parallel.data) * parallel.context
-    if parallel.zero == 0 or ranks == 1:
+    if ranks == 1:
         return Elements(compute, compute)
     found = zero_shard(shape, split, ranks, is_matrix)
     if found is None:

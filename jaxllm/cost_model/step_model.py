@@ -7,26 +7,29 @@ from functools import cached_property
 from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import Config
-from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, host_sum_itemsize, rings_tensor, sends_once
-from jaxllm.config.types import MASTER_ON_HOST
-from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method
+from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
+from jaxllm.cost_model.activations import context_method
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.layer_compute import LayerCompute
+from jaxllm.cost_model.host_copies import HostCopies
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
+from jaxllm.cost_model.replicas import exchange_of, over_replica_network
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
+    COMMUNICATION,
     KERNEL_S,
+    OUTER_STEP,
     STEP_KERNELS,
     Fitted,
     StepTime,
     Transfers,
     add_times,
+    largest_deviation,
 )
 from jaxllm.cost_model.step_sizes import StepSizes
 
 
-class StepModel(LayerCompute):
+class StepModel(HostCopies):
     """Combines the compute and the transfers of jaxllm's step."""
 
     layer_kernels = 60
@@ -45,7 +48,6 @@ class StepModel(LayerCompute):
         super().__init__(config, gpu, gpus_per_host, fitted)
         self.context_method = context_method(config)
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
-        self.layers_on_host = self.parallel.offload_state == "all"
         self.rings_tensor = rings_tensor(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
@@ -80,6 +82,9 @@ class StepModel(LayerCompute):
         for times_s in (self.head(), self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
+        if self.devices > 1:
+            computes_s = sum(time_s for name, time_s in terms.items() if name not in COMMUNICATION) - bubble_transfers_s
+            terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * computes_s
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
         tflops = tokens_per_s * self.flops_per_token() / 1e12
@@ -91,12 +96,10 @@ class StepModel(LayerCompute):
 
     def tick(self) -> tuple[dict[str, float], Transfers, Transfers, float, float]:
         """One chunk of layers: (compute by term, transfers forward, transfers backward, seconds forward, seconds backward)."""
-        layers = self.config.chunk_layers
+        layers = self.chunk_layers
         matmuls_s, attention_s, moves_s = self.layer_matmuls_s(), self.attention_s(), self.moves_s()
         again, attention_again, moves_again = self.recomputed()
-        repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in self.matmuls if name in again)
-        repeated_s += attention_s[0] if attention_again else 0.0
-        repeated_s += moves_s[0] if moves_again else 0.0
+        repeated_s = self.repeated_s(again, attention_again) + (moves_s[0] if moves_again else 0.0)
         kernels = self.layer_kernels + self.rings_tensor * (self.t - 1) * self.chunk_kernels
         kernels += self.mean(len(self.hops(window)) for window in self.windows) * self.hop_kernels
         layer = {
@@ -110,17 +113,7 @@ class StepModel(LayerCompute):
             "launches": kernels * KERNEL_S,
         }
         forward, backward = Transfers(), Transfers()
-        if self.rings_tensor:
-            self.add_tensor_ring(forward, backward, layers, again)
-        elif self.t > 1:
-            self.add_tensor(forward, backward, layers, matmuls_s, len(again & {"attention_out", "mlp_down"}))
-        if self.t > 1 and self.model.qk_norm == "width":
-            # The sums over all heads, of queries and keys at once: a few bytes for each token, for which ranks wait.
-            forward.add("tensor_skew", self.fitted.sync_s, times=layers)
-            backward.add("tensor_skew", self.fitted.sync_s, times=layers * (1 + moves_again))
-        if self.c > 1:
-            for window, share in self.windows.items():
-                self.add_context(forward, backward, share * layers, window, attention_again)
+        self.add_layer_transfers(forward, backward, layers, matmuls_s, self.recomputed())
         forward_s, backward_s = (layers * sum(parts) for parts in zip(matmuls_s, attention_s, moves_s, strict=True))
         forward_s += forward.total_s
         backward_s += backward.total_s + layers * repeated_s
@@ -139,28 +132,46 @@ class StepModel(LayerCompute):
             behind_backward["data"] = (layers - 1) * (scatter_s + (gather_s if self.parallel.zero == 3 else 0))
             # A chunk's first gather and its last scatter cannot overlap with anything.
             backward.add("data", gather_s + scatter_s)
-        if self.policy.offload:
-            link_s = layers * self.offloaded_bytes() / self.gpu.host_bandwidth_bytes_per_s
-            behind_forward["offload"] = behind_backward["offload"] = link_s
-        if self.layers_on_host:
-            weights_s, sums_in_s, sums_out_s = self.layer_on_host_s()
-            behind_forward["offload_state"] = layers * weights_s
-            # Sums arrive, and activations, over the same link; then sums leave while weights arrive.
-            at_once_s = sums_in_s + max(sums_out_s, weights_s)
-            behind_backward["offload_state"] = layers * at_once_s + behind_backward.get("offload", 0.0)
-            # Nothing hides the first layer's weights, and the sums of the last that is run backward.
-            backward.add("offload_state", weights_s + sums_in_s + sums_out_s)
+        self.add_host(behind_forward, behind_backward, backward, (forward_s, backward_s))
         forward.add_together(behind_forward, forward_s)
         backward.add_together(behind_backward, backward_s)
         return {name: layers * time_s for name, time_s in layer.items() if time_s}, forward, backward, forward_s, backward_s
 
-    def layer_on_host_s(self) -> tuple[float, float, float]:
-        """(weights in, sums in, sums out): seconds of one layer on the host's link, in one direction. The sums of a single
-        microbatch are not read; on one rank they are in the compute dtype."""
-        ranks = self.data_group.size
-        seconds_per_byte = self.layer_parameters / ranks / self.gpu.host_bandwidth_bytes_per_s
-        out_s = seconds_per_byte * host_sum_itemsize(self.config)
-        return seconds_per_byte * self.itemsize, out_s if self.M > 1 else 0.0, out_s
+    def repeated_s(self, again: set[str], attention_again: bool) -> float:
+        """Time to compute a layer's matmuls of these names once more, and its attention."""
+        repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in self.matmuls if name in again)
+        return repeated_s + (self.attention_s()[0] if attention_again else 0.0)
+
+    def add_layer_transfers(
+        self,
+        forward: Transfers,
+        backward: Transfers,
+        layers: int,
+        matmuls_s: tuple[float, float],
+        recomputed: tuple[set[str], bool, bool],
+    ) -> None:
+        """Transfers over tensor and context of so many layers, with what the backward pass recomputes (recomputed())."""
+        again, attention_again, moves_again = recomputed
+        if self.rings_tensor:
+            self.add_tensor_ring(forward, backward, layers, again)
+        elif self.t > 1:
+            self.add_tensor(forward, backward, layers, matmuls_s, len(again & {"attention_out", "mlp_down"}))
+        if self.t > 1 and self.model.qk_norm == "width":
+            # The sums over all heads, of queries and keys at once: a few bytes for each token, for which ranks wait.
+            forward.add("tensor_skew", self.fitted.sync_s, times=layers)
+            backward.add("tensor_skew", self.fitted.sync_s, times=layers * (1 + moves_again))
+        if self.c > 1:
+            for window, share in self.windows.items():
+                self.add_context(forward, backward, share * layers, window, attention_again)
+
+    def recomputation_s(self, again: set[str], attention_again: bool) -> float:
+        """Time by which one layer's backward pass is longer if it recomputes these matmuls and attention, with the transfers
+        over tensor and context that they repeat."""
+        with_them, without = Transfers(), Transfers()
+        matmuls_s = self.layer_matmuls_s()
+        self.add_layer_transfers(Transfers(), with_them, 1, matmuls_s, (again, attention_again, True))
+        self.add_layer_transfers(Transfers(), without, 1, matmuls_s, (set(), False, True))
+        return self.repeated_s(again, attention_again) + with_them.total_s - without.total_s
 
     def gradient_sums_s(self) -> float:
         """As in LayerCompute; the matmuls of layers with arrays of their own add to the sums instead of writing gradients."""
@@ -170,17 +181,19 @@ class StepModel(LayerCompute):
 
     def stacks_s(self) -> float:
         """Time to copy what the backward pass needs into a loop's ring (layer_loop.py): read and written once. In the compiled
-        step of 1B (RESULTS, "Kernels of one step") 43.9 ms, and 40.2 by this."""
+        step of 1B (RESULTS, "Kernels of one step") 43.9 ms, and 40.2 by this. What waits on the host is read and written in the
+        GPU's memory as often."""
         if self.has_own_layers:
             return 0.0
         if self.policy.everything:
             return self.moved_s(2 * sum(StepSizes(self.config, self.gpu).kept.values()))
-        return self.moved_s(2 * self.rows * self.c * sum(self.bytes_per_token.kept.values()))
+        held = self.bytes_per_token
+        return self.moved_s(2 * self.rows * self.c * sum((*held.kept.values(), *held.offloaded.values())))
 
     # -------------------------------------------------------------------------------- transfers of one layer and microbatch
 
     def add_tensor(
-        self, forward: Transfers, backward: Transfers, layers: int, matmuls_s: tuple[float, float], scatters_again: int
+        self, forward: Transfers, backward: Transfers, layers: float, matmuls_s: tuple[float, float], scatters_again: int
     ) -> None:
         """Sequence parallelism: hidden states are gathered into both halves of a block and scattered out of them. The backward
         pass does the same and gathers the two inputs once more (6 and 4 per layer); it scatters each output that is recomputed
@@ -209,7 +222,7 @@ class StepModel(LayerCompute):
         forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
         backward.add("tensor_skew", self.fitted.sync_s, times=layers * (gathers + scatters))
 
-    def add_tensor_ring(self, forward: Transfers, backward: Transfers, layers: int, again: set[str]) -> None:
+    def add_tensor_ring(self, forward: Transfers, backward: Transfers, layers: float, again: set[str]) -> None:
         """As add_tensor, where a chunk travels behind the matmuls of another (parallel/tensor_ring.py). The inputs that the
         backward pass gathers for the weights' gradients hide behind half of these."""
         gather_s, scatter_s = self.sequence_s()
@@ -300,15 +313,6 @@ class StepModel(LayerCompute):
         """Bytes of a microbatch's hidden states between layers, on one rank."""
         return self.rows * self.model.hidden_size * self.itemsize / self.t
 
-    def offloaded_bytes(self) -> float:
-        """Bytes offloaded to the host per layer, microbatch and rank."""
-        return self.rows * self.c * sum(self.bytes_per_token.offloaded.values())
-
-    @cached_property
-    def bytes_per_token(self) -> ActivationBytes:
-        """What the policy keeps and offloads of a layer; the policy names tensors (not `none`)."""
-        return bytes_per_token_and_layer(self.policy, self.model, context=self.c, tensor=self.t, blockwise=self.is_blockwise)
-
     # ------------------------------------------------------------------------------------- once a microbatch, once a step
 
     def head(self) -> dict[str, float]:
@@ -358,20 +362,6 @@ class StepModel(LayerCompute):
         if zero:
             transfers.add("data", all_gather_s(self.itemsize * gathered, group, links), times=each if zero == 3 else 1)
 
-    def vocabulary_parameters(self) -> float:
-        """Parameters of embedding and head, on one rank."""
-        matrices = 1 if self.model.tie_embeddings else 2
-        return self.matrix_parameters() * matrices / self.P
-
-    def matrix_parameters(self) -> float:
-        """Parameters of the embedding, or of the head, on one tensor rank."""
-        return self.model.vocab_size * self.model.hidden_size / self.t
-
-    def shared_parameters(self) -> float:
-        """Parameters that a rank updates."""
-        parameters = self.stage_layers * self.layer_parameters + self.vocabulary_parameters()
-        return parameters / (self.data_group.size if self.parallel.zero else 1)
-
     def update(self) -> dict[str, float]:
         """AdamW in float32: reads weight, two moments and gradient, and writes the first three; the gradient's norm; the copy
         in the compute dtype."""
@@ -379,22 +369,14 @@ class StepModel(LayerCompute):
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * KERNEL_S}
 
     def add_replicas(self, transfers: Transfers) -> None:
-        """Transfers between replicas in float32, each rank its share: gradients once a step, or with DiLoCo weights once a
-        round."""
-        if self.replica_group.size > 1:
-            reduce_s = all_reduce_s(4 * self.shared_parameters(), self.replica_group, self.links)
-            transfers.add("replica", reduce_s, times=1 / (self.config.train.diloco_steps or 1))
-
-    def add_state_offload(self, transfers: Transfers) -> None:
-        """Moments cross the host's link once each way. Master weights do too, and once more to be cast at the step's start.
-        With `all` the cast layers return, and their gradients come in for the norm and for the update."""
-        state = self.parallel.offload_state
-        if state != "none":
-            crossing = self.shared_parameters() * (2 * 8 + (3 * 4 if state in MASTER_ON_HOST else 0))
-            if state == "all":
-                layers = self.stage_layers * self.layer_parameters / self.data_group.size
-                crossing += layers * (self.itemsize + 2 * host_sum_itemsize(self.config))
-            transfers.add("offload_state", crossing / self.gpu.host_bandwidth_bytes_per_s)
+        """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round."""
+        if (exchange := exchange_of(self.config)) is None:
+            return
+        group, links = self.replica_group, self.links
+        if self.parallel.names_replica_network:
+            group, links = over_replica_network(self.parallel, exchange.replicas, links)
+        name = "replica" if self.config.train.diloco_steps is None else OUTER_STEP
+        transfers.add(name, exchange.seconds(group, links), times=1 / exchange.steps)
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds nothing, because input is prefetched."""

@@ -7,6 +7,7 @@ changes[0].peak_bytes         by the estimate, at most the capacity
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,12 @@ from pydantic import ValidationError
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import MASTER_ON_HOST, OFFLOAD_STATES
 from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import host_bytes_per_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, EstimateMemory, SearchOptions, search
+from jaxllm.plan.fastest_remat import EstimateMemory
+from jaxllm.plan.search import SearchOptions, search
 
 CHUNK_TOKENS = 1024
 """Logits of this many tokens are small, and still fill an H100 with tiles."""
@@ -70,8 +73,11 @@ class Change:
 
     @property
     def overrides(self) -> str:
-        """The keys as command line overrides."""
-        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+        """The keys as command line overrides, quoted for a shell."""
+        return " ".join(f"{key}={_argument(value)}" for key, value in self.keys.items())
+
+    def to_json(self) -> dict[str, Any]:
+        return {"keys": dict(self.keys), "peak_bytes": self.peak_bytes, "step_s": self.step_s}
 
     @property
     def cost(self) -> str:
@@ -102,7 +108,7 @@ def changes_that_fit(
     """The mildest change of each kind that fits on the same number of devices, sorted by predicted step time; without a GPU, in
     the order of `ladders`. If no single change is enough, the fastest combination of several. If no combination is enough
     either and a GPU is given, the winner of a search over all meshes (plan/search.py). [] if nothing fits. Host memory is
-    limited by HOST_BYTES_PER_GPU. Tensor ranks stay inside a host, unless they cross hosts already.
+    limited by hosts.host_bytes_per_gpu. Tensor ranks stay inside a host, unless they cross hosts already.
 
     Args:
       config: resolved.
@@ -232,31 +238,21 @@ class _Trial:
             if config is None or self._leaves_host(config):
                 continue
             memory = self.estimate(config)
-            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= HOST_BYTES_PER_GPU:
+            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= host_bytes_per_gpu(self.gpu):
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
                 ratio = step_s / before_s if step_s and before_s else None
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)
 
     def fastest_of_all(self) -> Iterator[Change]:
-        """The winner of a search, with the optimizer state on the host if nothing fits without, and with everything there if
-        that is not enough; nothing without a GPU."""
+        """The winner of a search; nothing without a GPU."""
         if self.gpu is None:
             return
-        now = self.config.parallel.offload_state
-        for state in dict.fromkeys((now, "optimizer_and_master", "all")):
-            parallel = self.config.parallel.model_copy(update={"offload_state": state})
-            plan = search(
-                self.config.model_copy(update={"parallel": parallel}),
-                self.gpu,
-                self.config.devices,
-                self.gpus_per_host,
-                SearchOptions(device_bytes=self.capacity_bytes, estimate=self.estimate),
-            )
-            if plan.interrupted:
-                raise KeyboardInterrupt
-            if plan.candidates:
-                yield from self.that_fit([differences(self.config, plan.best)])
-                return
+        options = SearchOptions(device_bytes=self.capacity_bytes, estimate=self.estimate)
+        plan = search(self.config, self.gpu, self.config.devices, self.gpus_per_host, options)
+        if plan.interrupted:
+            raise KeyboardInterrupt
+        if plan.candidates:
+            yield from self.that_fit([differences(self.config, plan.best)])
 
     def _leaves_host(self, config: Config) -> bool:
         """Whether tensor ranks would cross hosts although they do not now."""
@@ -293,6 +289,12 @@ def differences(config: Config, other: Config) -> dict[str, Any]:
         mine, others = getattr(config, section), getattr(other, section)
         changed_keys |= {f"{section}.{key}": value for key, value in others if value != getattr(mine, key)}
     return changed_keys
+
+
+def _argument(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return shlex.quote("{" + ", ".join(f"{name}: {action}" for name, action in value.items()) + "}")
 
 
 def _step_s(change: Change) -> float:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
-from jaxllm.plan.plan_result import Plan, Rejected
-from jaxllm.plan.search import CONFIGURATION, Progress
+from jaxllm.plan.fastest_remat import CONFIGURATION
+from jaxllm.plan.plan_result import Plan, Rejected, ranked
+from jaxllm.plan.search import Progress
 
 TRIES = 3
 """Limit on compilations, as a multiple of the number to confirm."""
@@ -71,7 +72,8 @@ def confirm(
 ) -> Plan:
     """Compiles the best candidates until `count` of them fit into the capacity and into a GPU's share of host memory by XLA's
     own bytes. Candidates that do not fit or do not compile move to the rejected, and the next best ones replace them, up to
-    TRIES x count compilations. The confirmed ones are ranked again, with the exposed transfers of their schedules
+    TRIES x count compilations. If all that are confirmed use the host's memory, the best of those that do not is compiled
+    too, as one more. The confirmed ones are ranked again, with the exposed transfers of their schedules
     (StepTime.as_scheduled); the others stay behind them in the model's order.
 
     The set of compiled candidates does not depend on which compilation ends first. A KeyboardInterrupt stops the loop; the
@@ -83,51 +85,76 @@ def confirm(
         alone, to find the one that kills it. Default: compile in this process, one after another.
       workers: compilations at the same time.
     """
-    executor = start()
-    waiting = deque(range(len(plan.candidates)))
-    running: dict[Future, int] = {}
-    confirmed: dict[int, Compiled] = {}
-    refused: dict[int, tuple[str, str]] = {}
-    tried, interrupted = 0, False
+    run = _Compilations(plan, count, compile_candidate, start, workers, progress)
+    interrupted = False
     try:
+        run.until(range(len(plan.candidates)), count, TRIES * count)
+        if run.confirmed and all(plan.candidates[number].uses_host for number in run.confirmed):
+            run.until((n for n, one in enumerate(plan.candidates) if not one.uses_host and n not in run.refused), 1, TRIES)
+    except KeyboardInterrupt:
+        interrupted = True
+    return _with_figures(plan, count, run.confirmed, run.refused, interrupted)
+
+
+@dataclass
+class _Compilations:
+    """Compilations of a plan's candidates, by their numbers."""
+
+    plan: Plan
+    count: int
+    compile_candidate: Compile
+    start: Callable[[], Executor]
+    workers: int
+    progress: Progress | None
+    confirmed: dict[int, Compiled] = field(default_factory=dict)
+    refused: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """(reason, example)."""
+    executor: Executor | None = None
+
+    def until(self, numbers: Iterable[int], wanted: int, most: int) -> None:
+        """Compiles these candidates in turn until so many more are confirmed, or `most` were compiled."""
+        waiting, running, tried = deque(numbers), {}, 0
+        wanted += len(self.confirmed)
         while True:
-            while waiting and len(running) < workers and len(confirmed) + len(running) < count and tried < TRIES * count:
+            while waiting and len(running) < self.workers and len(self.confirmed) + len(running) < wanted and tried < most:
                 number = waiting.popleft()
-                running[executor.submit(compile_candidate, plan.candidates[number].config)] = number
+                self.executor = self.executor or self.start()
+                running[self.executor.submit(self.compile_candidate, self.plan.candidates[number].config)] = number
                 tried += 1
             if not running:
-                break
+                return
             done, _ = wait(running, return_when=FIRST_COMPLETED)
-            broken: list[int] = []
-            for future in done:
-                number = running.pop(future)
-                try:
-                    compiled = future.result()
-                except BrokenExecutor:
-                    broken.append(number)
-                except (ConfigError, RuntimeError) as error:
-                    message = " ".join(str(error).split())[:MOST_OF_ERROR]
-                    refused[number] = COMPILE_REFUSED, f"{plan.candidates[number].choice}: {message}"
-                else:
-                    if (above := compiled.above(plan)) is None:
-                        confirmed[number] = compiled
-                    else:
-                        reason, size = above
-                        refused[number] = reason, f"{plan.candidates[number].choice}: {readable(size)}"
+            broken = [number for number in (self._ended(future, running.pop(future)) for future in done) if number is not None]
             if broken:
                 broken += running.values()
                 running.clear()
-                if len(broken) == 1 and workers == 1:
-                    refused[broken[0]] = COMPILE_REFUSED, f"{plan.candidates[broken[0]].choice}: the compiler died of it"
+                if len(broken) == 1 and self.workers == 1:
+                    self._refuse(broken[0], COMPILE_REFUSED, "the compiler died of it")
                 else:
                     waiting.extendleft(sorted(broken, reverse=True))
                     tried -= len(broken)
-                executor, workers = start(), 1
-            if progress is not None:
-                progress("compiled", len(confirmed), min(count, len(plan.candidates)))
-    except KeyboardInterrupt:
-        interrupted = True
-    return _with_figures(plan, count, confirmed, refused, interrupted)
+                self.executor, self.workers = self.start(), 1
+            if self.progress is not None:
+                total = max(len(self.confirmed), min(self.count, len(self.plan.candidates)))
+                self.progress("compiled", len(self.confirmed), total)
+
+    def _ended(self, future: Future, number: int) -> int | None:
+        """Sorts a candidate's result in; its number if the executor broke."""
+        try:
+            compiled = future.result()
+        except BrokenExecutor:
+            return number
+        except (ConfigError, RuntimeError) as error:
+            self._refuse(number, COMPILE_REFUSED, " ".join(str(error).split())[:MOST_OF_ERROR])
+            return None
+        if (above := compiled.above(self.plan)) is None:
+            self.confirmed[number] = compiled
+        else:
+            self._refuse(number, above[0], readable(above[1]))
+        return None
+
+    def _refuse(self, number: int, reason: str, example: str) -> None:
+        self.refused[number] = reason, f"{self.plan.candidates[number].choice}: {example}"
 
 
 def _with_figures(
@@ -143,7 +170,7 @@ def _with_figures(
         for n, one in every
         if n in confirmed
     ]
-    seen.sort(key=lambda one: one.rank(plan.largest_microbatch))
+    seen = ranked(seen, plan.largest_microbatch)
     rest = [one for n, one in every if n not in confirmed and n not in refused]
     classes: dict[str, list[str]] = {}
     for number in sorted(refused):

@@ -155,7 +155,7 @@ def over_data_ranks(
         if gpu is None:
             step_s = batch / (tokens_per_s_per_device * devices)  # type: ignore[operator]
         else:
-            per_host, _ = choose_gpus_per_host(devices, None, gpus_per_host or gpu.gpus_per_host)
+            per_host, _ = choose_gpus_per_host(devices, None, gpus_per_host or gpu.gpus_per_host, trial.parallel)
             step_s = slower * estimate_step_time(trial, gpu, per_host).step_s
         return RankRow(ranks, devices, microbatches, batch, needed.steps(batch), needed.tokens(batch), step_s, None)
 

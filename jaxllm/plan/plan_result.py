@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.step_parts import StepTime
+from jaxllm.cost_model.replicas import exchange_json
+from jaxllm.cost_model.step_parts import BETWEEN_GPUS, OUTER_STEP, StepTime
 from jaxllm.display import readable
 from jaxllm.plan.space import Choice, choice_in
 
 FIT_SHARE = 0.95
 """Largest share of the capacity at which an estimated config counts as fitting. The rest covers underestimates."""
+TIE_SHARE = 0.005
+"""Speeds that differ by less than this share are ties. Chosen: the median error of the step-time model is three times as
+large on the rows that it was fitted to, so half a percent is no reason to send more."""
+SENT = (*BETWEEN_GPUS, OUTER_STEP, "offload", "offload_state")
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,16 @@ class Candidate:
     def exposed_communication_share(self) -> float:
         return self.time.exposed_communication_share
 
-    def rank(self, largest_microbatch: bool) -> tuple[float, ...]:
-        """Sort key, best first: by speed, then by estimated bytes; with largest_microbatch by microbatch before both."""
-        by_speed = (-self.tokens_per_s_per_gpu, self.estimate_bytes)
-        return (-self.config.microbatch_sequences, *by_speed) if largest_microbatch else by_speed
+    @property
+    def sent_s(self) -> float:
+        """Predicted seconds of all transfers of a step, hidden ones too: between GPUs, and to and from the host."""
+        terms_s, hidden_s = self.predicted.terms_s, self.predicted.hidden_s
+        return math.fsum(times_s.get(name, 0.0) for name in SENT for times_s in (terms_s, hidden_s))
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether activations or state wait in the host's memory."""
+        return self.choice.uses_host
 
     @property
     def choice(self) -> Choice:
@@ -75,6 +89,8 @@ class Candidate:
             "schedule": choice.schedule,
             "virtual_stages": choice.virtual_stages,
             "remat": choice.remat,
+            "offload_state": choice.offload_state,
+            "overlap_passes": choice.overlap_passes,
             "estimate_bytes": self.estimate_bytes,
             "compiled_bytes": self.compiled_bytes,
             "host_bytes": self.host_bytes,
@@ -82,10 +98,32 @@ class Candidate:
             "tflops_per_gpu": self.tflops_per_gpu,
             "step_s": self.step_s,
             "exposed_communication_share": self.exposed_communication_share,
+            "sent_s": self.sent_s,
             "predicted_step_s": self.predicted.step_s,
             "predicted_transfers_s": self.predicted.transfers_s,
             "scheduled_transfers_s": self.scheduled_transfers_s,
+            "between_replicas": exchange_json(self.config, self.predicted.between_replicas_s),
         }
+
+
+def ranked(candidates: Iterable[Candidate], largest_microbatch: bool = False) -> tuple[Candidate, ...]:
+    """Candidates, best first: by speed; among ties with the fastest of them (TIE_SHARE), by what they send, then by estimated
+    bytes. The next tie begins with the fastest that is left, so the order is a total one. With largest_microbatch by microbatch
+    before all."""
+
+    def microbatch(one: Candidate) -> int:
+        return one.config.microbatch_sequences if largest_microbatch else 0
+
+    by_speed = sorted(candidates, key=lambda one: (-microbatch(one), -one.tokens_per_s_per_gpu))
+    keys: list[tuple[int, float, int]] = []
+    tie, first = 0, None
+    for one in by_speed:
+        if first is None or (
+            microbatch(one) != microbatch(first) or one.tokens_per_s_per_gpu < (1 - TIE_SHARE) * first.tokens_per_s_per_gpu
+        ):
+            tie, first = tie + 1, one
+        keys.append((tie, one.sent_s, one.estimate_bytes))
+    return tuple(by_speed[number] for number in sorted(range(len(keys)), key=keys.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -114,7 +152,8 @@ class Plan:
     host_bytes_per_gpu: float
     """Limit of host memory for offloading."""
     candidates: tuple[Candidate, ...]
-    """All that fit, best first: those confirmed, then the others."""
+    """Those that fit, best first: those confirmed, then the others. Left out are those that are slower than the best by law and
+    those that gain nothing by the host; `rejected` counts them."""
     rejected: tuple[Rejected, ...]
     meshes: int
     """Number of meshes of these GPUs searched so far; `configurations` counts those of meshes that break no rule."""
@@ -127,6 +166,9 @@ class Plan:
     confirmed: int = 0
     unconfirmed_because: str | None = None
     """The reason why fewer were confirmed than requested."""
+    with_fp8: Candidate | None = None
+    """The best with model.matmul_dtype=fp8, by prediction; None if it was not looked for, the chip has none, or the config asks
+    for it."""
 
     def __repr__(self) -> str:
         best = f"; the best {self.candidates[0]!r}" if self.candidates else ""
@@ -147,6 +189,32 @@ class Plan:
             raise ConfigError(f"Nothing fits on {self.gpus} x {self.gpu.name}: use more GPUs, or shorter sequences.")
         return self.candidates[0].config
 
+    @property
+    def without_host(self) -> Candidate | None:
+        """The best candidate with nothing on the host beside a winner that has; None if the winner has not, or none fits."""
+        if not self.candidates or not self.candidates[0].uses_host:
+            return None
+        return next((one for one in self.candidates if not one.uses_host), None)
+
+    @cached_property
+    def speed_range(self) -> ErrorRange:
+        """How far off the winner's speed may be."""
+        return error_range(self.best, self.gpu, self.gpus_per_host)
+
+    @cached_property
+    def undecided(self) -> tuple[Candidate, ...]:
+        """Candidates that may be faster than the winner: the larger of both layouts' errors is as large as the difference."""
+        found = []
+        for one in self.candidates[1:]:
+            error = max(error_range(one.config, self.gpu, self.gpus_per_host).layout_error, self.speed_range.layout_error)
+            if self.faster(one) <= error:
+                found.append(one)
+        return tuple(found)
+
+    def faster(self, other: Candidate) -> float:
+        """Share by which the winner is faster than another candidate."""
+        return self.candidates[0].tokens_per_s_per_gpu / other.tokens_per_s_per_gpu - 1
+
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
         return {
@@ -154,12 +222,17 @@ class Plan:
             "gpus": self.gpus,
             "gpus_per_host": self.gpus_per_host,
             "hosts_because": self.hosts_because,
+            "replicas": self.config.parallel.replica,
             "capacity_bytes": self.capacity_bytes,
             "fit_share": FIT_SHARE,
             "sequence_length": self.config.train.sequence_length,
             "global_batch_sequences": self.config.train.global_batch_sequences,
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "candidates_that_fit": len(self.candidates),
+            **(range_json(self.candidates[0].tokens_per_s_per_gpu, self.speed_range) if self.candidates else {}),
+            "undecided": len(self.undecided),
+            "without_host": _beside(self, self.without_host),
+            "with_fp8": _beside(self, self.with_fp8),
             "confirmed": self.confirmed,
             "unconfirmed_because": self.unconfirmed_because,
             "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
@@ -167,3 +240,8 @@ class Plan:
             "configurations": self.configurations,
             "interrupted": self.interrupted,
         }
+
+
+def _beside(plan: Plan, other: Candidate | None) -> dict[str, Any] | None:
+    """Another candidate as JSON, and the share by which the winner is faster."""
+    return None if other is None else {**other.to_json(), "winner_faster": plan.faster(other)}

@@ -72,6 +72,8 @@ def heading_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
         f"  memory     estimate {readable(best.estimate_bytes)} (at most {FIT_SHARE:.0%} of {readable(plan.capacity_bytes)}), "
         f"{xla}"
     )
+    if (other := plan.without_host) is not None:
+        yield f"  no host    {other.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with nothing in the host's memory: {other.choice}"
     yield (
         f"  expect     {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {best.tflops_per_gpu:,.0f} TFLOP/s/GPU (causal), "
         f"{how}, not measured"

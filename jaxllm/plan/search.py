@@ -3,98 +3,51 @@
     plan = search(config, find_gpu("h100-80gb"), gpus=64)
     plan.best                                       a resolved Config
 
+Every configuration of the space (space.py) has a least step time, that with nothing recomputed and no activations on the host.
+In its order they get the fastest remat with which they fit (fastest_remat.py), until the next one's least time is above the
+time of enough others: all that is left is slower than these, by law. Of configurations with the same mesh, ZeRO, schedule and
+microbatch, one that has more on the host is looked at only while it may be faster.
+
 The caller may pass other estimates. confirm.py confirms the result by compiling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+import bisect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jaxllm.config import Config
-from jaxllm.config.capability import require_runs
-from jaxllm.config.checks import keeps_whole_layers, unlike_all_on_host
+from jaxllm.config.capability import FIRST_WITH, require_runs
 from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.hosts import choose_gpus_per_host
-from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
-from jaxllm.cost_model.step_parts import StepTime
+from jaxllm.cost_model.hosts import choose_gpus_per_host, host_bytes_per_gpu
+from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.display import readable
-from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan, Rejected
-from jaxllm.plan.space import (
-    BEYOND_HOST,
-    UNEVEN,
-    Choice,
-    Group,
-    groups,
-    meshes,
-    remat_text,
-    why_not,
+from jaxllm.plan.fastest_remat import (
+    CONFIGURATION,
+    MESH,
+    EstimateMemory,
+    EstimateTime,
+    Fitting,
+    Limits,
+    Trial,
+    ways,
 )
+from jaxllm.plan.plan_result import FIT_SHARE, TIE_SHARE, Candidate, Plan, ranked
+from jaxllm.plan.space import BEYOND_HOST, UNEVEN, Group, Mesh, data_ranks, groups, meshes, why_not
 
-HOST_BYTES_PER_GPU = 128 * 2**30
-"""Host memory per GPU for offloading: 1 TB for eight GPUs, as in the smaller DGX A100; a DGX H100 has twice that (NVIDIA's data
-sheets)."""
-MORE_GPUS = (2, 4, 8, 16, 32, 64)
-"""Multiples of the present GPUs that are tried if nothing fits."""
-MESH, CONFIGURATION = "mesh", "configuration"
 KEPT_AWAY = "--keep leaves no configuration"
-DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
-HOST_FULL = "needs more host memory than a GPU's share"
-_LEANER = {"selective": "full", "none": "selective"}
-"""Remat policy -> a policy that never needs more memory."""
+GAINS_NOTHING = "as fast with another use of the host, or with none"
+SLOWER = "slower than the best even with nothing recomputed"
+WITHOUT_HOST = 24
+"""Number of the fastest candidates with nothing on the host that are found too: as many as confirm.py may compile of eight."""
+SHOWN = 256
+"""Configurations between two reports of progress."""
 
-
-EstimateMemory = Callable[[Config], MemoryEstimate]
-EstimateTime = Callable[[Config, Gpu, int], StepTime]
-"""Takes a resolved config, a kind of GPU and the GPUs per host."""
 Progress = Callable[[str, int, int], None]
 """Called with (description of the work, amount done, total amount)."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Memory limits of a configuration, per GPU."""
-
-    device_bytes: float
-    """Limit for the estimate."""
-    host_bytes: float
-
-    def broken_by(self, memory: MemoryEstimate) -> str | None:
-        """The reason for rejection; None if it fits."""
-        if memory.peak_bytes > self.device_bytes:
-            return DOES_NOT_FIT
-        return HOST_FULL if memory.host_bytes > self.host_bytes else None
-
-
-@dataclass
-class _Tally:
-    """Counts rejected meshes and configurations."""
-
-    counts: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
-    leanest: tuple[Choice, int] | None = None
-
-    def add(self, unit: str, reason: str, count: int, example: Choice | str) -> None:
-        so_far, first = self.counts.get((unit, reason), (0, None))
-        self.counts[unit, reason] = so_far + count, first or str(example)
-
-    def count(self, unit: str) -> int:
-        return sum(count for (counted, _), (count, _) in self.counts.items() if counted == unit)
-
-    def see(self, choice: Choice, memory: MemoryEstimate) -> None:
-        """Records one that does not fit. add() counts it."""
-        if self.leanest is None or memory.peak_bytes < self.leanest[1]:
-            self.leanest = choice, memory.peak_bytes
-
-    def rejected(self) -> tuple[Rejected, ...]:
-        rows = []
-        for (unit, reason), (count, example) in self.counts.items():
-            if reason == DOES_NOT_FIT and self.leanest is not None:
-                example = f"{self.leanest[0]}: {readable(self.leanest[1])}"
-            rows.append(Rejected(unit, reason, count, example))
-        return tuple(sorted(rows, key=lambda row: (row.unit != MESH, -row.count)))
 
 
 @dataclass(frozen=True)
@@ -105,8 +58,8 @@ class SearchOptions:
     """Names of space.KEEPABLE; these settings stay as the config has them."""
     across_hosts: bool | None = None
     """Whether context x tensor may cross hosts; None: only if nothing fits otherwise."""
-    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU
-    """Limit of host memory for offloading."""
+    host_bytes_per_gpu: float | None = None
+    """Limit of host memory for offloading; default: the kind's share (hosts.host_bytes_per_gpu)."""
     device_bytes: float | None = None
     """Limit for the estimate; default: FIT_SHARE of the kind's capacity."""
     largest_microbatch: bool = False
@@ -115,11 +68,27 @@ class SearchOptions:
     """Default: estimate_memory."""
     step_time: EstimateTime = estimate_step_time
     prune: bool = True
-    """Whether to skip what needs more than a rejected neighbour: larger microbatches, and remat that keeps more."""
+    """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
+    slower than `best` others even with nothing recomputed."""
+    best: int = 100
+    """Number of candidates that are certain to be the fastest; the others are some of those that fit."""
 
     def limits(self, gpu: Gpu) -> Limits:
         device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
-        return Limits(device_bytes, self.host_bytes_per_gpu)
+        host_bytes = host_bytes_per_gpu(gpu) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
+        return Limits(device_bytes, host_bytes)
+
+    def fitting(self, config: Config, gpu: Gpu, gpus_per_host: int) -> Fitting:
+        return Fitting(
+            config,
+            gpu,
+            gpus_per_host,
+            self.limits(gpu),
+            self.estimate or partial(estimate_memory, gpu=gpu),
+            self.step_time,
+            keep=self.keep,
+            prune=self.prune,
+        )
 
     def reaches(self) -> tuple[bool, ...]:
         """Values of `across_hosts` to try in turn."""
@@ -135,8 +104,8 @@ def search(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """Estimates every configuration of the space (space.py) and ranks those that fit by predicted tokens/s/GPU, then by bytes.
-    With train.batch_schedule the figures are those of a step with the largest batch that the run reaches.
+    """Ranks the configurations of the space that fit by predicted tokens/s/GPU (plan_result.ranked). With train.batch_schedule
+    the figures are those of a step with the largest batch that the run reaches.
 
     The config gives model, sequence length, global batch and every setting that is not searched. A KeyboardInterrupt stops the
     search, not the program: the plan then holds the results so far and is marked as interrupted.
@@ -148,32 +117,16 @@ def search(
       ConfigError: gpus_per_host does not divide gpus, `keep` has a name that is not KEEPABLE, or the GPU cannot run the model.
     """
     require_runs(config.model, gpu.chip.compute_capability, gpu.name)
-    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
-    estimate = options.estimate or partial(estimate_memory, gpu=gpu)
-    keep, limits = options.keep, options.limits(gpu)
-    candidates: list[Candidate] = []
+    every = list(meshes(config, gpus, options.keep))
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     for across in options.reaches():
-        tally, interrupted = _Tally(), False
-        every = list(meshes(config, gpus, keep))
-        seen = 0
+        run = _Run(options.fitting(config, gpu, per_host), options, progress)
         try:
-            for mesh in every:
-                reason, left = why_not(config, mesh, per_host, across), []
-                if reason is None:
-                    left = [group for group in groups(config, mesh, keep) if group.microbatches or group.uneven_microbatches]
-                    reason = None if left else KEPT_AWAY
-                seen += 1
-                if reason is not None:
-                    tally.add(MESH, reason, 1, str(mesh))
-                for group in left:
-                    for candidate, memory in _fitting(config, group, limits, estimate, tally, options.prune):
-                        speed = options.step_time(candidate.at_largest_batch, gpu, per_host)
-                        candidates.append(Candidate(candidate, memory.peak_bytes, memory.host_bytes, speed))
-                if progress is not None:
-                    progress("meshes", seen, len(every))
+            run.rank(run.trials(every, across))
+            interrupted = False
         except KeyboardInterrupt:
             interrupted = True
-        if candidates or interrupted or (MESH, BEYOND_HOST) not in tally.counts:
+        if run.candidates or interrupted or (MESH, BEYOND_HOST) not in run.tally.counts:
             break
 
     return Plan(
@@ -182,131 +135,165 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        host_bytes_per_gpu=options.host_bytes_per_gpu,
-        candidates=tuple(sorted(candidates, key=lambda one: one.rank(options.largest_microbatch))),
-        rejected=tally.rejected(),
-        meshes=seen,
-        configurations=len(candidates) + tally.count(CONFIGURATION),
-        leanest=tally.leanest,
+        host_bytes_per_gpu=options.limits(gpu).host_bytes,
+        candidates=ranked(run.candidates, options.largest_microbatch),
+        rejected=run.tally.rejected(),
+        meshes=run.meshes,
+        configurations=len(run.candidates) + run.tally.count(CONFIGURATION),
+        leanest=run.tally.leanest,
         largest_microbatch=options.largest_microbatch,
         interrupted=interrupted,
     )
+
+
+@dataclass
+class _Run:
+    """A search in progress."""
+
+    fitting: Fitting
+    options: SearchOptions
+    progress: Progress | None
+    candidates: list[Candidate] = field(default_factory=list)
+    meshes: int = 0
+    """Those looked at."""
+    fastest: list[tuple[int, float]] = field(default_factory=list)
+    """Keys of the best candidates, sorted."""
+    fastest_alone: list[tuple[int, float]] = field(default_factory=list)
+    """The same of those with nothing on the host."""
+    of_base: dict[tuple[Group, int], float] = field(default_factory=dict)
+    """Group and microbatch -> the shortest step so far."""
+
+    @property
+    def tally(self):
+        return self.fitting.tally
+
+    def trials(self, every: list[Mesh], across: bool) -> list[Trial]:
+        """Every configuration that divides, in the order in which they are looked at. Those that do not divide are
+        counted."""
+        found: list[Trial] = []
+        for mesh in every:
+            reason, left = why_not(self.fitting.config, mesh, self.fitting.gpus_per_host, across), []
+            if reason is None:
+                left = [
+                    group
+                    for group in groups(self.fitting.config, mesh, self.options.keep)
+                    if group.microbatches or group.uneven_microbatches
+                ]
+                reason = None if left else KEPT_AWAY
+            self.meshes += 1
+            if reason is not None:
+                self.tally.add(MESH, reason, 1, str(mesh))
+            for group in left:
+                found += self._of_group(group)
+            if self.progress is not None:
+                self.progress("meshes", self.meshes, len(every))
+        return sorted(found, key=lambda trial: (*self.key(trial.microbatch_sequences, trial.least_s), *_on_host(trial)))
+
+    def _of_group(self, group: Group) -> Iterator[Trial]:
+        both = ways(group, self.options.keep)
+        if refused := group.uneven_microbatches:
+            count = len(group.offload_states) * len(both) * len(refused)
+            example = group.choice(group.remats[0], refused[0], group.offload_states[0])
+            self.tally.add(CONFIGURATION, UNEVEN, count, example)
+        for microbatch in group.microbatches:
+            least_s = self.fitting.least_s(group, microbatch) if self.bounds else {}
+            for state in group.offload_states:
+                for to_host in both:
+                    yield Trial(group, microbatch, state, to_host, least_s.get(state, 0.0))
+
+    @property
+    def bounds(self) -> bool:
+        """Whether least times are those of the model that ranks."""
+        return self.options.prune and self.options.step_time is estimate_step_time
+
+    def key(self, microbatch_sequences: int, step_s: float) -> tuple[int, float]:
+        """Sort key, best first."""
+        return -microbatch_sequences if self.options.largest_microbatch else 0, step_s
+
+    def rank(self, trials: list[Trial]) -> None:
+        """Finds the candidates among trials, which are in the order of their keys. The others are counted."""
+        for number, trial in enumerate(trials):
+            if self.progress is not None and (number % SHOWN == 0 or number + 1 == len(trials)):
+                self.progress("configurations", number + 1, len(trials))
+            base = (trial.group, trial.microbatch_sequences)
+            if self._is_slower(trial):
+                found = SLOWER
+            elif self.bounds and trial.uses_host and trial.least_s >= self.of_base.get(base, float("inf")):
+                found = GAINS_NOTHING
+            else:
+                found = self.fitting.fastest(trial)
+                if self.bounds and isinstance(found, Candidate) and trial.uses_host:
+                    found = GAINS_NOTHING if found.step_s >= self.of_base.get(base, float("inf")) else found
+            if isinstance(found, str):
+                self.tally.add(CONFIGURATION, found, 1, trial.example)
+                continue
+            self.candidates.append(found)
+            self.of_base[base] = min(found.step_s, self.of_base.get(base, found.step_s))
+            key = self.key(trial.microbatch_sequences, found.step_s)
+            bisect.insort(self.fastest, key)
+            if not trial.uses_host:
+                bisect.insort(self.fastest_alone, key)
+
+    def _is_slower(self, trial: Trial) -> bool:
+        """Whether enough others are faster than the trial can be: of all, and of those with nothing on the host."""
+        key, best = self.key(trial.microbatch_sequences, trial.least_s), self.options.best
+        alone = min(best, WITHOUT_HOST)
+
+        def beaten(fastest: list[tuple[int, float]], count: int) -> bool:
+            if len(fastest) < count:
+                return False
+            microbatch, step_s = fastest[count - 1]
+            # Not those that may tie with it.
+            return key > (microbatch, step_s / (1 - TIE_SHARE))
+
+        return self.bounds and beaten(self.fastest, best) and (trial.uses_host or beaten(self.fastest_alone, alone))
+
+
+def _on_host(trial: Trial) -> tuple[int, bool]:
+    """Sort key of trials with the same least time: those with less on the host first."""
+    return OFFLOAD_STATES.index(trial.offload_state), trial.to_host
+
+
+def best_with_fp8(plan: Plan, options: SearchOptions = SearchOptions()) -> Candidate | None:
+    """The best candidate of the same search with model.matmul_dtype=fp8; None if nothing fits, the chip has no FP8, or the
+    config asks for it already.
+
+    Raises:
+      KeyboardInterrupt: the search was interrupted.
+    """
+    model = plan.config.model
+    if model.multiplies_fp8 or plan.gpu.chip.compute_capability < FIRST_WITH["fp8"]:
+        return None
+    config = plan.config.model_copy(update={"model": model.model_copy(update={"matmul_dtype": "fp8"})})
+    found = search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1))
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return next(iter(found.candidates), None)
 
 
 def any_fits(
     config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> bool:
     """Whether the search would find a candidate. It stops at the first, and tries meshes that need least memory first."""
-    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host)
-    keep, limits, estimate = options.keep, options.limits(gpu), options.estimate or partial(estimate_memory, gpu=gpu)
+    keep = options.keep
     every = list(meshes(config, gpus, keep))
+    per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
+    fitting = options.fitting(config, gpu, per_host)
     # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
-    for across in options.reaches():
-        for mesh in every:
-            if why_not(config, mesh, per_host, across) is None:
-                for group in sorted(groups(config, mesh, keep), key=lambda group: -group.zero):
-                    if next(_fitting(config, group, limits, estimate, _Tally(), prune=True), None) is not None:
-                        return True
-    return False
-
-
-def _fitting(
-    config: Config, group: Group, limits: Limits, estimate: EstimateMemory, tally: _Tally, prune: bool
-) -> Iterator[tuple[Config, MemoryEstimate]]:
-    """The configurations of a group that fit; the others are counted."""
-    if refused := group.uneven_microbatches:
-        example = group.choice(group.remats[0], refused[0])
-        tally.add(CONFIGURATION, UNEVEN, len(group.remats) * len(refused), example)
-    share = config.largest_phase.sequences // group.mesh.data
-    # A step of one microbatch accumulates no gradients, so it may need less memory than one of two smaller microbatches.
-    several, one = (tuple(size for size in group.microbatches if (size == share) == is_one) for is_one in (False, True))
-    for sizes in (several, one):
-        yield from _fitting_of(config, group, sizes, limits, estimate, tally, prune)
-
-
-def _fitting_of(
-    config: Config,
-    group: Group,
-    sizes: Sequence[int],
-    limits: Limits,
-    estimate: EstimateMemory,
-    tally: _Tally,
-    prune: bool,
-) -> Iterator[tuple[Config, MemoryEstimate]]:
-    """The same for some of the microbatch sizes, ascending."""
-    first_over: dict[str, tuple[int, str]] = {}
-    for remat in group.remats:
-        name = remat_text(remat)
-        end, reason = len(sizes), None
-        if prune and (leaner := _LEANER.get(name)) in first_over:
-            end, reason = first_over[leaner]
-        for number, microbatch in enumerate(sizes[:end]):
-            choice = group.choice(remat, microbatch)
-            candidate = choice.applied_to(config)
-            memory = estimate(candidate.at_largest_batch)
-            over = limits.broken_by(memory)
-            if over is None:
-                yield candidate, memory
-                continue
-            if over == DOES_NOT_FIT:
-                tally.see(choice, memory)
-            if prune:
-                end, reason = number, over
-                break
-            tally.add(CONFIGURATION, over, 1, choice)
-        if reason is not None:
-            tally.add(CONFIGURATION, reason, len(sizes) - end, group.choice(remat, sizes[end]))
-            first_over[name] = end, reason
-
-
-# ----------------------------------------------------------------------------------------------------- nothing fits
-
-
-def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
-    """One sentence for a plan without candidates: the obstacle, and the cheapest changes that help."""
-    config, gpu, gpus = plan.config, plan.gpu, plan.gpus
-    if not plan.rejected:
-        return f"--keep leaves no configuration of {gpus} GPUs: change --gpus, or keep less."
-    if plan.leanest is None:
-        worst = max(plan.rejected, key=lambda row: row.count)
-        return (
-            f"No configuration for {gpus} x {gpu.name} is possible, mostly because {worst.reason} ({worst.count:,}, such as "
-            f"{worst.example}): change --gpus, train.global_batch_sequences or --keep."
-        )
-    choice, size = plan.leanest
-    needs = (
-        f"Nothing fits on {gpus} x {gpu.name}: the leanest of {plan.configurations:,} configurations takes {readable(size)} of "
-        f"the {readable(FIT_SHARE * gpu.capacity_bytes)} available ({choice})"
+    return any(
+        fitting.leanest(Trial(group, microbatch, state, to_host), [])
+        for across in options.reaches()
+        for mesh in every
+        if why_not(config, mesh, per_host, across) is None
+        for group in sorted(groups(config, mesh, keep), key=lambda group: -group.zero)
+        for microbatch in _smallest(group, config)
+        for state in reversed(group.offload_states)
+        for to_host in ways(group, keep)
     )
 
-    def fits(changed: Config, devices: int = gpus) -> bool:
-        per_host = None if devices % plan.gpus_per_host else plan.gpus_per_host
-        return any_fits(changed, gpu, devices, per_host, options)
 
-    changes = list(_changes(config, gpus, fits))
-    return f"{needs}: use {' or '.join(changes)}." if changes else f"{needs}: use a smaller model."
-
-
-def _changes(config: Config, gpus: int, fits: Callable[..., bool]) -> Iterator[str]:
-    """Changes that help. The first costs only time, so if it is enough there is no second."""
-    for state in OFFLOAD_STATES[OFFLOAD_STATES.index(config.parallel.offload_state) + 1 :]:
-        parallel = config.parallel.model_copy(update={"offload_state": state})
-        if unlike_all_on_host(config.model, parallel.model_copy(update={"pipe": 1}), config.log):
-            continue
-        if fits(config.model_copy(update={"parallel": parallel})):
-            keys = [f"parallel.offload_state={state}"]
-            if state == "all":
-                keys += ["parallel.pipe=1"] if config.parallel.pipe > 1 else []
-                keys += ["parallel.zero=3"] if keeps_whole_layers(config.parallel) else []
-            yield " ".join(keys)
-            return
-    for factor in MORE_GPUS:
-        if fits(config, gpus * factor):
-            yield f"--gpus={gpus * factor}"
-            break
-    S = config.train.sequence_length
-    for length in (S // 2**power for power in range(1, S.bit_length())):
-        if fits(config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": length})})):
-            yield f"train.sequence_length={length}"
-            return
+def _smallest(group: Group, config: Config) -> tuple[int, ...]:
+    """The microbatches that need least: the smallest, and the whole share of a data rank, which accumulates nothing."""
+    share = config.largest_phase.sequences // data_ranks(config, group.mesh)
+    return tuple(dict.fromkeys((*group.microbatches[:1], *(size for size in group.microbatches if size == share))))

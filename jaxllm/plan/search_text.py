@@ -5,22 +5,26 @@ Console().print(render(plan, rows=10))
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 
 from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxllm.config.remat_policy import remat_text
+from jaxllm.cost_model.error_range import range_lines
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.cost_model.replicas import exchange_lines
 from jaxllm.display import preformatted, readable, table, terminal_table
+from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
 from jaxllm.plan.quote import Quote
-from jaxllm.plan.search import MESH
-from jaxllm.plan.space import remat_text, schedule_text
+from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
 from jaxllm.plan.sweep import Sweep
 
 GIB = 2**30
-WIDTH = 110
+WIDTH = 120
 """Columns that the full table of candidates needs. A narrower terminal gets NARROW_HEADINGS, which need 80."""
 HEADINGS = (
     *("#", "pipe", "data", "context", "tensor", "ZeRO", "micro-\nbatch", "schedule", "remat"),
@@ -32,6 +36,7 @@ NARROW_HEADINGS = (
 )
 WORDS = ("schedule", "remat")
 """Columns that are not numbers."""
+REMAT_WIDTH = 20
 NOTEBOOK_ROWS = 10
 NARROW_SWEEP_HEADINGS = {"efficiency": "effi-\nciency", "exposed": "ex-\nposed", "hierarchical": "hier-\narchy"}
 
@@ -101,6 +106,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
         f"{', the largest batch' if train.batch_schedule else ''}; a step may take {readable(plan.capacity_bytes)}, its "
         f"estimate {FIT_SHARE:.0%} of that"
     )
+    if (replicas := plan.config.parallel.replica) > 1:
+        yield f"  in {replicas:,} replicas (islands), each with the meshes below, and its share of the sequences"
 
 
 def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
@@ -120,14 +127,23 @@ def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
         *(str(size) for size in (choice.mesh.pipe, choice.mesh.data, choice.mesh.context, choice.mesh.tensor)),
         str(choice.zero),
         str(choice.microbatch_sequences),
-        schedule_text(choice.schedule, choice.virtual_stages) if choice.mesh.pipe > 1 else "-",
-        remat_text(choice.remat),
+        schedule_text(choice.schedule, choice.virtual_stages, choice.overlap_passes).replace(" overlap", "\noverlap")
+        if choice.mesh.pipe > 1
+        else "-",
+        remat_cell(choice),
         f"{one.estimate_bytes / GIB:.1f}",
         "-" if compiled is None else f"{compiled / GIB:.1f}",
         f"{(compiled or one.estimate_bytes) / plan.capacity_bytes:.0%}",
         f"{one.tokens_per_s_per_gpu:,.0f}",
         f"{one.tflops_per_gpu:,.0f} ({one.tflops_per_gpu / peak_tflops:.0%})",
     ]
+
+
+def remat_cell(choice: Choice) -> str:
+    """What is kept or recomputed, and what waits on the host, in lines of REMAT_WIDTH columns."""
+    state = "" if choice.offload_state == "none" else f"; host {STATE_WORDS[choice.offload_state]}"
+    parts = f"{remat_text(choice.remat)}{state}".split("; ")
+    return "\n".join(line for part in parts for line in textwrap.wrap(part, REMAT_WIDTH))
 
 
 def narrow_cells(plan: Plan, one: Candidate) -> list[str]:
@@ -144,6 +160,15 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
     if narrow:
         yield "GiB: XLA's where it was compiled, else the estimate (~)"
     yield "of capacity: XLA's bytes where it was compiled, else the estimate; speed predicted, causal attention counted"
+    if any(isinstance(one.choice.remat, Mapping) for one in plan.candidates[:rows]):
+        yield (
+            "remat: of keep and recompute the shorter list is shown, and what no list names is the other; q k v query, key and "
+            "value, attn and out the two outputs of attention"
+        )
+    yield from certainty_lines(plan)
+    yield from beside_lines(plan)
+    for best in plan.candidates[:1]:
+        yield from exchange_lines(best.config, best.predicted.between_replicas_s)
     if plan.confirmed:
         unknown = sum(one.scheduled_transfers_s is None for one in plan.candidates[: plan.confirmed])
         but = f", but {unknown} with predicted ones (a loop's trip count is not known)" if unknown else ""
@@ -155,6 +180,46 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         yield f"Not confirmed: {plan.unconfirmed_because}"
     if plan.interrupted:
         yield "INTERRUPTED: the best so far, not of all"
+
+
+def certainty_lines(plan: Plan) -> Iterator[str]:
+    """How sure the winner's speed and its place are."""
+    if not plan.candidates:
+        return
+    best, *more = range_lines(plan.candidates[0].tokens_per_s_per_gpu, plan.speed_range)
+    yield f"Number 1: {best}"
+    yield from (f"{line[0].upper()}{line[1:]}" for line in more)
+    if plan.undecided:
+        meshes = len({one.choice.mesh for one in plan.undecided})
+        yield (
+            f"{len(plan.undecided):,} others, of {meshes} mesh{'es' if meshes > 1 else ''}, are within the error between two "
+            f"layouts ({plan.speed_range.layout_error:.0%} for number 1's kind): their order is not certain"
+        )
+
+
+def beside_lines(plan: Plan) -> Iterator[str]:
+    """The best candidate without the host beside a winner that uses it, and the best with FP8."""
+    if plan.candidates and plan.candidates[0].uses_host:
+        if (other := plan.without_host) is None:
+            yield "Without the host's memory: nothing fits"
+        else:
+            yield f"Without the host's memory: {_beside(plan, other)}"
+        yield (
+            "Copies to and from the host are predicted: shared by the GPUs of a host, hidden behind compute; by how much they "
+            "slow that compute is not measured"
+        )
+    if plan.with_fp8 is not None:
+        yield f"With FP8 (model.matmul_dtype=fp8): {_beside(plan, plan.with_fp8)}"
+
+
+def _beside(plan: Plan, other: Candidate) -> str:
+    """'8,791 tokens/s/GPU, 1.6% less than the best: pipe 1 x ...'"""
+    gain = other.tokens_per_s_per_gpu / plan.candidates[0].tokens_per_s_per_gpu - 1
+    confirmed = "" if other.compiled_bytes is None else ", confirmed"
+    return (
+        f"{other.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {abs(gain):.1%} {'more' if gain > 0 else 'less'} than the "
+        f"best{confirmed}: {other.choice}"
+    )
 
 
 def rejected_table(plan: Plan) -> Table:

@@ -1,9 +1,10 @@
-"""All ways to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, remat.
+"""All ways to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, overlap of passes, state on
+the host. Which tensors of a block are kept is the matter of remat_ladder.py.
 
     for mesh in meshes(config, gpus=64):
         if why_not(config, mesh, gpus_per_host=8) is None:
             for group in groups(config, mesh): ...
-    group.choice("full", 1).applied_to(config)         a resolved config, as if loaded from YAML
+    group.choice("full", 1, "none").applied_to(config)         a resolved config, as if loaded from YAML
 
 Divisibility is plain arithmetic here, with the same rules that Config checks, so that a config costs microseconds.
 """
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
+
+from pydantic_core import PydanticCustomError
 
 from jaxllm.config import (
     AUTO,
@@ -26,16 +29,22 @@ from jaxllm.config import (
     divisors,
     sequence_unit,
 )
-from jaxllm.config.checks import effective_windows, repeats
-from jaxllm.config.types import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
+from jaxllm.config.remat_policy import offloads, remat_text
+from jaxllm.config.types import GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B
 
 REMATS = ("full", "offload", "selective", "none")
 """Ordered by memory, those that need least first."""
 ZEROS = (0, 1, 2, 3)
 MOST_VIRTUAL_STAGES = 8
 """With more chunks, most models have one layer per chunk, and the messages cost more than the bubble."""
-KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences")
+KEEPABLE = (
+    *("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences"),
+    *("offload_state", "overlap_passes"),
+)
 """Settings that a search can leave as the config has them."""
+STATE_WORDS = {"optimizer": "moments", "optimizer_and_master": "moments, master", "all": "moments, master, layers"}
+"""What parallel.offload_state moves to the host, in a table."""
 
 BEYOND_HOST = "context x tensor reaches beyond a host"
 UNEVEN = "the number of microbatches is not a multiple of pipe, as interleaving needs"
@@ -62,12 +71,22 @@ class Choice:
     virtual_stages: int
     remat: Remat
     microbatch_sequences: int
+    offload_state: str
+    overlap_passes: bool
 
     def __str__(self) -> str:
-        pipeline = "" if self.mesh.pipe == 1 else f", {schedule_text(self.schedule, self.virtual_stages)}"
+        schedule = schedule_text(self.schedule, self.virtual_stages, self.overlap_passes)
+        pipeline = "" if self.mesh.pipe == 1 else f", {schedule}"
+        state = "" if self.offload_state == "none" else f", offload_state {self.offload_state}"
         return (
-            f"{self.mesh}, ZeRO {self.zero}, microbatch {self.microbatch_sequences}{pipeline}, remat {remat_text(self.remat)}"
+            f"{self.mesh}, ZeRO {self.zero}, microbatch {self.microbatch_sequences}{pipeline}, remat "
+            f"{remat_text(self.remat)}{state}"
         )
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether activations or state wait in the host's memory."""
+        return self.offload_state != "none" or offloads(self.remat)
 
     def applied_to(self, config: Config) -> Config:
         """The config with these values, resolved. Nothing is validated again: a choice divides by construction."""
@@ -78,6 +97,8 @@ class Choice:
                 "schedule": self.schedule,
                 "virtual_stages": self.virtual_stages,
                 "remat": self.remat,
+                "offload_state": self.offload_state,
+                "overlap_passes": self.overlap_passes,
             }
         )
         train = config.train.model_copy(update={"microbatch_sequences": self.microbatch_sequences})
@@ -90,29 +111,50 @@ class Choice:
 
 @dataclass(frozen=True)
 class Group:
-    """Choices that differ only in remat and microbatch."""
+    """Choices that differ only in remat, microbatch and state on the host."""
 
     mesh: Mesh
     zero: int
     schedule: str
     virtual_stages: int
+    overlap_passes: bool
     remats: tuple[Remat, ...]
+    """The named policies, and the config's own; with `remat` kept, that one alone. Without, a search adds those of a ladder."""
+    offload_states: tuple[str, ...]
     microbatches: tuple[int, ...]
     """Sequences per microbatch, ascending."""
     uneven_microbatches: tuple[int, ...] = ()
     """Those that are impossible, because they are UNEVEN."""
 
-    def choice(self, remat: Remat, microbatch_sequences: int) -> Choice:
-        return Choice(self.mesh, self.zero, self.schedule, self.virtual_stages, remat, microbatch_sequences)
+    def choice(self, remat: Remat, microbatch_sequences: int, offload_state: str) -> Choice:
+        return Choice(
+            self.mesh,
+            self.zero,
+            self.schedule,
+            self.virtual_stages,
+            remat,
+            microbatch_sequences,
+            offload_state,
+            self.overlap_passes,
+        )
 
 
 def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Mesh]:
-    """All products pipe x data x context x tensor = gpus, those with fewer stages and fewer tensor and context ranks first.
+    """All products pipe x data x context x tensor = gpus, or a replica's share of them. Those with fewer stages and fewer
+    tensor and context ranks come first.
 
     Raises:
-      ConfigError: `keep` has a name that is not KEEPABLE, or one whose value the config leaves open.
+      ConfigError: `keep` has a name that is not KEEPABLE, or one whose value the config leaves open; or the replicas do not
+        divide the GPUs.
     """
     check_keep(config, keep)
+    if gpus % (replicas := config.parallel.replica):
+        below, above = gpus // replicas * replicas, (gpus // replicas + 1) * replicas
+        raise ConfigError(
+            f"parallel.replica={replicas} does not divide the {gpus} GPU{'s' if gpus > 1 else ''}: set --gpus="
+            f"{f'{below} or ' if below else ''}{above}, or change parallel.replica."
+        )
+    gpus //= replicas
     kept = {axis: getattr(config.parallel, axis) for axis in ("pipe", "data", "context", "tensor") if axis in keep}
     for pipe in divisors(gpus):
         for tensor in divisors(gpus // pipe):
@@ -142,49 +184,87 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
         return f"{model.num_layers} layers leave a stage of pipe without one"
     if not any(_sends_alike(config, mesh, virtual_stages) for _, virtual_stages in schedules(model.num_layers, mesh.pipe)):
         return "layers of several kinds are in another order in each stage, beside context"
-    if config.parallel.offload_state == "all" and mesh.pipe > 1:
-        return "offload_state=all does not work with pipe > 1"
-    if (G := config.train.global_batch_sequences) % mesh.data:
-        return f"global_batch_sequences={G} does not divide over data"
-    if uneven := [batch for batch in config.batches if batch % mesh.data]:
-        return f"batch_schedule's {uneven[0]} sequences do not divide over data"
+    if (model.multiplies_fp8 or config.parallel.tensor_ring) and not _divides(config, mesh):
+        return "FP8 or tensor_ring does not go with so many tensor or context ranks"
+    ranks, over = data_ranks(config, mesh), "replica x data" if config.parallel.replica > 1 else "data"
+    if (G := config.train.global_batch_sequences) % ranks:
+        return f"global_batch_sequences={G} does not divide over {over}"
+    if uneven := [batch for batch in config.batches if batch % ranks]:
+        return f"batch_schedule's {uneven[0]} sequences do not divide over {over}"
     return None
 
 
+def data_ranks(config: Config, mesh: Mesh) -> int:
+    """Data ranks of all replicas, if each has the mesh."""
+    return config.parallel.replica * mesh.data
+
+
+def _divides(config: Config, mesh: Mesh) -> bool:
+    """Whether Config accepts the mesh, beyond the rules that why_not() has in plain arithmetic."""
+    parallel = config.parallel.model_copy(update={**asdict(mesh), "schedule": ONE_F_ONE_B, "virtual_stages": 1})
+    try:
+        check_split(config.model, parallel, config.train.sequence_length)
+    except PydanticCustomError:
+        return False
+    return True
+
+
 def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[Group]:
-    """The choices of a mesh for which why_not() is None."""
+    """The choices of a mesh for which why_not() is None.
+
+    overlap_passes is searched in pipelines of several tensor ranks: elsewhere there is nothing that it could hide."""
     parallel = config.parallel
     # With a single rank to shard over, all levels are equal.
     zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
-    remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
-    if "remat" in keep:
-        remats = (parallel.remat,)
-    overlaps = parallel.overlap_passes and mesh.pipe > 1
-    if overlaps:
-        # overlap_passes excludes remat=none and gpipe.
-        remats = tuple(remat for remat in remats if remat != "none")
-    if not remats:
-        return
     # A microbatch has the same size in every phase of train.batch_schedule.
-    shares = [batch // mesh.data for batch in config.batches]
+    shares = [batch // data_ranks(config, mesh) for batch in config.batches]
     microbatches = divisors(math.gcd(*shares))
     if "zero" in keep:
         zeros = (parallel.zero,)
-    if parallel.offload_state == "all" and mesh.data * mesh.context > 1:
-        zeros = tuple(zero for zero in zeros if zero == 3)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
+    overlaps = (False, True) if mesh.pipe > 1 and mesh.tensor > 1 else (False,)
+    if "overlap_passes" in keep:
+        overlaps = (parallel.overlap_passes,)
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
         if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
             continue
-        if (overlaps and schedule == GPIPE) or not _sends_alike(config, mesh, virtual_stages):
+        if not _sends_alike(config, mesh, virtual_stages):
             continue
         even = microbatches
         if virtual_stages > 1:
             even = tuple(size for size in microbatches if all(share // size % mesh.pipe == 0 for share in shares))
         uneven = tuple(size for size in microbatches if size not in even)
-        for zero in zeros:
-            yield Group(mesh, zero, schedule, virtual_stages, remats, even, uneven)
+        for overlap in overlaps:
+            remats = _remats(config, overlap and mesh.pipe > 1, keep)
+            if not remats or (overlap and schedule == GPIPE):
+                continue
+            for zero in zeros:
+                states = _offload_states(config, mesh, zero, keep)
+                if states:
+                    yield Group(mesh, zero, schedule, virtual_stages, overlap, remats, states, even, uneven)
+
+
+def _remats(config: Config, overlaps: bool, keep: Collection[str]) -> tuple[Remat, ...]:
+    own = config.parallel.remat
+    remats: tuple[Remat, ...] = REMATS if isinstance(own, str) else (*REMATS, own)
+    if "remat" in keep:
+        remats = (own,)
+    # overlap_passes excludes remat=none.
+    return tuple(remat for remat in remats if not (overlaps and remat == "none"))
+
+
+def _offload_states(config: Config, mesh: Mesh, zero: int, keep: Collection[str]) -> tuple[str, ...]:
+    """Those that Config accepts with this mesh and level."""
+    parallel = config.parallel
+    states = (parallel.offload_state,) if "offload_state" in keep else OFFLOAD_STATES
+    if config.train.diloco_steps is not None:
+        states = tuple(state for state in states if state == "none")
+    if "all" in states:
+        chosen = parallel.model_copy(update={**asdict(mesh), "zero": zero, "offload_state": "all"})
+        if keeps_whole_layers(chosen) or unlike_all_on_host(config.model, chosen, config.log):
+            states = tuple(state for state in states if state != "all")
+    return states
 
 
 def _sends_alike(config: Config, mesh: Mesh, virtual_stages: int) -> bool:
@@ -229,12 +309,11 @@ def choice_in(config: Config) -> Choice:
     """The choice that a resolved config makes."""
     p = config.parallel
     mesh = Mesh(p.pipe, int(p.data), p.context, p.tensor)
-    return Choice(mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences)
+    return Choice(
+        mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences, p.offload_state, p.overlap_passes
+    )
 
 
-def remat_text(remat: Remat) -> str:
-    return "mapping" if isinstance(remat, Mapping) else remat
-
-
-def schedule_text(schedule: str, virtual_stages: int) -> str:
-    return f"{schedule} x{virtual_stages}" if virtual_stages > 1 else schedule
+def schedule_text(schedule: str, virtual_stages: int, overlap_passes: bool = False) -> str:
+    text = f"{schedule} x{virtual_stages}" if virtual_stages > 1 else schedule
+    return f"{text} overlap" if overlap_passes else text

@@ -14,10 +14,12 @@ from typing import Any, Literal, get_args
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import gpus_beside
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
-from jaxllm.plan.plan_result import Candidate, Plan
-from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
+from jaxllm.plan.plan_result import Candidate, Plan, ranked
+from jaxllm.plan.search import Progress, SearchOptions, any_fits, search
+from jaxllm.plan.why_nothing import why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
 """Objective of a plan; see objective_line()."""
@@ -91,18 +93,18 @@ def sweep_gpus(
     tokens: float | None = None,
     progress: Progress | None = None,
 ) -> Sweep:
-    """The best config of 1, 2, 4 ... up to `gpus`, all with the config's global batch.
+    """The best config of 1, 2, 4 ... up to `gpus`, or of so many for each replica, all with the config's global batch.
 
     Args:
       known: a plan of the same config and options, confirmed or not, to use for its number of GPUs.
     """
     plans = []
-    counts: list[int] = sorted({*_doubling(gpus), *([] if known is None else [known.gpus])})
+    counts: list[int] = sorted({*_doubling(gpus, config), *([] if known is None else [known.gpus])})
     for number, count in enumerate(counts):
         if known is not None and count == known.gpus:
             plans.append(known)
         else:
-            plans.append(search(config, gpu, count, host_size(count, gpus_per_host), options))
+            plans.append(search(config, gpu, count, host_size(count, gpus_per_host, config), replace(options, best=1)))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:
@@ -124,7 +126,7 @@ def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
 def _best_predicted(plan: Plan) -> Candidate | None:
     """The best candidate by prediction, without the figures of a compilation; None if there is no candidate."""
     predicted = (replace(one, compiled_bytes=None, scheduled_transfers_s=None) for one in plan.candidates)
-    return min(predicted, key=lambda one: one.rank(plan.largest_microbatch), default=None)
+    return next(iter(ranked(predicted, plan.largest_microbatch)), None)
 
 
 def _row(plan: Plan, best: Candidate | None, least: Candidate | None, tokens: float | None) -> SweepRow:
@@ -170,9 +172,9 @@ def smallest_cluster(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan of the smallest number of GPUs, up to `gpus`, on which any config fits: among 1, 2, 4 ..., and among complete
-    hosts between the last power that fails and the first that fits. A KeyboardInterrupt after that first one returns the
-    smallest so far.
+    """The plan of the smallest number of GPUs, up to `gpus`, on which any config fits: among 1, 2, 4 ... for each replica, and
+    among complete hosts between the last power that fails and the first that fits. A KeyboardInterrupt after that first one
+    returns the smallest so far.
 
     Raises:
       ConfigError: nothing fits on any of them.
@@ -181,22 +183,23 @@ def smallest_cluster(
     steps = _Steps("numbers of GPUs", progress)
 
     def fits(count: int, left: int) -> bool:
-        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host), options), left)
+        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host, config), options), left)
 
-    counts = _doubling(gpus)
+    counts, replicas = _doubling(gpus, config), config.parallel.replica
     enough = next((count for number, count in enumerate(counts, 1) if fits(count, len(counts) - number)), None)
     if enough is None:
-        last = search(config, gpu, gpus, gpus_per_host, options, progress=progress)
+        last = search(config, gpu, max(counts, default=gpus), gpus_per_host, options, progress=progress)
         raise ConfigError(why_nothing(last, options))
-    below = counts[counts.index(enough) - 1] if enough > 1 else 0
-    host = gpus_per_host or gpu.gpus_per_host
-    step = 1 if enough <= host else host * max(1, math.ceil((enough - below) / host / STEPS_BETWEEN))
+    below = counts[counts.index(enough) - 1] if enough > replicas else 0
+    # For each replica as many.
+    hosts = replicas * (gpus_per_host or gpu.gpus_per_host)
+    step = replicas if enough <= hosts else hosts * max(1, math.ceil((enough - below) / hosts / STEPS_BETWEEN))
     between, smallest, interrupted = range(below + step, enough, step), enough, False
     try:
         smallest = next((count for number, count in enumerate(between, 1) if fits(count, len(between) - number)), enough)
     except KeyboardInterrupt:
         interrupted = True
-    plan = search(config, gpu, smallest, host_size(smallest, gpus_per_host), options, progress=progress)
+    plan = search(config, gpu, smallest, host_size(smallest, gpus_per_host, config), options, progress=progress)
     return replace(plan, interrupted=plan.interrupted or interrupted)
 
 
@@ -282,11 +285,13 @@ class _Steps:
         return fits
 
 
-def host_size(gpus: int, gpus_per_host: int | None) -> int | None:
+def host_size(gpus: int, gpus_per_host: int | None, config: Config) -> int | None:
     """The given GPUs per host for another number of GPUs, or its largest divisor that divides them; None if not given."""
-    return None if gpus_per_host is None else math.gcd(gpus, gpus_per_host)
+    return None if gpus_per_host is None else math.gcd(gpus_beside(gpus, config.parallel), gpus_per_host)
 
 
-def _doubling(most: int) -> list[int]:
-    """1, 2, 4 ... and `most`."""
-    return sorted({*(2**power for power in range(most.bit_length())), most})
+def _doubling(most: int, config: Config) -> list[int]:
+    """1, 2, 4 ... GPUs for each replica, and the largest number for which `most` are enough; none if that is 0."""
+    replicas = config.parallel.replica
+    each = most // replicas
+    return [replicas * count for count in sorted({*(2**power for power in range(each.bit_length())), each}) if count]

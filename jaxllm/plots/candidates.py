@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.config.remat_policy import remat_text
 from jaxllm.plots.memory import ACTIVATIONS, CAPACITY, GIB, HUES, PARAMETERS, style_axes
 from jaxllm.plots.schedule import new_figure
 
@@ -67,5 +68,5 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def _name(candidate: Mapping[str, Any]) -> str:
     axes = ", ".join(f"{axis} {candidate[axis]}" for axis in ("pipe", "data", "context", "tensor") if candidate[axis] > 1)
-    rest = f"ZeRO {candidate['zero']}, microbatch {candidate['microbatch_sequences']}, remat {candidate['remat']}"
+    rest = f"ZeRO {candidate['zero']}, microbatch {candidate['microbatch_sequences']}, remat {remat_text(candidate['remat'])}"
     return f"{axes}; {rest}" if axes else rest

@@ -321,7 +321,7 @@ def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None,
     ranks = config.data_ranks
     sequences = config.phase_at(int(history.steps[-1]) - 1).sequences
     as_run = with_ranks(config, ranks, sequences // (ranks * config.microbatch_sequences))
-    per_host, _ = choose_gpus_per_host(as_run.devices, None, gpus_per_host or gpu.gpus_per_host)
+    per_host, _ = choose_gpus_per_host(as_run.devices, None, gpus_per_host or gpu.gpus_per_host, config.parallel)
     return estimate_step_time(as_run, gpu, per_host).tokens_per_s_per_gpu / rate
 
 

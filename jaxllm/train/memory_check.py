@@ -143,7 +143,7 @@ def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: Es
 
 
 def _per_host(config: Config, gpu: Gpu) -> int:
-    return choose_gpus_per_host(config.devices, None, gpu.gpus_per_host)[0]
+    return choose_gpus_per_host(config.devices, None, gpu.gpus_per_host, config.parallel)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- running out

@@ -9,8 +9,12 @@ from meshes import Run, assert_close, unequal_batch
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
+from jaxllm.compile.overlap import simulate_overlap
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.replicas import exchange_of
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
 
 MICROBATCHES, ROWS, S = 2, 8, 16
@@ -96,34 +100,50 @@ SIZES = (
 )
 
 
-def collectives(config, devices):
+def compiled(config, devices):
     config = config.resolve(len(devices))
-    return Module(compile_step(config, devices).as_text(), axis_sizes(config.parallel)).collectives()
+    return Module(compile_step(config, devices).as_text(), axis_sizes(config.parallel))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+def collectives(config, devices):
+    return compiled(config, devices).collectives()
+
+
+SLOW_LINK = ("parallel.replica_gbit_per_s=0.001", "parallel.replica_latency_ms=0")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_nothing_is_gathered_from_another_island(tiny_config, zero):
     config = tiny_config(*SIZES, "parallel.replica=2", "parallel.data=4", f"parallel.zero={zero}")
     found = collectives(config, jax.devices())
-    assert {c.axes for c in found if c.kind == "all-gather"} == {("data",)}
+    assert {c.axes for c in found if c.kind == "all-gather"} <= {("data",)}
     across = [c for c in found if "replica" in c.axes]
     # Besides the gradients: the loss and the number of targets.
     large = [c for c in across if c.elements > 10]
     assert {(c.kind, c.axes, c.loops) for c in large} == {("all-reduce", ("replica",), ())}
-    assert sum(c.elements * c.executed for c in large) == pytest.approx(parameter_count(config.model) / 4, abs=100)
+    elements = sum(c.elements * c.executed for c in large)
+    assert elements == pytest.approx(parameter_count(config.model) / (4 if zero else 1), abs=100)
+    # The estimate knows them to the byte.
+    assert 4 * elements == exchange_of(config).rank_bytes
 
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 def test_on_gpus_each_island_scatters_and_shares_are_summed_across(tiny_config):
-    config = tiny_config(*SIZES, "parallel.replica=2", "parallel.data=4", "parallel.zero=1", "model.compute_dtype=bfloat16")
+    mesh = ("parallel.replica=2", "parallel.data=4", "parallel.zero=1", *SLOW_LINK)
+    config = tiny_config(*SIZES, *mesh, "model.compute_dtype=bfloat16")
+    module = compiled(config, gpu_devices(hosts=2, gpus_per_host=4))
     # Of more than counters, and than the scales of norms.
-    found = [c for c in collectives(config, gpu_devices(hosts=2, gpus_per_host=4)) if c.elements >= 1000]
+    found = [c for c in module.collectives() if c.elements >= 1000]
     count = parameter_count(config.model)
     kinds = {("all-gather", ("data",)), ("reduce-scatter", ("data",)), ("all-reduce", ("replica",))}
     assert {(c.kind, c.axes) for c in found} == kinds
     across = [c for c in found if "replica" in c.axes]
     assert {dtype for c in across for dtype, _ in c.buffers} == {"f32"}
     assert sum(c.elements * c.executed for c in across) == pytest.approx(count / 4, abs=200)
+    # Over a slow link the schedule's seconds are those of the step-time model.
+    transfers = simulate_overlap(module, GPUS["h100-80gb"], 4, parallel=config.parallel)
+    seconds = sum(t.exposed_s * t.collective.executed for t in transfers if "replica" in t.collective.axes)
+    assert seconds == pytest.approx(estimate_step_time(config, GPUS["h100-80gb"], 4).between_replicas_s, rel=0.01)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the mesh

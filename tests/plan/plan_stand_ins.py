@@ -7,6 +7,8 @@ from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_parts import StepTime
 
+HELD = ("offload_state", "overlap_passes")
+"""Settings that these estimates do not know, to keep."""
 KEPT = {"full": 1, "offload": 2, "selective": 6, "none": 12}
 SPEED = {"full": 0.75, "offload": 0.9, "selective": 1.0, "none": 1.05}
 
@@ -44,6 +46,11 @@ class Memory:
     host_bytes: int = 0
 
 
+def kept_by(mapping):
+    actions = list({"block_input": "keep", **mapping}.values())
+    return 0.6 * actions.count("keep") + 0.2 * actions.count("offload") + 0.4 * ("block_input" not in mapping)
+
+
 def estimate(config):
     """State over the ranks that shard it, and activations of the microbatches in flight."""
     p, train = config.parallel, config.train
@@ -52,7 +59,7 @@ def estimate(config):
     state = parameters * (2 / (shards if p.zero == 3 else 1) + 4 / (shards if p.zero >= 2 else 1) + 12 / shards)
     in_flight = config.num_microbatches if p.schedule == "gpipe" else min(config.num_microbatches, 2 * p.pipe - 1)
     tokens = config.microbatch_sequences * train.sequence_length / (p.context * p.tensor)
-    kept = KEPT[p.remat] if isinstance(p.remat, str) else 4
+    kept = KEPT[p.remat] if isinstance(p.remat, str) else kept_by(p.remat)
     layers = config.chunk_layers * p.virtual_stages
     # Plus the microbatch in progress, so that larger ones need more under every schedule.
     return Memory(round(state + tokens * layers * config.model.hidden_size * 2 * kept * (in_flight + 1)))

@@ -8,18 +8,23 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from plan_stand_ins import estimate, gpu_for, small, step_time
+from plan_stand_ins import HELD, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, HOST_COMPILED_ABOVE, TRIES, Compiled, confirm
 from jaxllm.plan.search import SearchOptions, search
+from jaxllm.plan.space import choice_in
 
 
 @pytest.fixture(scope="module")
 def plan():
     gpu = gpu_for(estimate(small().resolve(8)).peak_bytes)
-    return search(small(), gpu, 8, options=SearchOptions(estimate=estimate, step_time=step_time))
+    return search(small(), gpu, 8, options=SearchOptions(keep=HELD, estimate=estimate, step_time=step_time))
+
+
+def key(config):
+    return str(choice_in(config))
 
 
 def rank(plan, config):
@@ -78,7 +83,7 @@ def test_those_that_are_confirmed_are_ranked_by_their_schedules(plan):
 
 
 def test_the_largest_microbatch_stays_first():
-    options = SearchOptions(estimate=estimate, step_time=step_time, largest_microbatch=True)
+    options = SearchOptions(keep=HELD, estimate=estimate, step_time=step_time, largest_microbatch=True)
     largest = search(small(), GPUS["h100-80gb"], 8, options=options)
     sizes = [one.config.microbatch_sequences for one in largest.candidates]
     count = sizes.index(next(size for size in sizes if size < sizes[0])) + 2
@@ -99,10 +104,27 @@ def test_what_takes_too_much_makes_way_for_the_next(plan):
     counts = {COMPILED_ABOVE: 2, HOST_COMPILED_ABOVE: 1, COMPILE_REFUSED: 1}
     assert {reason: line.count for reason, line in added.items()} == counts
     assert added[COMPILED_ABOVE].example.startswith(str(plan.candidates[0].choice))
-    assert added[HOST_COMPILED_ABOVE].example == f"{plan.candidates[4].choice}: 128.0 GiB"
+    assert added[HOST_COMPILED_ABOVE].example == f"{plan.candidates[4].choice}: 224.0 GiB"
     assert added[COMPILE_REFUSED].example.endswith("number 3 cannot be.")
     rejected = sum(line.count for line in found.rejected if line.unit == "configuration")
     assert len(found.candidates) + rejected == found.configurations
+
+
+def test_where_all_that_are_confirmed_use_the_host_one_without_is_compiled_too(plan):
+    """After the others, and the next one in the place of one that is refused."""
+    on_host = [one for one in plan.candidates if one.uses_host]
+    without = [one for one in plan.candidates if not one.uses_host]
+    sorted_by_host = dataclasses.replace(plan, candidates=(*on_host[:5], *without))
+    compiler = Compiler(sorted_by_host, above=(5,))
+    found = confirm(sorted_by_host, 2, compiler)
+    assert compiler.compiled == [0, 1, 5, 6]
+    assert found.confirmed == 3
+    confirmed = {key(one.config) for one in found.candidates if one.compiled_bytes is not None}
+    assert confirmed == {key(one.config) for one in (*on_host[:2], without[1])}
+    assert found.unconfirmed_because is None
+    enough = Compiler(sorted_by_host)
+    confirm(sorted_by_host, 6, enough)
+    assert enough.compiled == list(range(6))
 
 
 @pytest.mark.parametrize("late", itertools.permutations(range(3)))
@@ -197,5 +219,5 @@ def test_progress_counts_what_is_confirmed(plan):
 
 
 def test_a_real_kind_has_the_capacity_that_counts():
-    found = search(small(), GPUS["a100-40gb"], 8, options=SearchOptions(estimate=estimate, step_time=step_time))
+    found = search(small(), GPUS["a100-40gb"], 8, options=SearchOptions(keep=HELD, estimate=estimate, step_time=step_time))
     assert found.capacity_bytes == GPUS["a100-40gb"].capacity_bytes

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 
@@ -12,14 +13,14 @@ import jaxllm
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
-from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices, require_devices
-from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
+from jaxllm.cost_model.hosts import UNKNOWN_HOST_BYTES, choose_gpus_per_host, named_devices, require_devices
+from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
 from jaxllm.plan.estimate import estimate, fold, memory_table
 from jaxllm.plan.plan_result import FIT_SHARE
-from jaxllm.plan.search import HOST_BYTES_PER_GPU, SearchOptions, search
+from jaxllm.plan.search import SearchOptions, search
 
 ROOT = config_folder().parent
 H100 = GPUS["h100-80gb"]
@@ -83,6 +84,25 @@ def test_every_term_is_printed_with_its_bytes_and_its_seconds():
     assert f"{report.peak_bytes / H100.capacity_bytes:.1%} of the 72.3 GiB that a step may take" in text
 
 
+@pytest.mark.parametrize("convention", ["jaxllm", "megatron"])
+def test_what_shapes_waste_is_a_line_under_the_seconds(convention):
+    """Of 32 layers over 3 x 2 chunks of 6, four slots are empty."""
+    mesh = {"pipe": 3, "tensor": 2, "zero": 1, "virtual_stages": 2, "schedule": "interleaved"}
+    train = {**RECIPE["train"], "global_batch_sequences": 120}
+    report = estimate(load_config({**RECIPE, "parallel": mesh, "train": train}), "h100-80gb", 12, convention=convention)
+    values, lines = report.to_json(), list(report.lines())
+    lost = sum(values["shape_waste"]["lost_s"].values())
+    assert lost == pytest.approx(values["step_s"] * sum(values["shape_waste"]["shares"].values()))
+    assert f"identity layers {values['shape_waste']['shares']['identity_layers']:.1%}" in lines[-2]
+    assert lines[-2].startswith("  of these, lost to: ")
+    better = values["better_shape"]
+    assert lines[-1] == (
+        f"  {' '.join(f'{key}={value}' for key, value in better['keys'].items())} would make the step "
+        f"{1 - better['step_s'] / values['step_s']:.1%} shorter"
+    )
+    assert estimate(config(), gpus=16).to_json()["shape_waste"] is None
+
+
 def test_the_megatron_convention_is_the_published_rule():
     chosen = config("parallel.remat=none").resolve(16)
     report = estimate(chosen, "h100-80gb", 16, convention="megatron")
@@ -104,8 +124,11 @@ def test_the_megatron_convention_is_the_published_rule():
 def test_what_the_rule_does_not_know_is_said():
     chosen = config("parallel.remat=none").resolve(16)
     sentence = "ZeRO 0 and 1, and no recomputation"
-    assert sentence in "\n".join(estimate(chosen, H100, convention="megatron").lines())
-    assert sentence not in "\n".join(estimate(chosen, H100).lines())
+    by_rule, own = ("\n".join(estimate(chosen, H100, convention=name).lines()) for name in ("megatron", "jaxllm"))
+    assert sentence in by_rule
+    assert record_text() in by_rule
+    assert sentence not in own
+    assert record_text() not in own
 
 
 def test_stages_are_said_to_be_the_same_where_there_are_some():
@@ -209,7 +232,7 @@ def test_of_each_kind_the_mildest_change_that_fits_is_named():
 def test_what_the_host_has_no_room_for_is_not_advised():
     def offloading(config):
         memory = fake(config)
-        on_host = 2 * HOST_BYTES_PER_GPU if config.parallel.remat == "offload" else 0
+        on_host = 2 * UNKNOWN_HOST_BYTES if config.parallel.remat == "offload" else 0
         return dataclasses.replace(memory, host_bytes=int(on_host))
 
     found = {change.overrides for change in changes_that_fit(eight(), 24 * GIB, estimate=offloading)}
@@ -280,7 +303,7 @@ def test_what_the_estimate_advises_fits_by_the_estimate(overrides):
     assert report.changes
     for change in report.changes:
         assert estimate_memory(change.config).peak_bytes == change.peak_bytes <= FIT_SHARE * H100.capacity_bytes
-        keys = ["parallel.remat=none", *overrides, "train.microbatch_sequences=16", *change.overrides.split()]
+        keys = ["parallel.remat=none", *overrides, "train.microbatch_sequences=16", *shlex.split(change.overrides)]
         again = load_config({**RECIPE, "parallel": {}}, keys)
         assert estimate(again, "h100-80gb").peak_bytes == change.peak_bytes
     text = "\n".join(report.lines())
@@ -291,12 +314,8 @@ def test_what_the_estimate_advises_fits_by_the_estimate(overrides):
 BATCH_OF_EIGHT = ["train.global_batch_sequences=8", "train.microbatch_sequences=8"]
 
 
-@pytest.mark.parametrize(
-    # Fewer tensor ranks than now; those with the state on the host.
-    ("sequence_length", "state"),
-    [(655360, "none"), (786432, "optimizer_and_master")],
-)
-def test_where_no_ladder_leads_there_every_mesh_is_looked_at(sequence_length, state):
+@pytest.mark.parametrize("sequence_length", [655360, 786432])
+def test_where_no_ladder_leads_there_every_mesh_is_looked_at(sequence_length):
     gpus, overrides = 8, ["parallel.tensor=8", f"train.sequence_length={sequence_length}", *BATCH_OF_EIGHT]
     chosen = config("parallel.remat=none", "parallel.pipe=1", "model.attention=cudnn_halves", *overrides).resolve(gpus)
     limit = int(FIT_SHARE * H100.capacity_bytes)
@@ -307,9 +326,8 @@ def test_where_no_ladder_leads_there_every_mesh_is_looked_at(sequence_length, st
     )
     (found,) = changes_that_fit(chosen, limit, H100, gpus)
     assert estimate_memory(found.config).peak_bytes == found.peak_bytes <= limit
-    offloaded = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update={"offload_state": state})})
-    assert found.config == search(offloaded, H100, gpus, options=SearchOptions(device_bytes=limit)).best
-    assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), found.overrides.split())
+    assert found.config == search(chosen, H100, gpus, options=SearchOptions(device_bytes=limit)).best
+    assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), shlex.split(found.overrides))
     assert changes_that_fit(chosen, limit, H100, gpus, estimate=lambda config: fake(config, held=2**50)) == []
 
 
@@ -319,7 +337,7 @@ def test_where_only_all_on_the_host_fits_it_is_advised_with_what_it_needs():
     chosen = load_config({**RECIPE, "model": {"name": "llama-2-13b"}}, ["parallel.pipe=1", "parallel.tensor=1"]).resolve(2)
     (found,) = changes_that_fit(chosen, int(FIT_SHARE * gpu.capacity_bytes), gpu, 2)
     assert (found.config.parallel.offload_state, found.config.parallel.zero) == ("all", 3)
-    assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), found.overrides.split())
+    assert found.config == load_config(chosen.model_dump(mode="json", exclude_unset=True), shlex.split(found.overrides))
     assert "the optimizer's state and master weights over the host's link in every step" in found.cost
 
 

@@ -238,7 +238,7 @@ def test_one_gpu_is_one_and_its_power_is_told(gpus, words):
     lines = list(quote(config, H100, gpus, 8787.0, Terms("1T")).lines())
     assert words in lines[0]
     assert "at most 700 W a board (data sheet, of that GPU or one of its" in lines[1]
-    strange = replace(H100, name="mine", chip=replace(H100.chip, compute_capability=(7, 0)))
+    strange = replace(H100, name="mine", chip=replace(H100.chip, compute_capability=(6, 0)))
     assert "not known" in list(quote(config, strange, gpus, 8787.0, Terms("1T")).lines())[1]
 
 

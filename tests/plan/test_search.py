@@ -9,27 +9,19 @@ import pytest
 from choices import choices_of, space
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
+from plan_stand_ins import HELD, Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, all_have_layers, load_config
-from jaxllm.config.types import divisors
+from jaxllm.config.remat_policy import offloads
+from jaxllm.config.types import OFFLOAD_STATES, divisors
 from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hosts import host_bytes_per_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.fastest_remat import CONFIGURATION, DOES_NOT_FIT, HOST_FULL, MESH
+from jaxllm.plan.plan_result import FIT_SHARE, TIE_SHARE, ranked
 from jaxllm.plan.recipe import recipe
-from jaxllm.plan.search import (
-    CONFIGURATION,
-    DOES_NOT_FIT,
-    HOST_BYTES_PER_GPU,
-    HOST_FULL,
-    KEPT_AWAY,
-    MESH,
-    SearchOptions,
-    any_fits,
-    search,
-    why_nothing,
-)
+from jaxllm.plan.search import KEPT_AWAY, SLOWER, SearchOptions, any_fits, search
 from jaxllm.plan.search_text import heading_lines
 from jaxllm.plan.space import (
     BEYOND_HOST,
@@ -43,22 +35,37 @@ from jaxllm.plan.space import (
     schedules,
     why_not,
 )
+from jaxllm.plan.why_nothing import why_nothing
 
 H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
 
 
-def find(config, gpu, gpus=8, gpus_per_host=None, *, progress=None, **options):
-    given = SearchOptions(**{"estimate": estimate, "step_time": step_time, **options})
+def find(config, gpu, gpus=8, gpus_per_host=None, *, progress=None, keep=(), **options):
+    given = SearchOptions(**{"estimate": estimate, "step_time": step_time, "keep": (*HELD, *keep), **options})
     return search(config, gpu, gpus, gpus_per_host, given, progress=progress)
 
 
 def key(config):
+    return (*base(config), str(config.parallel.remat))
+
+
+def base(config):
+    """What a search varies beside the remat policy."""
     p = config.parallel
     return (
-        *(p.pipe, p.data, p.context, p.tensor, p.zero, p.schedule, p.virtual_stages, str(p.remat)),
+        *(p.pipe, p.data, p.context, p.tensor, p.zero, p.schedule, p.virtual_stages, p.offload_state, p.overlap_passes),
         config.microbatch_sequences,
     )
+
+
+def way(config):
+    """A configuration as a search counts it: whether activations wait on the host, and all but which."""
+    return (*base(config), offloads(config.parallel.remat))
+
+
+def ways_of(config, gpus, keep=HELD):
+    return {way(choice.applied_to(config)) for choice in choices_of(config, gpus, keep=keep)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- space
@@ -88,7 +95,8 @@ def accepted(gpus, overrides):
 )
 def test_the_space_is_what_config_accepts(gpus, overrides):
     """Except for duplicates: a schedule without a pipeline, ZeRO without ranks to shard over, virtual stages that do not make
-    chunks smaller. Each comes with every ZeRO level and remat policy.
+    chunks smaller, overlap_passes with nothing to overlap. Each comes with every ZeRO level, remat policy and state on the host
+    that Config accepts.
     """
     config = small(*overrides)
     expected = set()
@@ -101,8 +109,12 @@ def test_the_space_is_what_config_accepts(gpus, overrides):
             assert any(math.ceil(layers / (pipe * v)) == math.ceil(layers / (pipe * virtual)) for v in fewer)
             continue
         zeros = ZEROS if data * context > 1 else (1,)
-        for zero, remat in itertools.product(zeros, REMATS):
-            expected.add((pipe, data, context, tensor, zero, schedule, virtual, remat, microbatch))
+        overlaps = (False, True) if pipe > 1 and tensor > 1 and schedule != "gpipe" else (False,)
+        for zero, remat, state, overlap in itertools.product(zeros, REMATS, OFFLOAD_STATES, overlaps):
+            if (overlap and remat == "none") or (state == "all" and (pipe > 1 or (zero < 3 and data * context > 1))):
+                continue
+            mesh = (pipe, data, context, tensor)
+            expected.add((*mesh, zero, schedule, virtual, state, overlap, microbatch, remat))
     assert {key(one) for one in space(config, gpus)} == expected
 
 
@@ -138,16 +150,28 @@ def test_the_space_comes_in_the_same_order():
 
 
 def test_what_is_refused_together_is_not_among_the_choices():
-    config = small("parallel.overlap_passes=true")
-    pipelines = [choice for choice in choices_of(config, 8) if choice.mesh.pipe > 1]
-    assert {choice.remat for choice in pipelines} < {choice.remat for choice in choices_of(small(), 8) if choice.mesh.pipe > 1}
+    config, keep = small("parallel.overlap_passes=true"), ["overlap_passes"]
+    pipelines = [choice for choice in choices_of(config, 8, keep=keep) if choice.mesh.pipe > 1]
+    assert {choice.remat for choice in pipelines} == set(REMATS) - {"none"}
     assert {choice.schedule for choice in pipelines} <= {"1f1b", "interleaved"}
     for choice in random.Random(0).sample(pipelines, 20):
         assert load_config(recipe(choice.applied_to(config))).parallel.overlap_passes
     alone = small("parallel.overlap_passes=true", "parallel.remat=none")
-    assert {choice.mesh.pipe for choice in choices_of(alone, 8, keep=["remat"])} == {1}
-    plan = search(alone, GPUS["h100-80gb"], 8, options=SearchOptions(keep=["remat"]))
+    assert {choice.mesh.pipe for choice in choices_of(alone, 8, keep=[*keep, "remat"])} == {1}
+    plan = search(alone, H100, 8, options=SearchOptions(keep=[*keep, "remat"]))
     assert {one.config.parallel.pipe for one in plan.candidates} == {1}
+    diloco = small("parallel.data=4", "parallel.replica=2", "train.diloco_steps=2", "train.global_batch_sequences=16")
+    assert {choice.offload_state for choice in choices_of(diloco, 8)} == {"none"}
+
+
+def test_fp8_is_refused_on_meshes_where_config_refuses_it():
+    """48 / 4 columns are no multiple of 16."""
+    config = small("model.matmul_dtype=fp8", "model.intermediate_size=192", "model.num_kv_heads=4")
+    with pytest.raises(ConfigError, match="multiplies 16 numbers at a time"):
+        small("model.matmul_dtype=fp8", "model.intermediate_size=96", "model.num_kv_heads=4", "parallel.tensor=4")
+    narrow = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 96})})
+    assert max(choice.mesh.tensor for choice in choices_of(config, 8)) == 4
+    assert max(choice.mesh.tensor for choice in choices_of(narrow, 8)) == 2
 
 
 def test_tensor_and_context_stay_inside_hosts():
@@ -190,6 +214,7 @@ def test_meshes_are_all_products(gpus):
 
 def test_what_is_kept_is_not_searched():
     overrides = ["parallel.pipe=2", "parallel.schedule=gpipe", "parallel.zero=2", "parallel.remat=full"]
+    overrides += ["parallel.offload_state=optimizer"]
     config = small(*overrides, "parallel.tensor=2", "train.microbatch_sequences=2", "parallel.data=2")
     everything = list(choices_of(config, 8))
     values = {
@@ -203,6 +228,8 @@ def test_what_is_kept_is_not_searched():
         "microbatch_sequences": lambda choice: choice.microbatch_sequences,
         # Without a pipeline there is no schedule to keep.
         "schedule": lambda choice: choice.schedule if choice.mesh.pipe > 1 else "gpipe",
+        "offload_state": lambda choice: choice.offload_state,
+        "overlap_passes": lambda choice: choice.overlap_passes,
     }
     assert set(values) == set(KEEPABLE)
     for name, value in values.items():
@@ -215,7 +242,7 @@ def test_what_is_kept_is_not_searched():
     ("keep", "sentence"),
     [
         ("tenser", "--keep=tenser is not a searched setting: did you mean tensor?"),
-        ("colour", "choose among pipe, data, context, tensor, zero, schedule, remat, microbatch_sequences."),
+        ("colour", "schedule, remat, microbatch_sequences, offload_state, overlap_passes."),
         ("data", "--keep=data needs a number: set parallel.data"),
         ("microbatch_sequences", "set train.microbatch_sequences, or leave out this --keep."),
     ],
@@ -227,7 +254,8 @@ def test_what_cannot_be_kept_is_refused(keep, sentence):
 
 def test_a_mapping_of_ones_own_is_searched_too():
     own = {"query": "keep", "mlp_up": "offload"}
-    remats = [choice.remat for choice in choices_of(small("parallel.remat={query: keep, mlp_up: offload}"), 2)]
+    config = small("parallel.remat={query: keep, mlp_up: offload}")
+    remats = [choice.remat for choice in choices_of(config, 2)]
     assert remats.count(own) == remats.count("full") > 0
 
 
@@ -243,47 +271,56 @@ TIGHT = estimate(small().resolve(8)).peak_bytes // 2
 """Bytes that some of the small model's configurations need, and others exceed."""
 
 
-@pytest.mark.parametrize("share", [0.4, 0.6, 1, 2, 1000])
-def test_the_winner_is_the_best_of_all(share):
-    gpu = gpu_for(share * TIGHT)
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("share", [0.4, 1, 1000])
+def test_the_winner_is_the_best_of_all(share, remat):
+    gpu, config = gpu_for(share * TIGHT), small(f"parallel.remat={remat}")
     limit = FIT_SHARE * gpu.capacity_bytes
-    plan = find(small(), gpu)
+    plan = find(config, gpu, keep=["remat"])
     speeds = {
-        key(config): step_time(config, gpu, 8).tokens_per_s_per_gpu
-        for config in space(small(), 8)
-        if estimate(config).peak_bytes <= limit
+        key(one): step_time(one, gpu, 8).tokens_per_s_per_gpu
+        for one in space(config, 8, keep=[*HELD, "remat"])
+        if estimate(one).peak_bytes <= limit
     }
-    assert {key(one.config) for one in plan.candidates} == set(speeds)
-    assert [one.tokens_per_s_per_gpu for one in plan.candidates] == sorted(speeds.values(), reverse=True)
-    assert plan.best == plan.candidates[0].config
+    assert {key(one.config): one.tokens_per_s_per_gpu for one in plan.candidates} == speeds
+    if speeds:
+        assert plan.best == plan.candidates[0].config
+        assert plan.candidates[0].tokens_per_s_per_gpu >= (1 - TIE_SHARE) * max(speeds.values())
 
 
 @pytest.mark.parametrize("share", [0.2, 1, 1000])
 @pytest.mark.parametrize("prune", [True, False])
 def test_nothing_is_lost(share, prune):
-    plan = find(small("model.num_layers=7"), gpu_for(share * TIGHT), prune=prune)
-    by_unit = {unit: sum(line.count for line in plan.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
-    every = list(choices_of(small("model.num_layers=7"), 8))
-    uneven = sum(line.count for line in plan.rejected if line.reason == UNEVEN)
-    assert by_unit[MESH] + len({choice.mesh for choice in every}) == plan.meshes == len(list(meshes(small(), 8)))
-    assert by_unit[CONFIGURATION] + len(plan.candidates) == plan.configurations == len(every) + uneven
-    assert uneven > 0
+    config = small("model.num_layers=7")
+    plans = [(find(config, gpu_for(share * TIGHT), prune=prune), HELD)]
+    if prune:
+        plans.append((search(config, gpu_for(share * TIGHT), 8, options=SearchOptions(best=5)), ()))
+        assert SLOWER in {line.reason for line in plans[1][0].rejected}
+    for plan, keep in plans:
+        by_unit = {unit: sum(line.count for line in plan.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
+        every = ways_of(config, 8, keep)
+        uneven = sum(line.count for line in plan.rejected if line.reason == UNEVEN)
+        assert by_unit[MESH] + len({one[:4] for one in every}) == plan.meshes == len(list(meshes(small(), 8)))
+        assert by_unit[CONFIGURATION] + len(plan.candidates) == plan.configurations == len(every) + uneven
+        assert uneven > 0
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1, 3])
 def test_pruning_changes_nothing_but_the_work(share):
-    """Where larger microbatches and remat that keeps more never need less, as in this estimate."""
+    """Where larger microbatches and remat that keeps more never need less."""
     calls = []
 
     def counted(config):
         calls.append(config)
-        return estimate(config)
+        return estimate_memory(config)
 
-    pruned = find(small(), gpu_for(share * TIGHT), estimate=counted)
+    gpu = gpu_for(share * estimate_memory(small().resolve(4)).peak_bytes)
+    pruned = find(small(), gpu, 4, estimate=counted)
     few = len(calls)
     calls.clear()
-    whole = find(small(), gpu_for(share * TIGHT), estimate=counted, prune=False)
-    assert few < len(calls) == len(list(choices_of(small(), 8)))
+    whole = find(small(), gpu, 4, estimate=counted, prune=False)
+    # Where little fits; where all does, there is nothing to skip.
+    assert few < len(calls) or share > 1
     assert pruned.candidates == whole.candidates
     assert [(line.reason, line.count) for line in pruned.rejected] == [(line.reason, line.count) for line in whole.rejected]
 
@@ -291,10 +328,12 @@ def test_pruning_changes_nothing_but_the_work(share):
 @settings(deadline=None, max_examples=8)
 @given(st.floats(0.05, 5), st.floats(1, 3))
 def test_more_memory_is_never_slower(share, times):
-    some, more = (find(small(), gpu_for(TIGHT * factor)).candidates for factor in (share, share * times))
-    assert {key(one.config) for one in some} <= {key(one.config) for one in more}
-    if some:
-        assert more[0].tokens_per_s_per_gpu >= some[0].tokens_per_s_per_gpu
+    some, more = (
+        find(small(), gpu_for(TIGHT * factor), 4, estimate=estimate_memory).candidates for factor in (share, share * times)
+    )
+    assert {way(one.config) for one in some} <= {way(one.config) for one in more}
+    fastest = [max((one.tokens_per_s_per_gpu for one in found), default=0) for found in (some, more)]
+    assert fastest[1] >= fastest[0]
 
 
 def test_every_reason_has_its_rule():
@@ -322,8 +361,8 @@ def test_the_largest_microbatch_comes_first_if_asked():
     sizes = [one.config.microbatch_sequences for one in plan.candidates]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == max(one.config.microbatch_sequences for one in find(small(), gpu_for(TIGHT)).candidates)
-    first = [one.tokens_per_s_per_gpu for one in plan.candidates if one.config.microbatch_sequences == sizes[0]]
-    assert first == sorted(first, reverse=True)
+    first = [one for one in plan.candidates if one.config.microbatch_sequences == sizes[0]]
+    assert tuple(first) == ranked(first)
 
 
 def test_context_leaves_the_host_only_where_nothing_fits_otherwise():
@@ -353,9 +392,10 @@ def test_a_mesh_of_which_keep_leaves_nothing_is_counted_too():
 
 def test_the_bytes_there_are_may_be_said():
     plan = find(small(), H100, device_bytes=TIGHT)
-    assert {key(one.config) for one in plan.candidates} == {
-        key(config) for config in space(small(), 8) if estimate(config).peak_bytes <= TIGHT
+    assert {way(one.config) for one in plan.candidates} == {
+        way(config) for config in space(small(), 8, keep=HELD) if estimate(config).peak_bytes <= TIGHT
     }
+    assert max(one.estimate_bytes for one in plan.candidates) <= TIGHT
 
 
 def test_an_interrupted_search_gives_what_it_has():
@@ -370,15 +410,11 @@ def test_an_interrupted_search_gives_what_it_has():
     assert part.interrupted
     assert not whole.interrupted
     assert {key(one.config) for one in part.candidates} < {key(one.config) for one in whole.candidates}
-    assert len(part.candidates) == 200
+    assert len(part.candidates) > 50
     left_out = {unit: sum(line.count for line in part.rejected if line.unit == unit) for unit in (MESH, CONFIGURATION)}
-    assert part.configurations == 200 + left_out[CONFIGURATION] < whole.configurations
-    # The mesh in progress may have no candidate yet.
-    looked_at = part.meshes - left_out[MESH]
-    assert looked_at - len({one.choice.mesh for one in part.candidates}) in (0, 1)
-    assert part.meshes < whole.meshes
-    speeds = [one.tokens_per_s_per_gpu for one in part.candidates]
-    assert speeds == sorted(speeds, reverse=True)
+    assert part.configurations == len(part.candidates) + left_out[CONFIGURATION] < whole.configurations
+    assert part.meshes == whole.meshes
+    assert part.candidates == ranked(part.candidates)
 
 
 def test_the_host_has_an_end_too():
@@ -388,11 +424,12 @@ def test_the_host_has_an_end_too():
         return Memory(estimate(config).peak_bytes, 1000 * config.microbatch_sequences * (config.parallel.remat == "offload"))
 
     for prune in (True, False):
-        plan = find(small(), H100, estimate=with_host, host_bytes_per_gpu=2500, prune=prune)
-        sizes = {one.config.microbatch_sequences for one in plan.candidates if one.config.parallel.remat == "offload"}
-        assert sizes == {1, 2}
+        plan = find(
+            small("parallel.remat=offload"), H100, estimate=with_host, host_bytes_per_gpu=2500, prune=prune, keep=["remat"]
+        )
+        assert {one.config.microbatch_sequences for one in plan.candidates} == {1, 2}
         (line,) = (line for line in plan.rejected if line.reason == HOST_FULL)
-        larger = [c for c in choices_of(small(), 8) if c.remat == "offload" and c.microbatch_sequences > 2]
+        larger = [c for c in choices_of(small(), 8, keep=HELD) if c.remat == "offload" and c.microbatch_sequences > 2]
         assert line.count == len(larger)
         assert line.example == str(larger[0])
         assert (
@@ -404,7 +441,10 @@ def test_the_host_has_an_end_too():
 def test_a_batch_schedule_has_the_figures_of_its_largest_batch(gpus, state):
     """That is the second of three batches; the run ends before the last. A microbatch divides all of them."""
     schedule = ("train.batch_schedule=[[512, 16], [100000, 64]]", "train.global_batch_sequences=8")
-    growing, constant = (search(small(*keys, f"parallel.offload_state={state}"), H100, gpus) for keys in (schedule, ()))
+    options = SearchOptions(keep=["offload_state"], prune=False)
+    growing, constant = (
+        search(small(*keys, f"parallel.offload_state={state}"), H100, gpus, options=options) for keys in (schedule, ())
+    )
     expected = {key(one.config): one for one in constant.candidates}
     assert growing.candidates
     for one in growing.candidates:
@@ -418,13 +458,15 @@ def test_a_batch_schedule_has_the_figures_of_its_largest_batch(gpus, state):
 def test_progress_counts_meshes():
     seen = []
     plan = find(small(), H100, progress=lambda *call: seen.append(call))
-    assert seen == [("meshes", number, plan.meshes) for number in range(1, plan.meshes + 1)]
+    looked_at = plan.configurations - sum(line.count for line in plan.rejected if line.reason == UNEVEN)
+    assert seen[: plan.meshes] == [("meshes", number, plan.meshes) for number in range(1, plan.meshes + 1)]
+    assert seen[-1] == ("configurations", looked_at, looked_at)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.6, 1, 3])
 def test_any_fits_is_the_search_in_short(share):
     gpu = gpu_for(share * TIGHT)
-    assert any_fits(small(), gpu, 8, options=SearchOptions(estimate=estimate)) == bool(find(small(), gpu).candidates)
+    assert any_fits(small(), gpu, 8, options=SearchOptions(estimate=estimate, keep=HELD)) == bool(find(small(), gpu).candidates)
 
 
 # --------------------------------------------------------------------------------------------------------- nothing fits
@@ -442,7 +484,7 @@ def test_more_gpus_are_advised_where_they_do():
     config = small("model.num_layers=8")
     gpu = room_for(least_bytes(config, 4))
     plan = find(config, gpu, 1)
-    sentence = why_nothing(plan, SearchOptions(estimate=estimate))
+    sentence = why_nothing(plan, SearchOptions(estimate=estimate, keep=HELD))
     assert not plan.candidates
     assert f"the leanest of {plan.configurations:,} configurations takes " in sentence
     assert "--gpus=4 or train.sequence_length=" in sentence or "--gpus=4." in sentence
@@ -454,20 +496,22 @@ def test_more_gpus_are_advised_where_they_do():
 def test_with_all_on_the_host_there_is_no_pipeline_and_only_zero_3():
     """A single rank has one level."""
     config = small("parallel.offload_state=all")
-    plan = find(config, room_for(least_bytes(config, 4)), 4)
+    plan = find(config, H100, 4)
     found = {(one.config.parallel.pipe, one.config.parallel.zero, one.config.parallel.tensor) for one in plan.candidates}
     assert {pipe for pipe, _, _ in found} == {1}
     assert {zero for _, zero, tensor in found if tensor < 4} <= {3}
 
 
-def test_offloading_the_state_is_advised_first():
+def test_offloading_the_state_is_advised_first_where_it_is_kept():
     def with_offload(config):
-        kept = {"none": 1.0, "optimizer": 0.6, "optimizer_and_master": 0.4}[config.parallel.offload_state]
+        kept = {"none": 1.0, "optimizer": 0.6, "optimizer_and_master": 0.4, "all": 0.4}[config.parallel.offload_state]
         return Memory(round(estimate(config).peak_bytes * kept))
 
     gpu = room_for(least_bytes(small(), 8) * 0.7)
-    sentence = why_nothing(find(small(), gpu, estimate=with_offload), SearchOptions(estimate=with_offload))
+    sentence = why_nothing(find(small(), gpu, estimate=with_offload), SearchOptions(estimate=with_offload, keep=HELD))
     assert sentence.endswith("use parallel.offload_state=optimizer.")
+    searched = search(small(), gpu, 8, options=SearchOptions(estimate=with_offload, step_time=step_time))
+    assert "none" not in {one.choice.offload_state for one in searched.candidates} != set()
 
 
 @pytest.mark.parametrize(
@@ -478,7 +522,7 @@ def test_where_all_on_the_host_is_advised_so_is_what_it_needs(asked, also):
     def with_offload(config):
         return Memory(round(estimate(config).peak_bytes * (0.01 if config.parallel.offload_state == "all" else 1)))
 
-    gpu, options = room_for(least_bytes(small(), 8) * 0.5), SearchOptions(estimate=with_offload)
+    gpu, options = room_for(least_bytes(small(), 8) * 0.5), SearchOptions(estimate=with_offload, keep=HELD)
     sentence = why_nothing(find(small(*asked), gpu, estimate=with_offload), options)
     keys = ("parallel.offload_state=all", *also)
     assert sentence.endswith(f"use {' '.join(keys)}.")
@@ -536,20 +580,20 @@ def bytes_and_speed(config):
 
 @pytest.fixture(scope="module")
 def everything():
-    """Bytes and speed of all configurations of a 1B model on eight GPUs."""
-    return {key(config): bytes_and_speed(config) for config in space(EIGHT, 8)}
+    """Bytes and speed of a twentieth of the configurations of a 1B model on eight GPUs, with named policies."""
+    return {key(config): bytes_and_speed(config) for config in itertools.islice(space(EIGHT, 8), 0, None, 20)}
 
 
 @pytest.mark.parametrize("gib", [4, 6, 10, 20, 60])
 def test_the_winner_is_the_best_of_all_by_the_real_estimates(everything, gib):
     gpu = gpu_for(gib * 2**30)
-    plan = search(
-        EIGHT, gpu, 8, options=SearchOptions(step_time=lambda config, _, per_host: estimate_step_time(config, H100, per_host))
-    )
-    limit = FIT_SHARE * gpu.capacity_bytes
-    fit = {name: speed for name, (peak, host, speed) in everything.items() if peak <= limit and host <= HOST_BYTES_PER_GPU}
-    assert {key(one.config) for one in plan.candidates} == set(fit)
-    assert [one.tokens_per_s_per_gpu for one in plan.candidates] == sorted(fit.values(), reverse=True)
+    plan = search(EIGHT, gpu, 8)
+    limit, host_limit = FIT_SHARE * gpu.capacity_bytes, host_bytes_per_gpu(gpu)
+    fit = {name: speed for name, (peak, host, speed) in everything.items() if peak <= limit and host <= host_limit}
+    fastest = max(one.tokens_per_s_per_gpu for one in plan.candidates)
+    assert fastest >= max(fit.values())
+    assert plan.candidates[0].tokens_per_s_per_gpu >= (1 - TIE_SHARE) * fastest
+    assert all(one.estimate_bytes <= limit and one.host_bytes <= host_limit for one in plan.candidates)
 
 
 def test_a_candidate_has_the_figures_of_estimate():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from choices import space
-from plan_stand_ins import Memory, estimate, gpu_for, small, step_time
+from plan_stand_ins import HELD, Memory, estimate, gpu_for, small, step_time
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.flops import parameter_count
@@ -28,11 +28,11 @@ from jaxllm.plan.sweep import (
 )
 
 H100 = GPUS["h100-80gb"]
-BOTH = SearchOptions(estimate=estimate, step_time=step_time)
+BOTH = SearchOptions(keep=HELD, estimate=estimate, step_time=step_time)
 
 
 def leanest(config, gpus):
-    return min((estimate(one).peak_bytes for one in space(config, gpus)), default=math.inf)
+    return min((estimate(one).peak_bytes for one in space(config, gpus, keep=HELD)), default=math.inf)
 
 
 @pytest.mark.parametrize("gpus", [1, 8, 12])
@@ -66,7 +66,7 @@ def test_more_gpus_stop_paying_where_the_gain_falls_short(slower_from, stops):
         doublings = max(0, math.log2(gpus) - math.log2(slower_from) + 1)
         return StepTime({"matmuls": 1.0}, {}, 1e4 * 0.7**doublings, 100.0)
 
-    sweep = sweep_gpus(small(), H100, 16, options=SearchOptions(estimate=estimate, step_time=slowing))
+    sweep = sweep_gpus(small(), H100, 16, options=SearchOptions(keep=HELD, estimate=estimate, step_time=slowing))
     assert sweep.stops_paying == stops
     assert sweep.because == ("" if stops is None else f"{2 * stops} GPUs are 2 times as many and 1.40 times as fast")
 
@@ -106,8 +106,8 @@ def test_an_interrupted_row_is_not_judged_by(after):
     def slow(config, gpu, per_host):
         return StepTime({"matmuls": 1.0}, {}, 1e4 / config.devices**0.9, 100.0)
 
-    whole = sweep_gpus(small(), H100, 4, options=SearchOptions(estimate=estimate, step_time=slow))
-    part = sweep_gpus(small(), H100, 8, options=SearchOptions(estimate=stopped, step_time=slow))
+    whole = sweep_gpus(small(), H100, 4, options=SearchOptions(keep=HELD, estimate=estimate, step_time=slow))
+    part = sweep_gpus(small(), H100, 8, options=SearchOptions(keep=HELD, estimate=stopped, step_time=slow))
     assert part.interrupted
     assert not whole.interrupted
     # An interrupted row without candidates does not mean that nothing fits.
@@ -120,9 +120,12 @@ def test_an_interrupted_row_is_not_judged_by(after):
     def fast_but_four(config, gpu, per_host):
         return StepTime({"matmuls": 1.0}, {}, 1e4 if config.devices < 4 else 1.0, 100.0)
 
-    assert sweep_gpus(small(), H100, 4, options=SearchOptions(estimate=estimate, step_time=fast_but_four)).stops_paying == 2
+    assert (
+        sweep_gpus(small(), H100, 4, options=SearchOptions(keep=HELD, estimate=estimate, step_time=fast_but_four)).stops_paying
+        == 2
+    )
     calls = itertools.count()
-    part = sweep_gpus(small(), H100, 8, options=SearchOptions(estimate=stopped, step_time=fast_but_four))
+    part = sweep_gpus(small(), H100, 8, options=SearchOptions(keep=HELD, estimate=stopped, step_time=fast_but_four))
     assert part.stops_paying is None
     assert "pay in time" not in "\n".join(sweep_lines(part))
 
@@ -154,7 +157,9 @@ def test_gradients_are_reduced_over_the_ranks_that_share_weights():
 
 @pytest.mark.parametrize(("gpus", "given", "size"), [(4, None, None), (4, 8, 4), (16, 8, 8), (12, 8, 4), (3, 4, 1)])
 def test_hosts_of_other_numbers_divide(gpus, given, size):
-    assert host_size(gpus, given) == size
+    assert host_size(gpus, given, small()) == size
+    named = ("parallel.replica=2", "parallel.replica_latency_ms=10", "train.global_batch_sequences=16")
+    assert host_size(2 * gpus, given, small(*named)) == size
 
 
 # ----------------------------------------------------------------------------------------------------------- objectives
@@ -171,7 +176,7 @@ def test_the_smallest_cluster_is_the_first_that_fits(needed):
     config = small("train.global_batch_sequences=720720")
     gpu = dataclasses.replace(gpu_for(1000 / FIT_SHARE + 1), gpus_per_host=4)
     plan = smallest_cluster(
-        config, gpu, 64, options=SearchOptions(estimate=shared, step_time=step_time, keep=["remat", "zero"])
+        config, gpu, 64, options=SearchOptions(estimate=shared, step_time=step_time, keep=[*HELD, "remat", "zero"])
     )
     # Below a host every number is tried, then complete hosts.
     assert plan.gpus == (needed if needed <= 4 else math.ceil(needed / 4) * 4)
@@ -193,7 +198,7 @@ def by_length(config):
 def test_the_longest_sequence_is_the_longest_that_fits(start, most):
     gpu = gpu_for(most / FIT_SHARE + 2)
     config = small(f"train.sequence_length={start}")
-    plan = longest_sequence(config, gpu, 4, options=SearchOptions(estimate=by_length, step_time=step_time))
+    plan = longest_sequence(config, gpu, 4, options=SearchOptions(keep=HELD, estimate=by_length, step_time=step_time))
     assert plan.config.train.sequence_length == most
     assert plan.best.train.sequence_length == most
     assert plan.best.train.global_batch_sequences == config.train.global_batch_sequences
@@ -202,7 +207,7 @@ def test_the_longest_sequence_is_the_longest_that_fits(start, most):
 def test_short_sequences_have_a_unit_of_their_own():
     gpu = gpu_for(90 / FIT_SHARE + 2)
     plan = longest_sequence(
-        small("train.sequence_length=24"), gpu, 1, options=SearchOptions(estimate=by_length, step_time=step_time)
+        small("train.sequence_length=24"), gpu, 1, options=SearchOptions(keep=HELD, estimate=by_length, step_time=step_time)
     )
     assert plan.config.train.sequence_length == 80
 
@@ -213,7 +218,7 @@ def test_no_sequence_is_longer_than_the_most(start):
         small(f"train.sequence_length={start}"),
         H100,
         1,
-        options=SearchOptions(estimate=lambda config: Memory(1), step_time=step_time, keep=["remat"]),
+        options=SearchOptions(estimate=lambda config: Memory(1), step_time=step_time, keep=[*HELD, "remat"]),
     )
     assert plan.config.train.sequence_length == MOST_TOKENS
 
@@ -234,15 +239,20 @@ class Stopping:
 def test_ctrl_c_leaves_the_longest_sequence_so_far():
     gpu, config = gpu_for(37 * 1024 / FIT_SHARE + 2), small("train.sequence_length=1024")
     stopping = Stopping(lambda config: config.train.sequence_length == 40 * 1024, by_length)
-    plan = longest_sequence(config, gpu, 4, options=SearchOptions(estimate=stopping, step_time=step_time))
+    plan = longest_sequence(config, gpu, 4, options=SearchOptions(keep=HELD, estimate=stopping, step_time=step_time))
     assert plan.interrupted
     assert plan.candidates
     # 32 fit, 64 and 48 do not; then comes the interrupt.
     assert plan.config.train.sequence_length == 32 * 1024
-    assert not longest_sequence(config, gpu, 4, options=SearchOptions(estimate=by_length, step_time=step_time)).interrupted
+    assert not longest_sequence(
+        config, gpu, 4, options=SearchOptions(keep=HELD, estimate=by_length, step_time=step_time)
+    ).interrupted
     with pytest.raises(KeyboardInterrupt):
         longest_sequence(
-            config, gpu, 4, options=SearchOptions(estimate=Stopping(lambda config: True, by_length), step_time=step_time)
+            config,
+            gpu,
+            4,
+            options=SearchOptions(keep=HELD, estimate=Stopping(lambda config: True, by_length), step_time=step_time),
         )
 
 
@@ -273,7 +283,10 @@ def test_ctrl_c_leaves_the_smallest_cluster_so_far():
 def test_every_try_is_told_of():
     calls = []
     gpu = gpu_for(37 * 1024 / FIT_SHARE + 2)
-    options = {"options": SearchOptions(estimate=by_length, step_time=step_time), "progress": lambda *one: calls.append(one)}
+    options = {
+        "options": SearchOptions(keep=HELD, estimate=by_length, step_time=step_time),
+        "progress": lambda *one: calls.append(one),
+    }
     longest_sequence(small("train.sequence_length=1024"), gpu, 4, **options)
     tries = [one[1:] for one in calls if one[0] == "sequence lengths"]
     # 1, 2, 4 ... 64 thousand; then 48, 40, 36, 38 and 37, after which the interval is empty.

@@ -25,6 +25,7 @@ from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.replicas import exchange_of
 from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.train import diloco
@@ -113,25 +114,29 @@ def test_the_inner_step_sends_nothing_between_replicas(tiny_config, mesh):
     assert [c for c in found if "replica" in c.axes] == []
 
 
-def test_bytes_between_replicas_fall_by_the_length_of_a_round(tiny_config):
-    """One outer step communicates as much as one step of hybrid sharding."""
+@pytest.mark.parametrize(
+    "mesh", [name if name == "data, ZeRO 1" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+)
+def test_bytes_between_replicas_fall_by_the_length_of_a_round(tiny_config, mesh):
+    """One outer step communicates as much as one step of hybrid sharding, and as the estimate says."""
 
     def across(text, config):
         found = Module(text, axis_sizes(config.parallel)).collectives()
         # Skips the scalars of metrics.
         return sum(c.elements * c.executed for c in found if "replica" in c.axes and c.elements > 20)
 
-    together = tiny_config(*REPLICAS, *MESHES["data, ZeRO 1"]).resolve(8)
+    together = tiny_config(*REPLICAS, *MESHES[mesh]).resolve(8)
     every_step = across(compile_step(together, jax.devices()).as_text(), together)
-    config = tiny_config(*REPLICAS, *MESHES["data, ZeRO 1"], "train.diloco_steps=5").resolve(8)
-    mesh = make_mesh(config.parallel, jax.devices())
-    training = build_training(config, mesh)
-    with jax.set_mesh(mesh):
-        rounds = Rounds(config, mesh, training.shardings)
+    config = tiny_config(*REPLICAS, *MESHES[mesh], "train.diloco_steps=5").resolve(8)
+    devices = make_mesh(config.parallel, jax.devices())
+    training = build_training(config, devices)
+    with jax.set_mesh(devices):
+        rounds = Rounds(config, devices, training.shardings)
         once = across(rounds.jitted_step.lower(training.layout()).compile().as_text(), config)
     # Some scales of norms are this small.
     assert once == pytest.approx(every_step, abs=200)
     assert once > 10_000
+    assert exchange_of(config).rank_bytes == exchange_of(together).rank_bytes == pytest.approx(4 * every_step, abs=100)
 
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")

@@ -1,5 +1,6 @@
 """A run that cannot fit is refused with a change that would fit. A run that runs out of memory ends in advice."""
 
+import shlex
 from types import SimpleNamespace
 
 import jax
@@ -136,8 +137,8 @@ def test_what_every_mesh_is_searched_for_is_not_said_to_be_impossible():
     """Long sequences need context ranks in the place of tensor ranks."""
     long = ("train.sequence_length=655360", "train.global_batch_sequences=8", "model.attention=cudnn_halves")
     config = eight("parallel.tensor=8", "parallel.remat=none", *long)
-    advised = refusal(config).split(": set ")[1].split(" (")[0].split()
-    assert "parallel.tensor=2" in advised
+    advised = shlex.split(refusal(config).split(": set ")[1].split(" (")[0])
+    assert any(change in advised for change in ("parallel.tensor=1", "parallel.tensor=2"))
     assert check_memory(load_config(config.model_dump(mode="json", exclude_unset=True), advised), Device()).fits
 
 

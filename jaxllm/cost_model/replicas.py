@@ -1,0 +1,116 @@
+"""What replicas send each other, and the network that connects them.
+
+Hybrid sharding sums the gradients of all replicas once a step, and DiLoCo their weights once a round, both in float32. Each
+rank sends its shard of its replica's master weights, so all GPUs of a replica send at the same time. Where a network of their
+own connects the replicas (parallel.replica_gbit_per_s, replica_latency_ms), each has one link, which its GPUs share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jaxllm.config import Config, ParallelConfig
+from jaxllm.config.model_spec import parameters
+from jaxllm.cost_model.network import Group, Links, all_reduce_s
+from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
+from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
+from jaxllm.display import readable
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange between replicas."""
+
+    replicas: int
+    gpus: int
+    """GPUs of a replica."""
+    rank_bytes: int
+    """Bytes that each GPU has to sum with those of the other replicas."""
+    steps: int
+    """Steps from one exchange to the next: 1, or a round of DiLoCo."""
+    reductions: int
+    """All-reduces, one after another: one for each matrix, of all its layers at once. Vectors and a few numbers are not
+    counted, and XLA combines some of the matrices: compiled for two replicas of four H100s (ZeRO 1), a step of Llama 3 8B has
+    9 by this count and 9 in the program, and 11 in the outer step; a step of Llama 3.2 1B 8 and 8."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that leave each replica, in rings; as many arrive."""
+        return 2 * (self.replicas - 1) * self.rank_bytes * self.gpus // self.replicas
+
+    def seconds(self, group: Group, links: Links) -> float:
+        """Time on an idle network."""
+        return self.reductions * all_reduce_s(self.rank_bytes / self.reductions, group, links)
+
+
+def exchange_of(config: Config) -> Exchange | None:
+    """The exchange of a resolved config; None with a single replica."""
+    if (replicas := config.parallel.replica) == 1:
+        return None
+    rank_bytes = FLOAT32 * StepSizes(config).all.master
+    matrices = sum(spec.is_matrix for spec in parameters(config.model))
+    return Exchange(replicas, config.devices // replicas, rank_bytes, config.train.diloco_steps or 1, matrices)
+
+
+def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> tuple[Group, Links]:
+    """(placement, links) of the ranks of a collective over all replicas, where a network of their own connects these.
+
+    A rank has its part of the replica's link, and no more than its own adapters. Collectives are assumed to reach the same
+    share of the link as of other links, which nobody has measured.
+    """
+    p, replicas = parallel, parallel.replica
+    bytes_per_s, latency_s = links.network_bytes_per_s, links.network_latency_s
+    if p.replica_gbit_per_s is not None:
+        gpus = p.pipe * int(p.data) * p.context * p.tensor
+        bytes_per_s = min(bytes_per_s, BANDWIDTH_SHARE * p.replica_gbit_per_s * 1e9 / 8 / gpus)
+    if p.replica_latency_ms is not None:
+        latency_s = p.replica_latency_ms / 1000
+    own = replace(links, network_bytes_per_s=bytes_per_s, network_latency_s=latency_s)
+    return Group(ranks // replicas, replicas), own
+
+
+def network_text(parallel: ParallelConfig) -> str:
+    """'400 Gbit/s each, 10 ms': the network between replicas."""
+    if not parallel.names_replica_network:
+        return "the network of the hosts"
+    gbit, latency_ms = parallel.replica_gbit_per_s, parallel.replica_latency_ms
+    return ", ".join(
+        (
+            "adapters as between hosts" if gbit is None else f"{gbit:,g} Gbit/s each",
+            "latency as between hosts" if latency_ms is None else f"{latency_ms:,g} ms",
+        )
+    )
+
+
+def exchange_json(config: Config, step_s: float | None) -> dict[str, Any] | None:
+    """What crosses between the replicas of a resolved config, as plain numbers; None with a single replica. Args: see
+    exchange_lines()."""
+    if (exchange := exchange_of(config)) is None:
+        return None
+    return {**asdict(exchange), "sent_bytes": exchange.sent_bytes, "exposed_s_per_step": step_s}
+
+
+def exchange_lines(config: Config, step_s: float | None) -> Iterator[str]:
+    """What crosses between the replicas of a resolved config, as text; nothing with a single replica.
+
+    Args:
+      step_s: its exposed seconds in the mean step, if they are predicted.
+    """
+    if (exchange := exchange_of(config)) is None:
+        return
+    yield f"Between {exchange.replicas} replicas of {_gpus(exchange.gpus)} ({network_text(config.parallel)})"
+    sent = readable(exchange.sent_bytes)
+    if (steps := config.train.diloco_steps) is None:
+        time = "" if step_s is None else f": {step_s:.3g} s exposed"
+        yield f"  each sends {sent} of gradients every step, and receives as much{time}"
+        return
+    time = "" if step_s is None else f": {steps * step_s:.3g} s exposed, {step_s:.3g} s a step"
+    after = config.train.diloco_after_steps
+    before = f"; as much of gradients in each of the first {after:,} steps" if after else ""
+    yield f"  each sends {sent} of weights every {steps:,} step{'s' if steps > 1 else ''}, and receives as much{time}{before}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count:,} GPU{'s' if count > 1 else ''}"

@@ -1,0 +1,253 @@
+"""The fastest remat policy with which a configuration fits: the steps of a search.
+
+A trial is a configuration without its remat, and says whether activations may wait on the host. Of the rungs of its ladder
+(remat_ladder.py), fastest first, the first that fits is taken. A rung is skipped unestimated where one of its family that was
+estimated and does not fit keeps so little more that the rung cannot fit either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from jaxllm.config import Config, Remat
+from jaxllm.config.remat_policy import offloads
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.memory import MemoryEstimate
+from jaxllm.cost_model.step_model import StepModel
+from jaxllm.cost_model.step_parts import FITTED, StepTime
+from jaxllm.cost_model.step_sizes import slots_of
+from jaxllm.display import readable
+from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Rejected
+from jaxllm.plan.remat_ladder import Ladders, LeastStep, Rung
+from jaxllm.plan.space import Choice, Group, data_ranks
+
+MESH, CONFIGURATION = "mesh", "configuration"
+DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
+HOST_FULL = "needs more host memory than a GPU's share"
+LEAN: dict[bool, tuple[Remat, ...]] = {
+    False: ("full", {"mlp_gate": "keep", "mlp_up": "keep"}),
+    True: ({"block_input": "offload"}, {"block_input": "offload", "mlp_gate": "offload", "mlp_up": "offload"}),
+}
+"""Policies that need least, on the device and with the host. SwiGLU's products take more while they are recomputed than while
+they are kept, which a chunk of one layer notices."""
+COPIES = 3
+"""Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack, fetched, transposed
+(cost_model/layer_backward.py)."""
+
+EstimateMemory = Callable[[Config], MemoryEstimate]
+EstimateTime = Callable[[Config, Gpu, int], StepTime]
+"""Takes a resolved config, a kind of GPU and the GPUs per host."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory limits of a configuration, per GPU."""
+
+    device_bytes: float
+    """Limit for the estimate."""
+    host_bytes: float
+
+    def broken_by(self, memory: MemoryEstimate) -> str | None:
+        """The reason for rejection; None if it fits."""
+        if memory.peak_bytes > self.device_bytes:
+            return DOES_NOT_FIT
+        return HOST_FULL if memory.host_bytes > self.host_bytes else None
+
+
+@dataclass
+class Tally:
+    """Counts rejected meshes and configurations."""
+
+    counts: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    leanest: tuple[Choice, int] | None = None
+
+    def add(self, unit: str, reason: str, count: int, example: Choice | str) -> None:
+        so_far, first = self.counts.get((unit, reason), (0, None))
+        self.counts[unit, reason] = so_far + count, first or str(example)
+
+    def count(self, unit: str) -> int:
+        return sum(count for (counted, _), (count, _) in self.counts.items() if counted == unit)
+
+    def see(self, choice: Choice, memory: MemoryEstimate) -> None:
+        """Records one that does not fit. add() counts it."""
+        if self.leanest is None or memory.peak_bytes < self.leanest[1]:
+            self.leanest = choice, memory.peak_bytes
+
+    def rejected(self) -> tuple[Rejected, ...]:
+        rows = []
+        for (unit, reason), (count, example) in self.counts.items():
+            if reason == DOES_NOT_FIT and self.leanest is not None:
+                example = f"{self.leanest[0]}: {readable(self.leanest[1])}"
+            rows.append(Rejected(unit, reason, count, example))
+        return tuple(sorted(rows, key=lambda row: (row.unit != MESH, -row.count)))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration without its remat."""
+
+    group: Group
+    microbatch_sequences: int
+    offload_state: str
+    to_host: bool
+    """Whether some activations wait on the host; else none does."""
+    least_s: float = 0.0
+    """Step time that no remat makes shorter, in seconds; 0 if it is not known."""
+
+    @property
+    def uses_host(self) -> bool:
+        return self.to_host or self.offload_state != "none"
+
+    def choice(self, remat: Remat) -> Choice:
+        return self.group.choice(remat, self.microbatch_sequences, self.offload_state)
+
+    @property
+    def example(self) -> Choice:
+        return self.choice("offload" if self.to_host else "full")
+
+
+def ways(group: Group, keep: Collection[str]) -> tuple[bool, ...]:
+    """Values of Trial.to_host."""
+    if "remat" in keep:
+        return (offloads(group.remats[0]),)
+    return (False, True)
+
+
+class Fitting:
+    """Finds the fastest remat of each trial of a search."""
+
+    def __init__(
+        self,
+        config: Config,
+        gpu: Gpu,
+        gpus_per_host: int,
+        limits: Limits,
+        estimate: EstimateMemory,
+        step_time: EstimateTime,
+        *,
+        keep: Collection[str],
+        prune: bool,
+    ):
+        self.config, self.gpu, self.gpus_per_host = config, gpu, gpus_per_host
+        self.limits, self.estimate, self.step_time = limits, estimate, step_time
+        self.keep, self.prune = keep, prune
+        self.ladders = Ladders()
+        self.tally = Tally()
+        self.over: dict[tuple, tuple[int, str]] = {}
+        """Trials that differ only in their microbatch -> the smallest that does not fit, and why."""
+        self.sequences = config.largest_phase.sequences
+
+    def model(self, choice: Choice, kind: type[StepModel] = LeastStep) -> StepModel:
+        return kind(choice.applied_to(self.config).at_largest_batch, self.gpu, self.gpus_per_host, FITTED)
+
+    def least_s(self, group: Group, microbatch_sequences: int) -> dict[str, float]:
+        """offload_state -> a step time that no remat makes shorter.
+
+        Of the ladder's policies none is faster than `selective` without copies into a stack; `none` is looked at too.
+        """
+        kept = group.remats[0] if "remat" in self.keep else None
+        model = self.model(group.choice(kept or "selective", microbatch_sequences, "none"), StepModel if kept else LeastStep)
+        least_s = model.time().step_s
+        if kept is None and "none" in group.remats:
+            least_s = min(least_s, self.model(group.choice("none", microbatch_sequences, "none"), StepModel).time().step_s)
+        if self.config.data.mask_documents and model.has_own_layers:
+            # Here the loop of another policy may reduce gradients once a step (layer_stack.sends_once).
+            least_s = 0.0
+        return {state: least_s + model.state_offload_s(state) for state in group.offload_states}
+
+    def fastest(self, trial: Trial) -> Candidate | str:
+        """The fastest configuration that fits, or why none does."""
+        share = self.sequences // data_ranks(self.config, trial.group.mesh)
+        # A step of one microbatch accumulates no gradients, so it may need less memory than one of two smaller microbatches.
+        alike = (trial.group, trial.offload_state, trial.to_host, trial.microbatch_sequences == share)
+        if self.prune and alike in self.over and trial.microbatch_sequences >= self.over[alike][0]:
+            return self.over[alike][1]
+        refused: list[str] = []
+        found = [
+            Candidate(config, memory.peak_bytes, memory.host_bytes, self._time(config))
+            for config, memory in self._that_fit(trial, refused)
+        ]
+        if found:
+            return min(found, key=lambda one: one.step_s)
+        reason = next((reason for reason in refused if reason == HOST_FULL), DOES_NOT_FIT)
+        if alike not in self.over or trial.microbatch_sequences < self.over[alike][0]:
+            self.over[alike] = trial.microbatch_sequences, reason
+        return reason
+
+    def leanest(self, trial: Trial, refused: list[str]) -> tuple[Config, MemoryEstimate] | None:
+        """A configuration of the trial that fits if any does; else the reasons join `refused`."""
+        lean = trial.group.remats[:1] if "remat" in self.keep else LEAN[trial.to_host]
+        return next((found for remat in lean if (found := self._estimated(trial, remat, refused))), None)
+
+    def _time(self, config: Config) -> StepTime:
+        return self.step_time(config.at_largest_batch, self.gpu, self.gpus_per_host)
+
+    def _estimated(self, trial: Trial, remat: Remat, refused: list[str]) -> tuple[Config, MemoryEstimate] | None:
+        """The configuration if it fits; else the reason joins `refused`."""
+        choice = trial.choice(remat)
+        config = choice.applied_to(self.config)
+        memory = self.estimate(config.at_largest_batch)
+        over = self.limits.broken_by(memory)
+        if over is None:
+            return config, memory
+        if over == DOES_NOT_FIT:
+            self.tally.see(choice, memory)
+        refused.append(over)
+        return None
+
+    def _that_fit(self, trial: Trial, refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
+        """A few of a trial's configurations that fit, the fastest among them."""
+        lean = self.leanest(trial, refused) if self.prune or "remat" in self.keep else None
+        if "remat" in self.keep or (self.prune and lean is None):
+            yield from [lean] if lean else []
+            return
+        model = self.model(trial.choice("selective"))
+        ladder = self.ladders.of(model)
+        own = [ladder.rung_of(remat) for remat in trial.group.remats if not isinstance(remat, str)]
+        if trial.to_host:
+            model.time()
+            walks = [ladder.to_host(model, [rung for rung in own if rung.offloaded])]
+        else:
+            walks = [sorted((*ladder.on_device, *(rung for rung in own if not rung.offloaded)), key=lambda rung: rung.spent_s)]
+        if not trial.to_host and model.has_own_layers:
+            walks.append(list(self.ladders.of(model, own=True).on_device))
+        over = len(refused)
+        found = [one for walk in walks for one in self._first(trial, walk, refused)]
+        yield from found or ([lean] if lean else [])
+        # `none` keeps more than any other.
+        if "none" in trial.group.remats and not trial.to_host and (len(refused) == over or not self.prune):
+            found = self._estimated(trial, "none", refused)
+            yield from [found] if found else []
+
+    def _first(self, trial: Trial, rungs: Sequence[Rung], refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
+        """The first rung that fits, if there is one."""
+        config = trial.choice("full").applied_to(self.config).at_largest_batch
+        p = config.parallel
+        slots = slots_of(p.schedule, p.pipe, config.num_microbatches, p.virtual_stages)[0] if p.pipe > 1 else 1
+        layers = slots * config.chunk_layers
+        above: list[tuple[Rung, MemoryEstimate]] = []
+        for rung in rungs:
+            if self.prune and any(self._cannot_fit(rung, *other, layers) for other in reversed(above)):
+                continue
+            choice = trial.choice(rung.remat)
+            candidate = choice.applied_to(self.config)
+            memory = self.estimate(candidate.at_largest_batch)
+            over = self.limits.broken_by(memory)
+            if over is None:
+                yield candidate, memory
+                return
+            refused.append(over)
+            above.append((rung, memory))
+            if over == DOES_NOT_FIT:
+                self.tally.see(choice, memory)
+
+    def _cannot_fit(self, rung: Rung, other: Rung, memory: MemoryEstimate, layers: int) -> bool:
+        """Whether a rung is above a limit, by the estimate of another: where it keeps less, each layer and slot has less, and
+        some copies; between families one layer's tensors may differ too."""
+        less, less_out = max(0.0, other.kept - rung.kept), max(0.0, other.offloaded - rung.offloaded)
+        least = memory.peak_bytes - (layers + COPIES) * less - COPIES * less_out
+        if other.family != rung.family:
+            least -= rung.whole
+        host = memory.host_bytes - layers * (other.offloaded - rung.offloaded)
+        return least > self.limits.device_bytes or host > self.limits.host_bytes
