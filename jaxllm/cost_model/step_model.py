@@ -146,7 +146,7 @@ class StepModel(HostCopies):
         self,
         forward: Transfers,
         backward: Transfers,
-        layers: int,
+        layers: float,
         matmuls_s: tuple[float, float],
         recomputed: tuple[set[str], bool, bool],
     ) -> None:
