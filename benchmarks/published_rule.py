@@ -2,11 +2,12 @@
 
 python benchmarks/published_rule.py [--remat full] [--json]        (needs no GPU and compiles nothing)
 
-The rows of benchmarks/published are Llama 3.1 8B, S 8192, global batch 1024 sequences, ZeRO 1, 1F1B, no recomputation, by
-Megatron-LM. A row without a speed did not run. The published rule: the figure of jaxllm.cost_model.megatron is at most 80% of
-the GPU's memory. jaxllm's rule: its own estimate for its own program is at most 95% of gpu.capacity_bytes. For each mesh of the
-rows, the script prints the largest microbatch that each rule admits, and the most layers at microbatch 1. Of the configurations
-that memory_accuracy.py compiled, it prints how many each limit admits by the same estimate, and how many of those do not fit.
+The rows of benchmarks/published are Llama 3.1 8B, S 8192 and 16384, global batch 1024 sequences, ZeRO 1, 1F1B, no
+recomputation, by Megatron-LM. A row without a speed did not run. The published rule: the figure of jaxllm.cost_model.megatron
+is at most 80% of the GPU's memory. jaxllm's rule: its own estimate for its own program is at most 95% of gpu.capacity_bytes.
+For each mesh of the rows, the script prints the largest microbatch that each rule admits at S 8192, and the most layers at
+microbatch 1. Of the configurations that memory_accuracy.py compiled, it prints how many each limit admits by the same estimate,
+and how many of those do not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from memory_accuracy import TABLE, read_table
 
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import find_gpu
-from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_fits, megatron_memory, nominal_bytes
+from jaxllm.cost_model.megatron import SAFE_SHARE, RuleRecord, megatron_fits, megatron_memory, nominal_bytes
 from jaxllm.cost_model.memory import estimate_memory
 
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
@@ -51,35 +52,49 @@ class Mesh:
 @dataclass(frozen=True)
 class Row:
     mesh: Mesh
+    sequence_length: int
     microbatch_sequences: int
     tflops_per_gpu: float | None
     """Megatron's count. None if the run failed."""
-    estimate_percent: int
-    """Figure of the author's code, in percent of 40 or 94 GiB."""
+    estimate_percent: int | None
+    """Figure of the author's code, in percent of 40 or 94 GiB. None if it was not published."""
+
+    @property
+    def config(self) -> Config:
+        return config_of(self.mesh, self.microbatch_sequences, sequence_length=self.sequence_length)
 
     @property
     def percent(self) -> float:
         """The same figure by jaxllm.cost_model.megatron."""
-        estimate = megatron_memory(config_of(self.mesh, self.microbatch_sequences))
-        return 100 * estimate.peak_bytes / nominal_bytes(find_gpu(self.mesh.gpu))
+        return 100 * megatron_memory(self.config).peak_bytes / nominal_bytes(find_gpu(self.mesh.gpu))
 
 
 def read_rows(path: Path = PUBLISHED) -> list[Row]:
+    """Rows without a doubt, of meshes that the GPUs can hold."""
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             sizes = {key: int(line[key]) for key in ("gpus_per_host", "gpus", "tensor", "context", "pipe")}
-            ran = float(line["tflops_per_gpu"]) if line["tflops_per_gpu"] else None
             mesh = Mesh(gpu=line["gpu"], **sizes)
-            rows.append(Row(mesh, int(line["microbatch_sequences"]), ran, int(line["estimate_percent"])))
+            if line["doubt"] or not mesh.data:
+                continue
+            ran = float(line["tflops_per_gpu"]) if line["tflops_per_gpu"] else None
+            percent = int(line["estimate_percent"]) if line["estimate_percent"] else None
+            rows.append(Row(mesh, int(line["sequence_length"]), int(line["microbatch_sequences"]), ran, percent))
     return rows
 
 
-def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str = "selective") -> Config:
+def config_of(
+    mesh: Mesh,
+    microbatch: int,
+    layers: int | None = None,
+    remat: str = "selective",
+    sequence_length: int = SEQUENCE_LENGTH,
+) -> Config:
     """A row's run as a jaxllm config. If the microbatch does not divide 1024 sequences, the batch is the nearest multiple."""
     per_microbatch = mesh.data * microbatch
     microbatches = max(mesh.pipe, round(BATCH_SEQUENCES / per_microbatch))
-    train = {"steps": 1, "sequence_length": SEQUENCE_LENGTH, "global_batch_sequences": microbatches * per_microbatch}
+    train = {"steps": 1, "sequence_length": sequence_length, "global_batch_sequences": microbatches * per_microbatch}
     sizes = {"tensor": mesh.tensor, "context": mesh.context, "pipe": mesh.pipe, "data": mesh.data}
     return load_config(
         {
@@ -91,15 +106,13 @@ def config_of(mesh: Mesh, microbatch: int, layers: int | None = None, remat: str
     )
 
 
-def rule_by_gpu(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
-    """For each kind of GPU, the number of runs that the rule calls safe and how many of those ran; the same for unsafe ones."""
-    result: dict[str, dict[str, int]] = {}
+def rule_by_gpu(rows: Iterable[Row]) -> dict[str, RuleRecord]:
+    """The rule's record on each kind of GPU."""
+    result: dict[str, RuleRecord] = {}
     for row in rows:
-        config = config_of(row.mesh, row.microbatch_sequences)
-        safe, ran = megatron_fits(config, find_gpu(row.mesh.gpu)), row.tflops_per_gpu is not None
-        counts = result.setdefault(row.mesh.gpu, {"safe": 0, "safe_and_ran": 0, "unsafe": 0, "unsafe_and_ran": 0})
-        counts["safe" if safe else "unsafe"] += 1
-        counts["safe_and_ran" if safe else "unsafe_and_ran"] += ran
+        safe, ran = megatron_fits(row.config, find_gpu(row.mesh.gpu)), row.tflops_per_gpu is not None
+        more = RuleRecord(safe, safe and ran, not safe, not safe and ran)
+        result[row.mesh.gpu] = RuleRecord(*map(sum, zip(result.get(row.mesh.gpu, (0, 0, 0, 0)), more, strict=True)))
     return result
 
 
@@ -185,12 +198,13 @@ def gain(meshes: Iterable[Admitted], of: str) -> dict[str, Any]:
 def report(rows: list[Row], remat: str = "selective") -> dict[str, Any]:
     by_gpu = rule_by_gpu(rows)
     meshes = [admitted(mesh, remat) for mesh in dict.fromkeys(row.mesh for row in rows)]
+    differences = [abs(row.percent - row.estimate_percent) for row in rows if row.estimate_percent is not None]
     return {
-        "rows": len(rows),
-        "largest_difference_percent": max(abs(row.percent - row.estimate_percent) for row in rows),
-        "rule": by_gpu,
-        "safe": sum(counts["safe"] for counts in by_gpu.values()),
-        "safe_and_ran": sum(counts["safe_and_ran"] for counts in by_gpu.values()),
+        "rows": len(differences),
+        "largest_difference_percent": max(differences),
+        "rule": {gpu: counts._asdict() for gpu, counts in by_gpu.items()},
+        "safe": sum(counts.safe for counts in by_gpu.values()),
+        "safe_and_ran": sum(counts.safe_and_ran for counts in by_gpu.values()),
         "published_share": SAFE_SHARE,
         "our_share": {gpu: OUR_SHARE * find_gpu(gpu).capacity_bytes / nominal_bytes(find_gpu(gpu)) for gpu in by_gpu},
         "remat": remat,

@@ -1,13 +1,16 @@
-"""Compares the step-time model with published measurements: Megatron-LM, Llama 3.1 8B, S 8192, 1024 sequences, A100s and H100s.
+"""Compares the step-time model with published speeds.
 
     python benchmarks/step_time.py            measured and predicted TFLOP/s per GPU for each row, and their agreement
-    python benchmarks/step_time.py --fit      fits the four constants (cost_model/step_time.py), to all rows and to parts of
-    them
+    python benchmarks/step_time.py --fit      fits the constants (cost_model/step_parts.py) to all rows, and to all but one
+                                              group, which it then predicts; writes published/left-out.csv (four minutes)
+    python benchmarks/step_time.py --ranges   the ranges of error (cost_model/error_range.py), from that file
+    python benchmarks/step_time.py --others   speeds that others publish, none of them fitted
 
-Rows: those of benchmarks/published/llama-3.1-8b.csv with a number (lab table of 22 Oct 2024 by arXiv:2411.06465's first author;
-plain 1F1B, distributed optimizer, no recomputation). Agreement for each kind of GPU: Spearman's rank correlation, median error,
-and the measured loss of the model's first choice against the best layout for each number of GPUs. For comparison, a one-line
-rule: -log2(tensor context pipe) + log2(microbatch) / 2.
+Rows: those of published/llama-3.1-8b.csv with a number and without a doubt (lab table of 22 Oct 2024 by the first author of
+arXiv:2411.06465: Megatron-LM, Llama 3.1 8B, 1024 sequences, plain 1F1B, distributed optimizer, no recomputation). A row in
+doubt repeats the cells beside it. Agreement: Spearman's rank correlation, median error, and the measured loss of the model's
+first choice against the best layout for each number of GPUs. Beside each correlation stands that of a one-line rule:
+-log2(tensor context pipe) + log2(microbatch) / 2.
 """
 
 from __future__ import annotations
@@ -17,18 +20,23 @@ import csv
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.config import Config, load_config
+from jaxllm.cost_model.error_range import error_range, kind_of_layout
+from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_parts import FITTED, Fitted
 from jaxllm.cost_model.step_time import estimate_step_time
 
-PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
+FOLDER = Path(__file__).parent / "published"
+PUBLISHED, LEFT_OUT, OTHERS = (FOLDER / name for name in ("llama-3.1-8b.csv", "left-out.csv", "others.csv"))
 ROUNDING = 0.01
 """Errors below this have little weight in a fit, because repeated runs differ by as much."""
+HELD = 0.8
+"""Share of the left-out rows that a range of error holds."""
 Predict = Callable[["Row"], float]
 
 
@@ -45,18 +53,22 @@ class Row:
     tflops_per_gpu: float
     config: Config
 
+    @property
+    def sequence_length(self) -> int:
+        return self.config.train.sequence_length
+
 
 def published_rows() -> list[Row]:
-    """Rows with a number."""
+    """Rows with a number and without a doubt."""
     with PUBLISHED.open(encoding="utf-8", newline="") as file:
-        return [_row(line) for line in csv.DictReader(file) if line["tflops_per_gpu"]]
+        return [_row(line) for line in csv.DictReader(file) if line["tflops_per_gpu"] and not line["doubt"]]
 
 
 def _row(line: dict[str, str]) -> Row:
-    tensor, context, pipe, gpus, microbatch = (
-        int(line[name]) for name in ("tensor", "context", "pipe", "gpus", "microbatch_sequences")
+    tensor, context, pipe, gpus, microbatch, length = (
+        int(line[name]) for name in ("tensor", "context", "pipe", "gpus", "microbatch_sequences", "sequence_length")
     )
-    train = {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 1024, "microbatch_sequences": microbatch}
+    train = {"steps": 1, "sequence_length": length, "global_batch_sequences": 1024, "microbatch_sequences": microbatch}
     parallel = {"tensor": tensor, "context": context, "pipe": pipe, "zero": 1}
     config = load_config({"model": {"name": "llama-3.1-8b"}, "parallel": parallel, "train": train}).resolve(gpus)
     measured, per_host = float(line["tflops_per_gpu"]), int(line["gpus_per_host"])
@@ -92,14 +104,15 @@ def median_error(rows: Iterable[Row], predicted: Predict) -> float:
     return statistics.median(abs(predicted(row) / row.tflops_per_gpu - 1) for row in rows)
 
 
-def first_choice_losses(rows: Sequence[Row], predicted: Predict) -> dict[int, float]:
-    """Number of GPUs -> relative loss of the layout that `predicted` prefers against the best measured; of ties, the worst."""
+def first_choice_losses(rows: Sequence[Row], predicted: Predict) -> dict[tuple[int, int], float]:
+    """(GPUs, sequence length) -> relative loss of the layout that `predicted` prefers against the best measured; of ties, the
+    worst."""
     losses = {}
-    for gpus in sorted({row.gpus for row in rows}):
-        there = [row for row in rows if row.gpus == gpus]
+    for cluster in sorted({(row.gpus, row.sequence_length) for row in rows}):
+        there = [row for row in rows if (row.gpus, row.sequence_length) == cluster]
         top = max(predicted(row) for row in there)
         chosen = min(row.tflops_per_gpu for row in there if predicted(row) == top)
-        losses[gpus] = 1 - chosen / max(row.tflops_per_gpu for row in there)
+        losses[cluster] = 1 - chosen / max(row.tflops_per_gpu for row in there)
     return losses
 
 
@@ -107,12 +120,14 @@ def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {kind: [row for row in rows if row.gpu == kind] for kind in dict.fromkeys(row.gpu for row in rows)}
 
 
-def agreement(rows: Sequence[Row], predicted: Predict, with_errors: bool = True) -> str:
+def agreement(rows: Sequence[Row], predicted: Predict) -> str:
     measured = [row.tflops_per_gpu for row in rows]
     losses = first_choice_losses(rows, predicted)
-    error = f"median error {median_error(rows, predicted):.1%}, " if with_errors else ""
-    correlation = f"Spearman {spearman([predicted(row) for row in rows], measured):.3f}, " if len(rows) > 2 else ""
-    return f"{len(rows)} rows: {correlation}{error}first choices lose at most {max(losses.values()):.1%}"
+    by_model, by_rule = (spearman([way(row) for row in rows], measured) for way in (predicted, one_line_rule))
+    return (
+        f"{len(rows)} rows: Spearman {by_model:.3f} (one line: {by_rule:.3f}), median error "
+        f"{median_error(rows, predicted):.1%}, first choices lose at most {max(losses.values()):.1%}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- fitting
@@ -126,9 +141,21 @@ def loss(rows: Sequence[Row], fitted: Fitted) -> float:
     return statistics.fmean(math.hypot(error, ROUNDING) for error in errors)
 
 
-START = Fitted(matmul_share=0.8, hopper_matmul_share=0.6, sync_s=50e-6, loader_tokens_per_s=40_000)
-"""Round initial guesses; the last is from the 0.2 s per sequence of 8192 tokens of the slowest runs. From a loader that no run
-waits for, a fit does not reach the best."""
+START = Fitted(
+    matmul_share=0.8,
+    hopper_matmul_share=0.6,
+    sync_s=50e-6,
+    spread=0.02,
+    mask_bytes_per_s=400e6,
+    hopper_mask_bytes_per_s=400e6,
+    mask_jitter=0.5,
+)
+"""Round initial guesses. A mask of 8192 x 8192 bytes takes about 0.2 s in the slowest runs."""
+OF_MACHINE = {
+    "a100-40gb": ("matmul_share", "mask_bytes_per_s"),
+    "h100-94gb": ("hopper_matmul_share", "hopper_mask_bytes_per_s"),
+}
+"""Constants of one kind of GPU and its hosts."""
 
 
 def fit(rows: Sequence[Row], start: Fitted = START, names: Sequence[str] = CONSTANTS) -> Fitted:
@@ -156,63 +183,181 @@ def _scaled(fitted: Fitted, factors: dict[str, float]) -> Fitted:
     return dataclasses.replace(fitted, **{name: getattr(fitted, name) * factor for name, factor in factors.items()})
 
 
-def parts_fitted(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row], Predict]]:
-    """Yields (description of the fit, rows left out of it, their prediction)."""
-    few, more = [row for row in rows if row.gpus <= 16], [row for row in rows if row.gpus > 16]
-    fitted = fit(few)
-    yield "fitted to at most 16 GPUs, more predicted", more, lambda row: predict(row, fitted)
+def groups_left_out(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row], Predict]]:
+    """Yields (group, its rows, their prediction by constants fitted to the other rows)."""
 
-    by_layout = {}
-    for layout in sorted({row.layout for row in rows}):
-        by_layout[layout] = fit([row for row in rows if row.layout != layout])
-    yield "each layout predicted by constants fitted to the others", list(rows), lambda row: predict(row, by_layout[row.layout])
+    def without(name: str, group: list[Row], known: list[Row], start: Fitted = START, names: Sequence[str] = CONSTANTS):
+        fitted = fit(known, start, names)
+        return name, group, lambda row: predict(row, fitted)
 
-    for known, new in (("a100-40gb", "h100-94gb"), ("h100-94gb", "a100-40gb")):
-        share = "hopper_matmul_share" if new.startswith("h100") else "matmul_share"
-        kinds = by_kind(rows)
-        one_host = [row for row in kinds[new] if row.gpus == row.gpus_per_host]
-        # A loader that never waits, unless the fitted rows include one that does.
-        start = START if known.startswith("a100") else dataclasses.replace(START, loader_tokens_per_s=math.inf)
-        names = [name for name in CONSTANTS if name != share and math.isfinite(getattr(start, name))]
-        other = fit(one_host, fit(kinds[known], start, names), [share])
-        rest = [row for row in kinds[new] if row not in one_host]
-        how = f"fitted to {known}, matmuls of {new} to the {len(one_host)} of one host, more predicted"
-        yield how, rest, lambda row, other=other: predict(row, other)
+    few, more = [row for row in rows if row.gpus <= 32], [row for row in rows if row.gpus > 32]
+    yield without("more than 32 GPUs", more, few)
+    for length in (8192, 16384):
+        there = [row for row in rows if row.sequence_length == length]
+        # Of A100s there are runs of one length only.
+        there = [row for row in there if row.gpu == "h100-94gb"]
+        yield without(f"sequences of {length:,}", there, [row for row in rows if row not in there])
+    kinds = by_kind(rows)
+    for kind, machine in OF_MACHINE.items():
+        smallest = sorted({row.gpus for row in kinds[kind]})[:2]
+        known = [row for row in kinds[kind] if row.gpus in smallest]
+        others = fit([row for row in rows if row.gpu != kind], START, [name for name in CONSTANTS if name not in machine])
+        name = f"{kind}, its own two constants fitted to {len(known)} rows of {smallest[0]} and {smallest[1]} GPUs"
+        yield without(name, [row for row in kinds[kind] if row not in known], known, others, machine)
+
+
+# ------------------------------------------------------------------------------------------------------------- left out
+
+
+def write_left_out(groups: Iterable[tuple[str, list[Row], Predict]]) -> Iterator[str]:
+    """Writes published/left-out.csv and yields the agreement of each group."""
+    with LEFT_OUT.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("group", "gpu", "gpus", "kind_of_layout", "measured", "predicted"))
+        for name, rows, predicted in groups:
+            for row in rows:
+                kind = kind_of_layout(row.config, GPUS[row.gpu], row.gpus_per_host)
+                found = round(predicted(row), 2)
+                writer.writerow((name, row.gpu, row.gpus, kind, row.tflops_per_gpu, found))
+            yield name
+            yield from (f"  {kind:<10} {agreement(there, predicted)}" for kind, there in by_kind(rows).items())
+
+
+def left_out_errors() -> dict[str, list[float]]:
+    """Kind of layout -> log(measured / predicted) of each left-out row."""
+    found: dict[str, list[float]] = {}
+    with LEFT_OUT.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            error = math.log(float(line["measured"]) / float(line["predicted"]))
+            found.setdefault(line["kind_of_layout"], []).append(error)
+    return found
+
+
+def quantile(errors: Sequence[float], share: float = HELD) -> float:
+    """The least of the absolute errors below which are `share` of them."""
+    return sorted(map(abs, errors))[math.ceil(share * len(errors)) - 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------- others
+
+
+@dataclass(frozen=True)
+class Other:
+    """A speed that someone else publishes, of another program on another machine."""
+
+    source: str
+    model: str
+    gpu: str
+    gpus: int
+    precision: str
+    measured: float
+    """Tokens/s per GPU."""
+    predicted: float
+    is_held: bool
+    """Whether the range of the prediction holds it."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def other_speeds() -> Iterator[Other]:
+    with OTHERS.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            yield _other(line)
+
+
+def _other(line: dict[str, str]) -> Other:
+    sizes = ("sequence_length", "global_batch_sequences", "microbatch_sequences")
+    axes = ("tensor", "context", "pipe", "virtual_stages", "zero")
+    is_fp8, gpus, gpu = line["precision"] == "fp8", int(line["gpus"]), GPUS[line["gpu"]]
+    parallel = {axis: int(line[axis]) for axis in axes} | {"remat": line["remat"]}
+    parallel["schedule"] = "interleaved" if parallel["virtual_stages"] > 1 else "1f1b"
+    model = {"name": line["model"], **({"matmul_dtype": "fp8"} if is_fp8 else {})}
+    train = {"steps": 1, **{size: int(line[size]) for size in sizes}}
+    config = load_config({"model": model, "parallel": parallel, "train": train}).resolve(gpus)
+    convention, per_host = line["convention"], min(gpus, gpu.gpus_per_host)
+    # Their loaders make no masks.
+    fitted = dataclasses.replace(FITTED, mask_bytes_per_s=math.inf, hopper_mask_bytes_per_s=math.inf)
+    predicted = estimate_step_time(config, gpu, per_host, convention, fitted).tokens_per_s_per_gpu
+    length, figure = config.train.sequence_length, float(line["figure"])
+    full, causal = (train_flops_per_token(config.model, length, causal) for causal in (False, True))
+    peak = gpu.dense_flops["bfloat16"] * (2 if is_fp8 else 1)
+    per_unit = {"tokens_per_s": 1, "mfu_full_square": peak / 100 / full, "tflops_causal": 1e12 / causal}
+    measured, found = figure * per_unit[line["unit"]], error_range(config, gpu, per_host)
+    held = found.low * predicted <= measured <= found.high * predicted
+    return Other(line["source"], line["model"], line["gpu"], gpus, line["precision"], measured, predicted, held)
 
 
 # -------------------------------------------------------------------------------------------------------------- printing
 
 
 def table(rows: Sequence[Row]) -> Iterable[str]:
-    yield f"{'gpu':<10}{'gpus':>5}{'tensor':>8}{'context':>8}{'pipe':>6}{'microbatch':>11}{'measured':>10}{'predicted':>10}"
+    yield (
+        f"{'gpu':<10}{'gpus':>5}{'sequence':>9}{'tensor':>8}{'context':>8}{'pipe':>6}{'microbatch':>11}{'measured':>10}"
+        f"{'predicted':>10}"
+    )
     for row in rows:
         tensor, context, pipe = row.layout
         predicted = predict(row)
         yield (
-            f"{row.gpu:<10}{row.gpus:>5}{tensor:>8}{context:>8}{pipe:>6}{row.microbatch_sequences:>11}"
+            f"{row.gpu:<10}{row.gpus:>5}{row.sequence_length:>9}{tensor:>8}{context:>8}{pipe:>6}{row.microbatch_sequences:>11}"
             f"{row.tflops_per_gpu:>10.1f}{predicted:>10.1f}{predicted / row.tflops_per_gpu - 1:>+8.1%}"
+        )
+
+
+def agreement_lines(rows: Sequence[Row]) -> Iterator[str]:
+    for kind, there in by_kind(rows).items():
+        for length in sorted({row.sequence_length for row in there}):
+            of_length = [row for row in there if row.sequence_length == length]
+            yield f"{kind}, sequences of {length:,}\n  {agreement(of_length, predict)}"
+            losses = first_choice_losses(of_length, predict)
+            yield "  first choice below the best at so many GPUs: " + ", ".join(f"{n}: {x:.1%}" for (n, _), x in losses.items())
+
+
+def range_lines() -> Iterator[str]:
+    for kind, errors in left_out_errors().items():
+        slower = statistics.fmean(errors)
+        yield f"{kind:<24}{len(errors):>4} rows, {HELD:.0%} within {quantile(errors):.1%}, the mean {slower:+.1%}"
+    others = [math.log(1 + one.error) for one in other_speeds() if one.precision == "bf16"]
+    yield f"{'others, bf16':<24}{len(others):>4} rows, {HELD:.0%} within {quantile(others):.1%}"
+
+
+def other_lines() -> Iterator[str]:
+    found = list(other_speeds())
+    for one in found:
+        yield (
+            f"{one.source:<25}{one.model:<15}{one.gpu:<11}{one.gpus:>6} {one.precision}{one.measured:>9,.0f}"
+            f"{one.predicted:>9,.0f}{one.error:>+8.1%}{'' if one.is_held else '  outside its range'}"
+        )
+    for precision in ("bf16", "fp8"):
+        there = [one for one in found if one.precision == precision]
+        errors = [one.error for one in there]
+        held = sum(one.is_held for one in there)
+        rank = spearman([one.predicted for one in there], [one.measured for one in there])
+        yield (
+            f"{precision}: {len(there)} rows, median error {statistics.median(map(abs, errors)):.1%}, the mean "
+            f"{statistics.fmean(errors):+.1%}, Spearman {rank:.3f} (over models of several sizes), ranges hold {held}"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants to all rows and to parts of them (a minute)")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to all rows, and to all but one group")
+    parser.add_argument("--ranges", action="store_true", help="ranges of error, from published/left-out.csv")
+    parser.add_argument("--others", action="store_true", help="speeds that others publish")
     options = parser.parse_args()
     rows = published_rows()
     if options.fit:
-        print(f"as they are            {FITTED}")
-        print(f"fitted to all rows     {fit(rows)}")
-        for how, others, predicted in parts_fitted(rows):
-            print(f"\n{how}")
-            for kind, there in by_kind(others).items():
-                print(f"  {kind:<10} {agreement(there, predicted)}")
-        return
-    print("\n".join(table(rows)))
-    for kind, there in by_kind(rows).items():
-        print(f"\n{kind}\n  model     {agreement(there, predict)}")
-        print(f"  one line  {agreement(there, one_line_rule, with_errors=False)}")
-        losses = first_choice_losses(there, predict)
-        print("  first choice below the best at so many GPUs: " + ", ".join(f"{n}: {loss:.1%}" for n, loss in losses.items()))
+        print(f"as they are            {FITTED}\nfitted to all rows     {fit(rows)}", flush=True)
+        for line in write_left_out(groups_left_out(rows)):
+            print(line, flush=True)
+    elif options.ranges:
+        print("\n".join(range_lines()))
+    elif options.others:
+        print("\n".join(other_lines()))
+    else:
+        print("\n".join([*table(rows), "", *agreement_lines(rows)]))
 
 
 if __name__ == "__main__":

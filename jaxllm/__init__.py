@@ -18,6 +18,7 @@ _HOMES = {
     "load_model": "api",
     "open_model": "api",
     "estimate": "plan.estimate",
+    "estimate_inference": "plan.inference_estimate",
     "evaluate": "commands.predict",
     "generate": "commands.predict",
 }

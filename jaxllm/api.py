@@ -6,6 +6,7 @@ from jaxllm.commands.plan import plan
 from jaxllm.commands.predict import evaluate, generate
 from jaxllm.compile.inspect import inspect_config
 from jaxllm.plan.estimate import estimate
+from jaxllm.plan.inference_estimate import estimate_inference
 from jaxllm.train.loop import fit
 from jaxllm.train.trainer import Trainer
 
@@ -13,6 +14,7 @@ __all__ = [
     "LoadedModel",
     "Trainer",
     "estimate",
+    "estimate_inference",
     "evaluate",
     "fit",
     "generate",

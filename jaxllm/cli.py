@@ -16,9 +16,9 @@ import typer
 
 from jaxllm import __version__
 from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
+from jaxllm.cli_estimates import estimate, inspect
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
 from jaxllm.cli_options import (
-    AchievedTflops,
     AsJson,
     CacheDir,
     CheckpointRate,
@@ -79,86 +79,10 @@ def train(recipe: Recipe) -> None:
         raise typer.Exit(exit_codes.RESTART)
 
 
-@app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))
-def inspect(
-    recipe: Recipe,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none is needed here.")] = None,
-    gpus_per_host: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
-    ] = None,
-    picture: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
-    loaded = load(recipe)
-    from jaxllm.compile.inspect import inspect_config
-    from jaxllm.compile.inspect_text import render
-
-    report = inspect_config(loaded, gpus, gpus_per_host)
-    if picture is not None:
-        from jaxllm.plots.zigzag import picture as draw
-
-        draw(loaded.parallel.context, picture)
-    print_report(report, as_json, render)
-
-
-@app.command(**example("estimate quickstart --gpu h100-80gb --gpus 8"))
-def estimate(
-    recipe: Recipe,
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: memory only, no speed."),
-    ] = None,
-    gpus: GpuCount = None,
-    gpus_per_host: GpusPerHost = None,
-    convention: Annotated[
-        str,
-        typer.Option(
-            metavar="jaxllm|megatron", help="megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count."
-        ),
-    ] = "jaxllm",
-    picture: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Draw the bytes of each stage as stacked bars; .png or .svg.")
-    ] = None,
-    over: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
-        ),
-    ] = None,
-    tokens: Tokens = None,
-    price: Price = None,
-    mtbf_hours: MtbfHours = None,
-    restart_minutes: RestartMinutes = None,
-    checkpoint_gb_per_s: CheckpointRate = None,
-    achieved_tflops: AchievedTflops = None,
-    as_json: AsJson = False,
-) -> None:
-    """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
-    loaded = load(recipe)
-    from jaxllm.plan.estimate import estimate as estimate_config
-    from jaxllm.plan.quote import Terms, quote_estimate
-
-    terms = Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s, achieved_tflops)
-    report = estimate_config(loaded, gpu, gpus, gpus_per_host, cast(Any, convention))
-    offer = quote_estimate(report, terms)
-    if over is not None and picture is None:
-        raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
-    if over == "step" and picture is not None:
-        from jaxllm.plots.memory_timeline import draw_step
-
-        draw_step(report, picture)
-    elif picture is not None:
-        from jaxllm.plots.memory import estimate_picture
-
-        estimate_picture(report, picture, over)
-    if as_json:
-        print(json.dumps(report.to_json() | ({} if offer is None else {"quote": offer.to_json()})))
-    else:
-        print(fitted([*report.lines(), *([] if offer is None else ["", *offer.lines()])]))
+app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))(inspect)
+app.command(
+    **example("estimate quickstart --gpu h100-80gb --gpus 8", "estimate quickstart --for generate --prompts 8 --gpus 1")
+)(estimate)
 
 
 @app.command("compile", **example("compile quickstart --gpu h100-80gb --gpus 8"))

@@ -50,6 +50,21 @@ AchievedTflops = Annotated[
     float | None,
     typer.Option(metavar="TFLOPS", help="Speed of a GPU for --tokens, 8 FLOPs per parameter and token; default: predicted."),
 ]
+Purpose = Annotated[
+    str,
+    typer.Option("--for", metavar="train|load|eval|generate", help="What the memory is for; only train has a speed."),
+]
+StoredDtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="--for others: bfloat16 or float32 on disk; default: float32.")
+]
+WindowTokens = Annotated[
+    int | None, typer.Option("--sequence-length", metavar="N", help="--for eval: tokens of a window; default: 1024.")
+]
+Prompts = Annotated[int | None, typer.Option(metavar="N", help="--for generate: prompts at once; default: 1.")]
+PromptTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="--for generate: tokens of the longest prompt; default: 1024.")
+]
+NewTokens = Annotated[int | None, typer.Option(metavar="N", help="--for generate: new tokens of each; default: 128.")]
 
 Recipe = Annotated[
     list[str],

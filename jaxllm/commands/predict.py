@@ -9,7 +9,7 @@ Errors in a text or an option are raised before any device is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ import jax
 from jaxllm.checkpoint.load_model import KEY, LoadedModel, config_of, open_model
 from jaxllm.checkpoint.weights import find_weights
 from jaxllm.config import ConfigError, sequence_unit, with_overrides
-from jaxllm.config.types import ITEMSIZE
+from jaxllm.cost_model.inference_memory import bucket, cache_bytes, cache_positions
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
 from jaxllm.inference.evaluate import evaluate as score
-from jaxllm.inference.generate import Completion, Generator, bucket, complete
+from jaxllm.inference.generate import Completion, Generator, complete
 from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, stop_ids
 from jaxllm.inference.sampling import Sampling
 from jaxllm.pretrained.folder import Folder
@@ -156,7 +156,9 @@ def generate(
     _require_sensible(home, most)
     loaded = _open(model, overrides, _divisible(bucket(most), overrides))
     if jax.default_backend() == "cpu":
-        require_host_memory(len(ids) * _cache_bytes(home.model, most), f"Keys and values of {most:,} positions")
+        positions = cache_positions(max(map(len, ids)), how.max_new_tokens)
+        needed = cache_bytes(loaded.config.model, len(ids), positions)
+        require_host_memory(needed, f"Keys and values of {positions:,} positions")
     _say_model(say, loaded)
     _note_length(say, home, most)
     generator = Generator(loaded.model)
@@ -188,12 +190,6 @@ def _require_sensible(home: Folder, positions: int) -> None:
             f"The prompt and --max-new-tokens make up to {positions:,} positions, and the model supports {longest:,}: shorten "
             f"them."
         )
-
-
-def _cache_bytes(model: Mapping[str, Any], positions: int) -> int:
-    """Bytes of the keys and values of one row at the very least: all layers have windows if some do, and two bytes a number."""
-    room = min(positions, model.get("sliding_window") or positions)
-    return 2 * ITEMSIZE["bfloat16"] * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * room
 
 
 def _tokenizer(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:

@@ -27,9 +27,10 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
-from jaxllm.cost_model.hardware import GPUS
-from jaxllm.cost_model.hosts import choose_gpus_per_host, named_devices
+from jaxllm.cost_model.hardware import GPUS, Gpu, find_gpu
+from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, named_devices
 from jaxllm.cost_model.precision import Row, precision_table
+from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
 from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.display import readable
 from jaxllm.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
@@ -39,11 +40,12 @@ from jaxllm.model.llama import BlockContext, apply_block, layer_kinds
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.vjp_residuals import extract
+from jaxllm.plan.shape_advice import better_shape, better_shape_line
 from jaxllm.runtime import distributed
 from jaxllm.sharding import vocab_rows
 
 REFERENCE_GPU = "h100-80gb"
-"""The GPU whose link and speed the times use."""
+"""The GPU whose link and speed the times use, unless one is named."""
 REACHED = 0.5
 """Share of the peak that a well-shaped layer's forward pass reaches; a rule of thumb."""
 
@@ -95,6 +97,14 @@ class Report:
     parameter_count: int
     """Without the rows that pad the vocabulary."""
     vocabulary_padding_rows: int
+    gpu: str
+    """The kind whose link and speed the times use."""
+    link_bytes_per_s: float
+    """Each way, to the host's memory."""
+    shape_waste: ShapeWaste | None
+    """What shapes waste of the step on the GPU; None if none was named."""
+    better_shape: str | None
+    """The neighbouring shape that gains most and by how much, if one does."""
     parameters: tuple[ParameterRow, ...]
     bytes_per_device: Bytes
     activations: Activations
@@ -105,25 +115,34 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
-        return {**asdict(self), "total_bytes_per_device": self.bytes_per_device.total}
+        waste = self.shape_waste.to_json() if self.shape_waste else None
+        return {**asdict(self), "shape_waste": waste, "total_bytes_per_device": self.bytes_per_device.total}
 
     def __repr__(self) -> str:
         return f"<Report of {self.parameter_count:,} parameters on {axes_line(self.mesh)}>"
 
 
-def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int | None = None) -> Report:
+def inspect_config(
+    config: Config, gpus: int | None = None, gpus_per_host: int | None = None, gpu: Gpu | str | None = None
+) -> Report:
     """Reports on a config on a number of GPUs, with train.batch_schedule at the largest batch that the run reaches.
 
     Args:
       gpus: default: run.cpu_devices, else the size of the config's mesh, else (parallel.data=auto) the present devices.
-      gpus_per_host: default: the largest divisor of gpus not above 8.
+      gpus_per_host: default: the largest divisor of gpus not above the kind's host size, or 8.
+      gpu: a kind, by name, by a YAML file that describes it, or as a Gpu, whose waste is shown. None: no waste, and times on
+        REFERENCE_GPU.
 
     Raises:
-      ConfigError: the mesh has another size, a parameter cannot be sharded, or hosts do not divide.
+      ConfigError: the mesh has another size, a parameter cannot be sharded, hosts do not divide, or the GPU does not exist.
     """
     gpus = count_devices(config, gpus)
     config = config.resolve(gpus).at_largest_batch
-    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, parallel=config.parallel)
+    named = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    largest = named.gpus_per_host if named else HOST_GPUS
+    per_host, because = choose_gpus_per_host(gpus, gpus_per_host, largest, parallel=config.parallel)
+    kind = named or GPUS[REFERENCE_GPU]
+    better = better_shape(config, named, per_host) if named else None
     sizes = axis_sizes(config.parallel)
     _, tree = parameter_table(config)
     table = jax.tree.leaves(tree)
@@ -140,13 +159,17 @@ def inspect_config(config: Config, gpus: int | None = None, gpus_per_host: int |
         compute_dtype=config.model.compute_dtype,
         parameter_count=parameter_count(config.model),
         vocabulary_padding_rows=padding,
+        gpu=kind.name,
+        link_bytes_per_s=kind.host_bandwidth_bytes_per_s,
+        shape_waste=shape_waste(config, named, per_host) if named else None,
+        better_shape=better_shape_line(better) if better else None,
         parameters=rows,
         bytes_per_device=held,
-        activations=activations(config),
-        state_offload=state_offload(config, held),
+        activations=activations(config, kind),
+        state_offload=state_offload(config, held, kind),
         precision=precision_table(config),
         notes=tuple(notes(config, rows, padding)),
-        warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, rows)),
+        warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, rows, named)),
     )
 
 
@@ -196,11 +219,11 @@ def notes(config: Config, rows: tuple[ParameterRow, ...], padding: int) -> Itera
 # ----------------------------------------------------------------------------------------------- activations and offload
 
 
-def activations(config: Config) -> Activations:
+def activations(config: Config, gpu: Gpu) -> Activations:
     """Activations of a block under parallel.remat, with attention as on a GPU."""
     policy, model, parallel = policy_of(config.parallel.remat, config.model), config.model, config.parallel
     c, t, S = parallel.context, parallel.tensor, config.train.sequence_length
-    blockwise = is_blockwise(config)
+    blockwise = is_blockwise(config, gpu.chip.compute_capability)
     unnamed, held = 0.0, ActivationBytes({}, {})
     if policy.everything:
         unnamed = bytes_without_remat(model, S) / (c * t)
@@ -216,8 +239,8 @@ def activations(config: Config) -> Activations:
         offloaded=held.offloaded,
         recomputed=tuple(there),
         unnamed=unnamed,
-        link_s=sum(held.offloaded.values()) / GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s,
-        compute_s=flops / (GPUS[REFERENCE_GPU].dense_flops["bfloat16"] * REACHED),
+        link_s=sum(held.offloaded.values()) / gpu.host_bandwidth_bytes_per_s,
+        compute_s=flops / (gpu.dense_flops["bfloat16"] * REACHED),
     )
 
 
@@ -240,7 +263,7 @@ def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
     return sum(x.size * x.dtype.itemsize for x in leaves) / sequence_length
 
 
-def state_offload(config: Config, held: Bytes) -> StateOffload:
+def state_offload(config: Config, held: Bytes, gpu: Gpu) -> StateOffload:
     """Moments cross the link once each way. Master weights do too, and once more at the step's start, to be cast. With `all`
     the cast layers return. In each microbatch they come in twice, and their gradient sums go in and out; in the end these come
     in for the norm and for the update."""
@@ -249,12 +272,12 @@ def state_offload(config: Config, held: Bytes) -> StateOffload:
     master = held.master if what in MASTER_ON_HOST else 0
     to_device, to_host, host = moments + 2 * master, moments + master, moments + master
     if what == "all":
-        sizes, microbatches = StepSizes(config), config.num_microbatches
+        sizes, microbatches = StepSizes(config, gpu), config.num_microbatches
         weights, sums = sizes.itemsize * sizes.layers.master, host_sum_itemsize(config) * sizes.layers.master
         host += weights + sums
         to_device += 2 * microbatches * weights + (microbatches if microbatches > 1 else 0) * sums + 2 * sums
         to_host += weights + microbatches * sums
-    link_s = (to_device + to_host) / GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s
+    link_s = (to_device + to_host) / gpu.host_bandwidth_bytes_per_s
     return StateOffload(what, host, to_device, to_host, link_s)
 
 

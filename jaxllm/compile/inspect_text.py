@@ -18,8 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxllm.compile.inspect import REACHED, REFERENCE_GPU, Report, axes_line
-from jaxllm.cost_model.hardware import GPUS
+from jaxllm.compile.inspect import REACHED, Report, axes_line
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import readable, terminal_table
 from jaxllm.mesh import CONTEXT, TENSOR
@@ -45,6 +44,7 @@ def render(report: Report) -> Group:
         bytes_table(report),
         Text(f"Total {readable(total)} per device ({total:,} bytes)"),
         *activation_lines(report),
+        *waste_lines(report),
         Text("\nPrecision on a GPU: as multiplied or added, of sums inside, of the result"),
         precision_lines(report),
         *(Text(f"\nNote: {note}") for note in report.notes),
@@ -163,7 +163,7 @@ def activation_lines(report: Report) -> Iterator[Text]:
         yield Text(f"  recomputed: {', '.join(block.recomputed)}")
     if block.unnamed:
         yield Text(f"  kept {block.unnamed:,.0f}, all that autodiff needs, with plain XLA attention")
-    link = f"{GPUS[REFERENCE_GPU].host_bandwidth_bytes_per_s / 1e9:.0f} GB/s each way of {REFERENCE_GPU}'s link"
+    link = f"{report.link_bytes_per_s / 1e9:.0f} GB/s each way of {report.gpu}'s link"
     if block.offloaded:
         yield Text(
             f"  {block.link_s * 1e9:,.0f} ns to the host at {link}, behind {block.compute_s * 1e9:,.0f} ns of compute "
@@ -174,6 +174,17 @@ def activation_lines(report: Report) -> Iterator[Text]:
             f"\noffload_state {state.what}: {readable(state.host)} of the total are in the host's memory. Each step brings "
             f"{readable(state.to_device)} in and {readable(state.to_host)} out: {state.link_s:.2g} s at {link}"
         )
+
+
+def waste_lines(report: Report) -> Iterator[Text]:
+    """Shares of the step that shapes waste, if a GPU was named."""
+    if report.shape_waste is None:
+        return
+    yield Text(f"\nPredicted step on {report.gpu}: {report.shape_waste.step_s:.4g} s, wasted by shapes")
+    for name, share in report.shape_waste.shares.items():
+        yield Text(f"  {name.replace('_', ' '):<18}{share:>6.1%}")
+    if report.better_shape is not None:
+        yield Text(f"  {report.better_shape}")
 
 
 def warning_lines(report: Report) -> Iterator[Text]:

@@ -62,8 +62,10 @@ class LayerCompute:
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
         self.links = links_of(gpu, BANDWIDTH_SHARE)
 
+        self.gpus_per_host = min(gpus_per_host, self.devices)
+
         def axis(size: int, stride: int) -> Group:
-            return group_of(size, stride, min(gpus_per_host, self.devices))
+            return group_of(size, stride, self.gpus_per_host)
 
         self.tensor_group, self.context_group = axis(self.t, 1), axis(self.c, self.t)
         self.data_group = axis(self.d * self.c, self.t)
@@ -78,7 +80,11 @@ class LayerCompute:
         self.matmuls = self.block_matmuls()
         """Name -> columns of the output, length of the sum."""
         self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
-        self.stage_layers = self.V * config.chunk_layers
+        self.chunk_layers: float = config.chunk_layers
+
+    @property
+    def stage_layers(self) -> float:
+        return self.V * self.chunk_layers
 
     def block_matmuls(self) -> dict[str, tuple[int, int]]:
         split = {"heads": self.t, "mlp": self.t, "kv_heads": self.t if self.model.num_kv_heads % self.t == 0 else 1}
@@ -91,10 +97,18 @@ class LayerCompute:
     def matmul_s(self, rows: int, columns: int, length: int, is_fp8: bool = False) -> float:
         """Time of a rows x columns matmul in which each element sums `length` products. FP8 is faster by the ratio of the peaks
         and has inputs of one byte. That it reaches the same share of its peak as bfloat16 is a guess."""
-        share = tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
+        share = self.tile_share(rows, columns, length)
         traffic = (1 if is_fp8 else self.itemsize) * (rows * length + length * columns) + self.itemsize * rows * columns
         flops_per_s = (self.fp8_flops if is_fp8 else self.matmul_flops) * share
         return max(2 * rows * columns * length / flops_per_s, self.moved_s(traffic))
+
+    def tile_share(self, rows: int, columns: int, length: int) -> float:
+        return tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
+
+    def attention_share(self, blocks: int) -> float:
+        """Thread blocks of attention, of the places for them on the multiprocessors in whole waves."""
+        multiprocessors = self.gpu.chip.multiprocessors
+        return blocks / (-(-blocks // multiprocessors) * multiprocessors)
 
     def block_matmul_s(self, rows: int, columns: int, length: int) -> float:
         """The same for a matmul of a block: in FP8, if the config asks for it."""
@@ -139,12 +153,11 @@ class LayerCompute:
         Plain XLA attention multiplies the full square, or what a tile's rows may see of a window, and keeps scores in memory,
         in float32: softmax reads or writes them four times forward, about twice that backward.
         """
-        heads, multiprocessors = self.model.num_heads // self.t, self.gpu.chip.multiprocessors
+        heads = self.model.num_heads // self.t
         flops_per_key = 2 * self.rows * heads * self.model.head_dim
         if self.fuses_attention:
             blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
-            filled = blocks / (-(-blocks // multiprocessors) * multiprocessors)
-            half_s = flops_per_key * self.keys_per_query(window) / (self.peak_flops * filled)
+            half_s = flops_per_key * self.keys_per_query(window) / (self.peak_flops * self.attention_share(blocks))
             return 2 * half_s / ATTENTION_SHARES[0], 5 * half_s / ATTENTION_SHARES[1]
         keys = self.S if window is None else min(self.S, window + XLA_ROWS)
         scores_s = self.moved_s(4 * 4 * self.rows * keys * heads)

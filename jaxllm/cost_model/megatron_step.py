@@ -10,7 +10,10 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.megatron import megatron_flops_per_token
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, reduce_scatter_s
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import Fitted, Transfers
+from jaxllm.cost_model.step_parts import Fitted, Transfers, largest_deviation
+
+MASK_POWER = 3
+"""Exponent of the power mean of two times that vary: of 2 to 8 the one that fits the published runs best."""
 
 
 class MegatronStep(StepModel):
@@ -83,8 +86,16 @@ class MegatronStep(StepModel):
         """Adds nothing: no state is offloaded."""
 
     def add_input(self, terms: dict[str, float]) -> None:
-        """Adds the time that a data rank waits for its input, beyond the step's own time."""
-        tokens = self.config.step_tokens / (self.parallel.replica * self.d)
-        wait_s = tokens / self.fitted.loader_tokens_per_s - math.fsum(terms.values())
-        if wait_s > 0:
-            terms["input"] = wait_s
+        """Adds the time that a step waits for attention masks, which loaders make while the GPUs work. The slowest data rank
+        decides: its masks take mask_jitter x largest_deviation(ranks) / sqrt(M) longer than the mean for each loader that
+        shares its host, and larger microbatches even that out. Of two times that vary the longer is in the mean longer than
+        both: a power mean.
+        """
+        fitted, is_hopper = self.fitted, self.gpu.chip.compute_capability >= (9, 0)
+        each_s = self.S**2 / (fitted.hopper_mask_bytes_per_s if is_hopper else fitted.mask_bytes_per_s)
+        b, step_s = self.config.microbatch_sequences, math.fsum(terms.values())
+        # The first and the last stage load, each on one of its tensor ranks.
+        loaders = self.gpus_per_host / self.t * min(1, 2 / self.P)
+        slowest = 1 + fitted.mask_jitter * loaders * largest_deviation(self.d * self.parallel.replica) / math.sqrt(self.M) / b
+        masks_s = each_s * b * self.M * slowest
+        terms["input"] = (masks_s**MASK_POWER + step_s**MASK_POWER) ** (1 / MASK_POWER) - step_s

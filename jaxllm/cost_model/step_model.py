@@ -16,6 +16,7 @@ from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, red
 from jaxllm.cost_model.replicas import exchange_of, over_replica_network
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
+    COMMUNICATION,
     KERNEL_S,
     OUTER_STEP,
     STEP_KERNELS,
@@ -23,6 +24,7 @@ from jaxllm.cost_model.step_parts import (
     StepTime,
     Transfers,
     add_times,
+    largest_deviation,
 )
 from jaxllm.cost_model.step_sizes import StepSizes
 
@@ -80,6 +82,9 @@ class StepModel(HostCopies):
         for times_s in (self.head(), self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
+        if self.devices > 1:
+            computes_s = sum(time_s for name, time_s in terms.items() if name not in COMMUNICATION) - bubble_transfers_s
+            terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * computes_s
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
         tflops = tokens_per_s * self.flops_per_token() / 1e12
@@ -91,7 +96,7 @@ class StepModel(HostCopies):
 
     def tick(self) -> tuple[dict[str, float], Transfers, Transfers, float, float]:
         """One chunk of layers: (compute by term, transfers forward, transfers backward, seconds forward, seconds backward)."""
-        layers = self.config.chunk_layers
+        layers = self.chunk_layers
         matmuls_s, attention_s, moves_s = self.layer_matmuls_s(), self.attention_s(), self.moves_s()
         again, attention_again, moves_again = self.recomputed()
         repeated_s = self.repeated_s(again, attention_again) + (moves_s[0] if moves_again else 0.0)
@@ -188,7 +193,7 @@ class StepModel(HostCopies):
     # -------------------------------------------------------------------------------- transfers of one layer and microbatch
 
     def add_tensor(
-        self, forward: Transfers, backward: Transfers, layers: int, matmuls_s: tuple[float, float], scatters_again: int
+        self, forward: Transfers, backward: Transfers, layers: float, matmuls_s: tuple[float, float], scatters_again: int
     ) -> None:
         """Sequence parallelism: hidden states are gathered into both halves of a block and scattered out of them. The backward
         pass does the same and gathers the two inputs once more (6 and 4 per layer); it scatters each output that is recomputed
@@ -217,7 +222,7 @@ class StepModel(HostCopies):
         forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
         backward.add("tensor_skew", self.fitted.sync_s, times=layers * (gathers + scatters))
 
-    def add_tensor_ring(self, forward: Transfers, backward: Transfers, layers: int, again: set[str]) -> None:
+    def add_tensor_ring(self, forward: Transfers, backward: Transfers, layers: float, again: set[str]) -> None:
         """As add_tensor, where a chunk travels behind the matmuls of another (parallel/tensor_ring.py). The inputs that the
         backward pass gathers for the weights' gradients hide behind half of these."""
         gather_s, scatter_s = self.sequence_s()

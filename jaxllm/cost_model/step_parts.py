@@ -10,6 +10,7 @@ from functools import lru_cache
 
 # Python's own sum of floats rounds otherwise from 3.12 on: a prediction would depend on the version in its last digit.
 from math import fsum as sum
+from typing import NamedTuple
 
 BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
@@ -18,13 +19,13 @@ OUTER_STEP = "outer_step"
 BETWEEN_REPLICAS = ("replica", OUTER_STEP)
 SCHEDULED = "transfers"
 """The term that takes their place in StepTime.as_scheduled."""
-COMMUNICATION = (*BETWEEN_GPUS, OUTER_STEP, SCHEDULED, "tensor_skew", "offload", "offload_state")
+COMMUNICATION = (*BETWEEN_GPUS, OUTER_STEP, SCHEDULED, "tensor_skew", "slowest_gpu", "offload", "offload_state")
 """Terms that wait for other GPUs or for the host."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The four fitted constants."""
+    """The fitted constants. The last three are of Megatron's convention only."""
 
     matmul_share: float
     """Share of the dense peak that a large matmul reaches if its tiles fill the GPU: before Hopper."""
@@ -32,12 +33,26 @@ class Fitted:
     """The same from Hopper on, whose power limit does not permit the data sheet's clock."""
     sync_s: float
     """Time that tensor ranks wait for each other at each of their collectives, for any number of bytes."""
-    loader_tokens_per_s: float
-    """Input rate of a data rank, in Megatron's convention only. The published runs on 16 GPUs per data rank take 185 to 215 ms
-    per sequence of 8192, for all layouts and microbatches, where others take 260 and more."""
+    spread: float
+    """Standard deviation of the speed of GPUs of one kind, as a share of it: all wait for the slowest."""
+    mask_bytes_per_s: float
+    """Bytes of attention masks that one loader makes: before Hopper. A mask has S x S bytes. Megatron-LM makes them unless told
+    not to (--no-create-attention-mask-in-dataloader), and the published runs let it."""
+    hopper_mask_bytes_per_s: float
+    """The same of the hosts with H100s, whose processors are faster."""
+    mask_jitter: float
+    """Standard deviation of the time for the masks of a microbatch, as a share of it, for each loader of a host."""
 
 
-FITTED = Fitted(matmul_share=0.773, hopper_matmul_share=0.557, sync_s=63e-6, loader_tokens_per_s=41_450)
+FITTED = Fitted(
+    matmul_share=0.879,
+    hopper_matmul_share=0.600,
+    sync_s=73e-6,
+    spread=0.011,
+    mask_bytes_per_s=443e6,
+    hopper_mask_bytes_per_s=686e6,
+    mask_jitter=0.705,
+)
 
 BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's link or network bandwidth that collectives reach: NCCL's own tests usually print 230 to 240 of 300
@@ -61,6 +76,12 @@ inputs more often. Rules of thumb."""
 SHORTEST_SUM, SPLIT_SHARE = 1024, 0.95
 """Shortest part, and relative speed, of a long sum that is split over multiprocessors and added at the end (split-K); rules of
 thumb."""
+
+
+def largest_deviation(count: int) -> float:
+    """Expected largest of `count` normally distributed values above their mean, in standard deviations: about sqrt(2 ln n)
+    (Cramer 1946, "Mathematical Methods of Statistics", section 28.6). 0 for one value."""
+    return math.sqrt(2 * math.log(count))
 
 
 @dataclass(frozen=True)
@@ -120,22 +141,36 @@ class StepTime:
         return sum(self.terms_s.get(name, 0.0) for name in COMMUNICATION) / self.step_s
 
 
-@lru_cache(maxsize=65536)
-def tile_share(rows: int, columns: int, length: int, multiprocessors: int) -> float:
-    """Share of a GPU's speed that a matmul's shape permits.
+class TileParts(NamedTuple):
+    """Shares of a matmul's speed that its output's tiles permit; 1 each at best."""
 
-    The output's tiles are assigned to the multiprocessors in waves. The last wave may be nearly empty, and tiles at the edges
-    extend beyond the output. The result is the best of TILES, with the sum over `length` in 1, 2, 4 or 8 parts.
-    """
+    edges: float
+    """Elements of the output, of all elements of its tiles: those at the edges extend beyond it."""
+    waves: float
+    """Tiles, of the places for them on the multiprocessors: the last wave may be nearly empty."""
+    kind: float
+    """Speed of this size of tile, and of a sum in parts, relative to the largest tile."""
+
+
+def tile_parts(rows: int, columns: int, length: int, multiprocessors: int) -> TileParts:
+    """The parts of tile_share for the tile, and the parts of the sum over `length` (1, 2, 4 or 8), with the largest product."""
     splits = [ways for ways in (1, 2, 4, 8) if ways == 1 or length >= ways * SHORTEST_SUM]
-    best = 0.0
+    best, parts = 0.0, TileParts(1.0, 1.0, 1.0)
     for tile_rows, tile_columns, speed in TILES:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         for ways in splits:
             places = -(-tiles * ways // multiprocessors) * multiprocessors
-            filled = rows * columns * ways / (places * tile_rows * tile_columns)
-            best = max(best, filled * speed * (SPLIT_SHARE if ways > 1 else 1.0))
-    return best
+            kind = speed * (SPLIT_SHARE if ways > 1 else 1.0)
+            share = rows * columns * ways / (places * tile_rows * tile_columns) * kind
+            if share > best:
+                best, parts = share, TileParts(rows * columns / (tiles * tile_rows * tile_columns), tiles * ways / places, kind)
+    return parts
+
+
+@lru_cache(maxsize=65536)
+def tile_share(rows: int, columns: int, length: int, multiprocessors: int) -> float:
+    """Share of a GPU's speed that a matmul's shape permits: its output's tiles are assigned to the multiprocessors in waves."""
+    return math.prod(tile_parts(rows, columns, length, multiprocessors))
 
 
 class Transfers:

@@ -18,11 +18,17 @@ microbatch's layers. There are two conventions:
   megatron  Megatron-LM on the same mesh: 1F1B, the head on the last stage, for which all others wait, gradients and weights
             exchanged behind the last backward and the first forward (the same from ZeRO 1 on), FLOPs as it counts them
 
-Constants: four are fitted (FITTED) and serve all kinds of GPU and both conventions. They are fitted to 88 published TFLOP/s of
-Megatron-LM (Llama 3.1 8B, S 8192, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`, which also
-fits to some rows and predicts the others. The rest come from data sheets (cost_model/hardware.py), follow from shapes, or are
-rules of thumb, marked as such. The choice of parts was made with knowledge of the published rows. jaxllm itself has not been
-timed on GPUs: its predictions apply these constants to its own compute and transfers.
+All GPUs of a step wait for the slowest: slowest_gpu, which grows with the root of the logarithm of their number. In Megatron's
+convention data ranks also wait for attention masks: input. Megatron-LM's loaders make a mask of S x S bytes for each sequence
+unless told not to. That explains why published speeds fall with longer sequences, more ranks and small microbatches where a
+rank has many GPUs; it is not proven. jaxllm makes no such masks.
+
+Constants: seven are fitted (FITTED), four of which jaxllm's own convention has. They are fitted to 164 published TFLOP/s of
+Megatron-LM (Llama 3.1 8B, S 8,192 and 16,384, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`,
+which also fits to all but one group of rows and predicts that group; error_range.py has the errors. The rest come from data
+sheets (cost_model/hardware.py), follow from shapes, or are rules of thumb, marked as such. The choice of parts was made with
+knowledge of the published rows. jaxllm itself has not been timed on GPUs: its predictions apply these constants to its own
+compute and transfers.
 """
 
 from __future__ import annotations
@@ -56,10 +62,14 @@ def estimate_step_time(
     Raises:
       ConfigError: the convention does not exist.
     """
+    return step_model(convention)(config, gpu, gpus_per_host, fitted).time()
+
+
+def step_model(convention: str) -> type[StepModel]:
+    """The model of a convention's step. Raises ConfigError if the convention does not exist."""
     if convention not in CONVENTIONS:
         raise ConfigError(f"convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
-    model = MegatronStep if convention == "megatron" else StepModel
-    return model(config, gpu, gpus_per_host, fitted).time()
+    return MegatronStep if convention == "megatron" else StepModel
 
 
 def step_time_lines(step: StepTime) -> Iterator[str]:

@@ -19,13 +19,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.inference_memory import evaluation_rows
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.types import Parallelized
-
-ROWS_TOKENS = 8192
-"""Approximate number of tokens that an accelerator processes at once."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def evaluate(
     # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
     M, ranks = mesh.shape[PIPE], mesh.shape.get(REPLICA, 1) * mesh.shape[DATA]
     if rows is None:
-        most = 1 if mesh.devices.flat[0].platform == "cpu" else max(1, ROWS_TOKENS // width)
+        most = 1 if mesh.devices.flat[0].platform == "cpu" else evaluation_rows(width)
         rows = min(most, -(-windows.count // (M * ranks)))
     batch_rows = rows * ranks
     loss_sum = jax.jit(functions.loss_sum, out_shardings=replicated(mesh))

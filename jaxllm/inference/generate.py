@@ -21,15 +21,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.cost_model.inference_memory import SMALLEST_PROMPT, bucket, cache_positions
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.inference.cache import Cache, decode, prefill
 from jaxllm.inference.sampling import Sampling, next_ids
 from jaxllm.inference.text_stream import TextStream
 from jaxllm.mesh import DATA, TENSOR
 from jaxllm.model.llama import Llama
-
-SMALLEST = 16
-"""Positions of the smallest bucket."""
 
 
 class Generator:
@@ -78,24 +76,20 @@ class Generator:
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) < 1 or new_tokens < 1:
             raise ValueError("Generator.ids needs prompts of at least one id, and at least one new token.")
-        B, S = self._ranks * bucket(-(-len(prompts) // self._ranks)), bucket(max(lengths), SMALLEST)
+        B, S = self._ranks * bucket(-(-len(prompts) // self._ranks)), bucket(max(lengths), SMALLEST_PROMPT)
         ids_BS, lengths_B = np.zeros((B, S), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             ids_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
         options = {"kind": sampling.kind, "numbers": sampling.numbers}
-        rooms = tuple(int(min(bucket(S + new_tokens), window)) for window in self._windows)
-        ids_B, caches = self._start(self._params, ids_BS, lengths_B, rooms=rooms, **options)
+        positions = cache_positions(max(lengths), new_tokens)
+        kept = tuple(int(min(positions, window)) for window in self._windows)
+        ids_B, caches = self._start(self._params, ids_BS, lengths_B, rooms=kept, **options)
         for done in range(1, new_tokens + 1):
             chosen_B = ids_B
             if done < new_tokens:
                 # Dispatched before the last ids are read, so that the device does not wait for the reader.
                 ids_B, caches = self._step(self._params, caches, ids_B, lengths_B, np.int32(done), **options)
             yield np.asarray(chosen_B)[: len(prompts)]
-
-
-def bucket(count: int, smallest: int = 1) -> int:
-    """The next power of two, at least `smallest`."""
-    return max(smallest, 1 << (count - 1).bit_length())
 
 
 def _mesh_of(params) -> Mesh | None:

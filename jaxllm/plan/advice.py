@@ -76,6 +76,9 @@ class Change:
         """The keys as command line overrides, quoted for a shell."""
         return " ".join(f"{key}={_argument(value)}" for key, value in self.keys.items())
 
+    def to_json(self) -> dict[str, Any]:
+        return {"keys": dict(self.keys), "peak_bytes": self.peak_bytes, "step_s": self.step_s}
+
     @property
     def cost(self) -> str:
         """The cost in words; '' if COSTS does not list the change."""

@@ -16,16 +16,19 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.capability import require_runs
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
+from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
 from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
-from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes
+from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.replicas import exchange_json, exchange_lines
+from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 from jaxllm.display import preformatted, readable
 from jaxllm.plan.advice import Change, changes_that_fit
 from jaxllm.plan.plan_result import FIT_SHARE
+from jaxllm.plan.shape_advice import better_shape, better_shape_line
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""
@@ -82,6 +85,10 @@ class Estimate:
     """None without a GPU."""
     changes: tuple[Change, ...] = ()
     """Changes with which the config would fit with FIT_SHARE to spare, cheapest first; empty if jaxllm's own estimate fits."""
+    waste: ShapeWaste | None = None
+    """What shapes waste of the step; None without a GPU."""
+    better_shape: Change | None = None
+    """The neighbouring shape that gains most, if one does."""
 
     def __repr__(self) -> str:
         on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPUs"
@@ -123,6 +130,13 @@ class Estimate:
         return self.by_convention["jaxllm"].memory.host_bytes
 
     @property
+    def speed_range(self) -> ErrorRange:
+        """How far off the speed may be; needs a GPU."""
+        if self.gpu is None:
+            raise ValueError("Without a GPU there is no speed, and no range of it.")
+        return error_range(self.config, self.gpu, self.gpus_per_host)
+
+    @property
     def mfu(self) -> float | None:
         """Share of the dense peak of the compute dtype, with causal attention counted, for every convention."""
         if self.speed is None or self.gpu is None:
@@ -145,16 +159,17 @@ class Estimate:
             **self.verdict.to_json(),
             "host_bytes": self.host_bytes,
             "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu if speed else None,
+            **(range_json(speed.tokens_per_s_per_gpu, self.speed_range) if speed else {}),
             "tflops_per_gpu": speed.tflops_per_gpu if speed else None,
             "mfu": self.mfu,
             "step_s": speed.step_s if speed else None,
             "terms_s": dict(speed.terms_s) if speed else None,
             "hidden_s": dict(speed.hidden_s) if speed else None,
+            "shape_waste": self.waste.to_json() if self.waste else None,
+            "better_shape": self.better_shape.to_json() if self.better_shape else None,
             "exposed_communication_share": speed.exposed_communication_share if speed else None,
             "between_replicas": exchange_json(self.config, speed and speed.between_replicas_s),
-            "changes": [
-                {"keys": dict(change.keys), "peak_bytes": change.peak_bytes, "step_s": change.step_s} for change in self.changes
-            ],
+            "changes": [change.to_json() for change in self.changes],
             "by_convention": {name: verdict.to_json() for name, verdict in self.by_convention.items()},
         }
 
@@ -178,6 +193,7 @@ class Estimate:
             published = self.by_convention["megatron"]
             yield from memory_table(published.memory.stages)
             yield from self._published_verdict(published)
+            yield record_text()
         yield ""
         if self.speed is None:
             yield "Without --gpu there is no capacity to fit into and no speed to predict: name one, such as --gpu h100-80gb."
@@ -232,7 +248,12 @@ class Estimate:
             f"  {speed.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; {speed.tflops_per_gpu:,.1f} TFLOP/s/GPU ({counted}); "
             f"MFU {self.mfu:.1%} (causal)"
         )
+        yield from (f"  {line}" for line in range_lines(speed.tokens_per_s_per_gpu, self.speed_range))
         yield from (f"  {line}" for line in step_time_lines(speed))
+        if self.waste is not None:
+            yield f"  {self.waste.line()}"
+        if self.better_shape is not None:
+            yield f"  {better_shape_line(self.better_shape)}"
 
 
 def estimate(
@@ -268,10 +289,12 @@ def estimate(
     if convention == "megatron":
         verdicts["megatron"] = Verdict(megatron_memory(config), kind and int(SAFE_SHARE * nominal_bytes(kind)))
     speed = estimate_step_time(config, kind, per_host, convention) if kind else None
+    waste = shape_waste(config, kind, per_host, convention) if kind else None
+    better = better_shape(config, kind, per_host, convention) if kind else None
     own, changes = verdicts["jaxllm"], ()
     if kind and own.fits is False:
         changes = tuple(changes_that_fit(config, int(FIT_SHARE * kind.capacity_bytes), kind, per_host))
-    return Estimate(config, kind, per_host, because, convention, verdicts, speed, changes)
+    return Estimate(config, kind, per_host, because, convention, verdicts, speed, changes, waste, better)
 
 
 def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.replicas import exchange_json
 from jaxllm.cost_model.step_parts import BETWEEN_GPUS, OUTER_STEP, StepTime
@@ -65,7 +66,7 @@ class Candidate:
     def sent_s(self) -> float:
         """Predicted seconds of all transfers of a step, hidden ones too: between GPUs, and to and from the host."""
         terms_s, hidden_s = self.predicted.terms_s, self.predicted.hidden_s
-        return math.fsum(terms_s.get(name, 0.0) + hidden_s.get(name, 0.0) for name in SENT)
+        return math.fsum(times_s.get(name, 0.0) for name in SENT for times_s in (terms_s, hidden_s))
 
     @property
     def uses_host(self) -> bool:
@@ -195,6 +196,21 @@ class Plan:
             return None
         return next((one for one in self.candidates if not one.uses_host), None)
 
+    @cached_property
+    def speed_range(self) -> ErrorRange:
+        """How far off the winner's speed may be."""
+        return error_range(self.best, self.gpu, self.gpus_per_host)
+
+    @cached_property
+    def undecided(self) -> tuple[Candidate, ...]:
+        """Candidates that may be faster than the winner: the larger of both layouts' errors is as large as the difference."""
+        found = []
+        for one in self.candidates[1:]:
+            error = max(error_range(one.config, self.gpu, self.gpus_per_host).layout_error, self.speed_range.layout_error)
+            if self.faster(one) <= error:
+                found.append(one)
+        return tuple(found)
+
     def faster(self, other: Candidate) -> float:
         """Share by which the winner is faster than another candidate."""
         return self.candidates[0].tokens_per_s_per_gpu / other.tokens_per_s_per_gpu - 1
@@ -213,6 +229,8 @@ class Plan:
             "global_batch_sequences": self.config.train.global_batch_sequences,
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "candidates_that_fit": len(self.candidates),
+            **(range_json(self.candidates[0].tokens_per_s_per_gpu, self.speed_range) if self.candidates else {}),
+            "undecided": len(self.undecided),
             "without_host": _beside(self, self.without_host),
             "with_fp8": _beside(self, self.with_fp8),
             "confirmed": self.confirmed,

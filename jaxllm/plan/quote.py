@@ -237,7 +237,8 @@ class Quote:
         if self.speed_range is not None:
             luck = ", and the luck of nine in ten with failures" if self.stops else ""
             speed = self.speed_range
-            yield f"  range       most runs reach {speed.low:g} to {speed.high:g} of the predicted speed{luck}"
+            share = f"{speed.low:.2f} to {speed.high:.2f}"
+            yield f"  range       four of five runs should reach {share} of the predicted speed{luck}"
             if speed.beyond:
                 yield f"  extrapolated: {'; '.join(speed.beyond)}"
         if not self.fits:

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxllm.config.remat_policy import remat_text
+from jaxllm.cost_model.error_range import range_lines
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_lines
 from jaxllm.display import preformatted, readable, table, terminal_table
@@ -164,6 +165,7 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
             "remat: of keep and recompute the shorter list is shown, and what no list names is the other; q k v query, key and "
             "value, attn and out the two outputs of attention"
         )
+    yield from certainty_lines(plan)
     yield from beside_lines(plan)
     for best in plan.candidates[:1]:
         yield from exchange_lines(best.config, best.predicted.between_replicas_s)
@@ -178,6 +180,21 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         yield f"Not confirmed: {plan.unconfirmed_because}"
     if plan.interrupted:
         yield "INTERRUPTED: the best so far, not of all"
+
+
+def certainty_lines(plan: Plan) -> Iterator[str]:
+    """How sure the winner's speed and its place are."""
+    if not plan.candidates:
+        return
+    best, *more = range_lines(plan.candidates[0].tokens_per_s_per_gpu, plan.speed_range)
+    yield f"Number 1: {best}"
+    yield from (f"{line[0].upper()}{line[1:]}" for line in more)
+    if plan.undecided:
+        meshes = len({one.choice.mesh for one in plan.undecided})
+        yield (
+            f"{len(plan.undecided):,} others, of {meshes} mesh{'es' if meshes > 1 else ''}, are within the error between two "
+            f"layouts ({plan.speed_range.layout_error:.0%} for number 1's kind): their order is not certain"
+        )
 
 
 def beside_lines(plan: Plan) -> Iterator[str]:

@@ -11,11 +11,8 @@ import jax
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.inference_memory import AT_ONCE_BYTES
 from jaxllm.pretrained.folder import Folder
-
-AT_ONCE_BYTES = 8 * 2**30
-"""Limit for reading one parameter in one go. Up to this size a process reads all that its devices hold at once, in the
-longest possible runs of bytes. It reads a larger parameter device by device."""
 
 Box = tuple[tuple[int, int], ...]
 """[begin, end) of each dim."""

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.inference_memory import BLOCK_BYTES
 from jaxllm.pretrained.folder import FORMAT, Slab, versions
 from jaxllm.pretrained.safetensors import DTYPES, TensorFile, TensorWriter
 
-BLOCK_BYTES = 32 * 2**20
 TILE = 64
 LARGEST_FILE = 5 * 10**9
 """Limit in bytes. A larger tensor gets its own file."""

@@ -16,6 +16,7 @@ from jaxllm.compile.inspect import inspect_config
 from jaxllm.compile.inspect_text import render
 from jaxllm.config import ATTENTION_RESULTS, ConfigError, config_folder, load_config
 from jaxllm.mesh import make_mesh
+from jaxllm.plan.estimate import estimate
 from jaxllm.train.build import build_training
 
 ROOT = config_folder().parent
@@ -321,3 +322,26 @@ def test_precision_is_told():
     fp8 = by_what("model.matmul_dtype=fp8")
     assert (fp8["block matmuls"][0], fp8["their gradients"][0]) == ("E4M3", "E5M2 x E4M3")
     assert {what for what in fp8 if fp8[what] != plain[what]} == {"block matmuls", "their gradients"}
+
+
+def test_with_a_gpu_the_waste_of_shapes_is_shown_and_without_one_it_is_not():
+    config = published("llama-3.1-8b", "parallel.pipe=3", "parallel.data=2", "train.global_batch_sequences=120")
+    plain, on_gpu = (inspect_config(config, gpu=gpu) for gpu in (None, "b200-192gb"))
+    assert (plain.shape_waste, plain.gpu, plain.better_shape) == (None, "h100-80gb", None)
+    assert "wasted by shapes" not in text_of(plain)
+    shares = on_gpu.to_json()["shape_waste"]["shares"]
+    assert shares == estimate(config, "b200-192gb").to_json()["shape_waste"]["shares"]
+    text = text_of(on_gpu)
+    for name, share in shares.items():
+        assert f"  {name.replace('_', ' '):<18}{share:>6.1%}" in text
+    assert shares["identity_layers"] > 0.02
+    json.dumps(on_gpu.to_json())
+
+
+def test_times_and_warnings_are_those_of_the_gpu():
+    config = published("llama-3.1-8b", "parallel.data=4", "parallel.tensor=8", "parallel.remat=offload")
+    h100, a100 = (inspect_config(config, gpu=gpu) for gpu in ("h100-80gb", "a100-80gb"))
+    assert a100.activations.link_s == 2 * h100.activations.link_s
+    assert "55 GB/s each way of h100-80gb's link" in text_of(h100)
+    assert any("for the 108 multiprocessors of a100-80gb" in message for message in messages(a100, "small").values())
+    assert inspect_config(config).activations == h100.activations

@@ -12,8 +12,9 @@ from tiny import TINY
 
 from jaxllm.config import ModelConfig
 from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.inference_memory import bucket
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
-from jaxllm.inference.generate import Generator, bucket, complete, sample
+from jaxllm.inference.generate import Generator, complete, sample
 from jaxllm.inference.prompts import encode_prompt
 from jaxllm.inference.sampling import Sampling, next_ids
 from jaxllm.inference.text_stream import TextStream

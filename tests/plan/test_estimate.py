@@ -14,7 +14,7 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.cost_model.hosts import UNKNOWN_HOST_BYTES, choose_gpus_per_host, named_devices, require_devices
-from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory
+from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
@@ -84,6 +84,25 @@ def test_every_term_is_printed_with_its_bytes_and_its_seconds():
     assert f"{report.peak_bytes / H100.capacity_bytes:.1%} of the 72.3 GiB that a step may take" in text
 
 
+@pytest.mark.parametrize("convention", ["jaxllm", "megatron"])
+def test_what_shapes_waste_is_a_line_under_the_seconds(convention):
+    """Of 32 layers over 3 x 2 chunks of 6, four slots are empty."""
+    mesh = {"pipe": 3, "tensor": 2, "zero": 1, "virtual_stages": 2, "schedule": "interleaved"}
+    train = {**RECIPE["train"], "global_batch_sequences": 120}
+    report = estimate(load_config({**RECIPE, "parallel": mesh, "train": train}), "h100-80gb", 12, convention=convention)
+    values, lines = report.to_json(), list(report.lines())
+    lost = sum(values["shape_waste"]["lost_s"].values())
+    assert lost == pytest.approx(values["step_s"] * sum(values["shape_waste"]["shares"].values()))
+    assert f"identity layers {values['shape_waste']['shares']['identity_layers']:.1%}" in lines[-2]
+    assert lines[-2].startswith("  of these, lost to: ")
+    better = values["better_shape"]
+    assert lines[-1] == (
+        f"  {' '.join(f'{key}={value}' for key, value in better['keys'].items())} would make the step "
+        f"{1 - better['step_s'] / values['step_s']:.1%} shorter"
+    )
+    assert estimate(config(), gpus=16).to_json()["shape_waste"] is None
+
+
 def test_the_megatron_convention_is_the_published_rule():
     chosen = config("parallel.remat=none").resolve(16)
     report = estimate(chosen, "h100-80gb", 16, convention="megatron")
@@ -105,8 +124,11 @@ def test_the_megatron_convention_is_the_published_rule():
 def test_what_the_rule_does_not_know_is_said():
     chosen = config("parallel.remat=none").resolve(16)
     sentence = "ZeRO 0 and 1, and no recomputation"
-    assert sentence in "\n".join(estimate(chosen, H100, convention="megatron").lines())
-    assert sentence not in "\n".join(estimate(chosen, H100).lines())
+    by_rule, own = ("\n".join(estimate(chosen, H100, convention=name).lines()) for name in ("megatron", "jaxllm"))
+    assert sentence in by_rule
+    assert record_text() in by_rule
+    assert sentence not in own
+    assert record_text() not in own
 
 
 def test_stages_are_said_to_be_the_same_where_there_are_some():

@@ -1,0 +1,290 @@
+"""Memory to load, evaluate or generate with a config's model, by closed forms: `jaxllm estimate --for`. No JAX.
+
+report = estimate_inference(config, "generate", gpu="h100-80gb", gpus=1, prompts=8, prompt_tokens=4096)
+report.fits, report.peak_bytes, report.host_bytes
+print("\\n".join(report.lines()))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from jaxllm.config import Config, ConfigError, sequence_unit
+from jaxllm.config.capability import require_runs
+from jaxllm.config.types import ITEMSIZE
+from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
+from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
+from jaxllm.cost_model.inference_memory import (
+    Moments,
+    cache_positions,
+    evaluation_moments,
+    evaluation_rows,
+    generation_moments,
+    load_host_bytes,
+    load_moments,
+)
+from jaxllm.cost_model.memory import StageMemory, Terms
+from jaxllm.display import preformatted, readable
+from jaxllm.plan.advice import CHUNK_TOKENS, changed
+from jaxllm.plan.estimate import LABEL_WIDTH, MOST_CHANGES, memory_table
+from jaxllm.plan.plan_result import FIT_SHARE
+
+Purpose = Literal["load", "eval", "generate"]
+PURPOSES = get_args(Purpose)
+OF_PURPOSE = {
+    "load": ("stored_dtype",),
+    "eval": ("stored_dtype", "sequence_length"),
+    "generate": ("stored_dtype", "prompts", "prompt_tokens", "max_new_tokens"),
+}
+"""Options of each purpose; training has none of them."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is done with a model.
+
+    Raises:
+      ConfigError: a value is not valid.
+    """
+
+    purpose: Purpose
+    stored_dtype: str = "float32"
+    """Dtype of the weights on disk: float32 in a run, most often bfloat16 in a Hugging Face folder."""
+    sequence_length: int = 1024
+    """Tokens of a window that is evaluated."""
+    prompts: int = 1
+    prompt_tokens: int = 1024
+    max_new_tokens: int = 128
+
+    def __post_init__(self):
+        if self.purpose not in PURPOSES:
+            raise ConfigError(f"--for={self.purpose} is not one of the choices: use train, {', '.join(PURPOSES)}.")
+        if self.stored_dtype not in ITEMSIZE:
+            raise ConfigError(f"--stored-dtype={self.stored_dtype} is not one of the choices: use {', '.join(ITEMSIZE)}.")
+        for name, least in (("sequence_length", 2), ("prompts", 1), ("prompt_tokens", 1), ("max_new_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')}={getattr(self, name)} is not valid: use {least} or more.")
+
+    def moments(self, config: Config, gpu: Gpu | None) -> Moments:
+        """moment -> term -> bytes of one device."""
+        if self.purpose == "load":
+            return load_moments(config, self.stored_dtype)
+        if self.purpose == "eval":
+            return evaluation_moments(config, gpu, self.stored_dtype)
+        return generation_moments(config, self.prompts, self.prompt_tokens, self.max_new_tokens, self.stored_dtype, gpu)
+
+    def peak_bytes(self, config: Config, gpu: Gpu | None) -> int:
+        return max(sum(terms.values()) for terms in self.moments(config, gpu).values())
+
+    @property
+    def words(self) -> str:
+        if self.purpose == "load":
+            return f"weights stored in {self.stored_dtype}"
+        if self.purpose == "eval":
+            rows = evaluation_rows(self.sequence_length)
+            return f"{rows} window{'s' if rows > 1 else ''} of {self.sequence_length:,} tokens on each data rank at once"
+        s, positions = "s" if self.prompts > 1 else "", cache_positions(self.prompt_tokens, self.max_new_tokens)
+        return (
+            f"{self.prompts:,} prompt{s} of up to {self.prompt_tokens:,} tokens, {self.max_new_tokens:,} new ones each; "
+            f"{positions:,} positions in the cache"
+        )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that fits."""
+
+    words: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class InferenceEstimate:
+    """The complete result of `jaxllm estimate --for load`, `eval` or `generate`."""
+
+    config: Config
+    """Resolved, with the batch of this use."""
+    use: Use
+    gpu: Gpu | None
+    gpus_per_host: int
+    hosts_because: str
+    moments: Moments
+    host_bytes: Terms
+    """Bytes of one process that holds all GPUs of a host, by way to load or convert (load_host_bytes)."""
+    remedies: tuple[Remedy, ...] = ()
+    """Changes with which it would fit; empty if it does."""
+
+    def __repr__(self) -> str:
+        verdict = {None: "", True: ", which fits", False: ", which does not fit"}[self.fits]
+        return f"<Estimate to {self.use.purpose}: {readable(self.peak_bytes)} on each device{verdict}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted("\n".join(self.lines()))
+
+    @property
+    def moment(self) -> str:
+        """The fullest."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of one device."""
+        return sum(self.moments[self.moment].values())
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self.gpu and self.gpu.capacity_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """None without a GPU."""
+        return None if self.capacity_bytes is None else self.peak_bytes <= self.capacity_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        parallel = self.config.parallel
+        return {
+            "for": self.use.purpose,
+            "gpu": self.gpu.name if self.gpu else None,
+            "devices": self.config.devices,
+            "gpus_per_host": self.gpus_per_host,
+            "hosts_because": self.hosts_because,
+            "mesh": {axis: getattr(parallel, axis) for axis in ("pipe", "data", "context", "tensor")},
+            "stored_dtype": self.use.stored_dtype,
+            "moment": self.moment,
+            "terms_bytes": self.moments[self.moment],
+            "peak_bytes": self.peak_bytes,
+            "bytes_by_moment": {moment: sum(terms.values()) for moment, terms in self.moments.items()},
+            "capacity_bytes": self.capacity_bytes,
+            "fits": self.fits,
+            "host_bytes": self.host_bytes,
+            "remedies": [{"change": remedy.words, "peak_bytes": remedy.peak_bytes} for remedy in self.remedies],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The estimate as terminal text."""
+        config, parallel, devices = self.config, self.config.parallel, self.config.devices
+        on = f"{devices} x {self.gpu.name}" if self.gpu else f"{devices} GPU{'s' if devices > 1 else ''}"
+        yield (
+            f"{config.model.name or 'The model'} to {self.use.purpose} on {on}, {hosts_text(devices, self.gpus_per_host)} "
+            f"({self.hosts_because})"
+        )
+        yield (
+            f"  pipe {parallel.pipe}, data {parallel.data}, context {parallel.context}, tensor {parallel.tensor}; "
+            f"ZeRO {parallel.zero}; computes in {config.model.compute_dtype}"
+        )
+        yield f"  {self.use.words}"
+        yield ""
+        yield f"Bytes on one device, when it is fullest ({self.moment.replace('_', ' ')})"
+        yield from memory_table([StageMemory(0, self.moments[self.moment])])
+        if self.gpu is not None:
+            yield fits_text(self.peak_bytes, self.gpu.capacity_bytes)
+            yield capacity_text(self.gpu.memory_bytes)
+        if self.fits is False:
+            yield "What would fit" if self.remedies else "Nothing tried here fits: use more GPUs, or a smaller model."
+            for remedy in self.remedies:
+                yield f"  {remedy.words} ({readable(remedy.peak_bytes)})"
+        if self.use.purpose == "load":
+            yield ""
+            gpus = f"{self.gpus_per_host} GPU{'s' if self.gpus_per_host > 1 else ''}"
+            yield f"Bytes of the host, of one process with {gpus}, at most"
+            for name, size in self.host_bytes.items():
+                yield f"  {name.replace('_', ' '):<{LABEL_WIDTH}}{readable(size):>12}"
+
+
+def estimate_inference(
+    config: Config,
+    purpose: Purpose,
+    gpu: Gpu | str | None = None,
+    gpus: int | None = None,
+    gpus_per_host: int | None = None,
+    **sizes: Any,
+) -> InferenceEstimate:
+    """Estimates the memory to load, evaluate or generate with the model of a config, on GPUs that need not be present.
+
+    Args:
+      config: its model and, if it has one, its `parallel` section; without that the weights are sharded over data with ZeRO 3,
+        as the commands do.
+      purpose: load | eval | generate.
+      gpu, gpus, gpus_per_host: as in `estimate`.
+      sizes: fields of Use: stored_dtype, sequence_length, prompts, prompt_tokens, max_new_tokens.
+
+    Raises:
+      ConfigError: an option is not valid, the mesh has another size or cannot divide the sequences, or the GPU cannot run the
+        model.
+    """
+    for name in sizes:
+        if name not in OF_PURPOSE.get(purpose, () if purpose == "train" else (name,)):
+            of = " or ".join(known for known in PURPOSES if name in OF_PURPOSE[known])
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to --for {of}: leave it out with --for {purpose}.")
+    use = Use(purpose, **sizes)
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    if not config.parallel.model_fields_set:
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 3})})
+    resolved = _with_batch(config.resolve(require_devices(config, gpus)), use)
+    if kind is not None and purpose != "load":
+        require_runs(resolved.model, kind.chip.compute_capability, kind.name)
+    per_host, because = choose_gpus_per_host(resolved.devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
+    host = load_host_bytes(resolved, use.stored_dtype, per_host)
+    report = InferenceEstimate(resolved, use, kind, per_host, because, use.moments(resolved, kind), host)
+    if report.fits is False and kind is not None:
+        return replace(report, remedies=tuple(_remedies(resolved, use, kind))[:MOST_CHANGES])
+    return report
+
+
+def _with_batch(config: Config, use: Use) -> Config:
+    """The config with the microbatches that an evaluation has: one for each stage."""
+    p, length = config.parallel, use.sequence_length
+    rows = evaluation_rows(length) if use.purpose == "eval" else 1
+    train = {"sequence_length": length, "microbatch_sequences": rows, "batch_schedule": ()}
+    train["global_batch_sequences"] = rows * int(p.data) * p.replica * p.pipe
+    # FP8 is for training: the commands do without it.
+    others = {"data.mask_documents": False} | ({"model.matmul_dtype": "compute_dtype"} if config.model.multiplies_fp8 else {})
+    found = changed(config, {f"train.{key}": value for key, value in train.items()} | others)
+    if found is None:
+        raise ConfigError(
+            f"--sequence-length={length} does not divide over parallel.context={p.context} and tensor={p.tensor}: use a "
+            f"multiple of {sequence_unit(p.context, p.tensor)}."
+        )
+    return found
+
+
+def _remedies(config: Config, use: Use, gpu: Gpu) -> Iterator[Remedy]:
+    """The mildest change of each kind that fits with room to spare."""
+
+    def first(candidates: Iterator[tuple[str, Config | None, Use]]) -> Iterator[Remedy]:
+        for words, changed_config, changed_use in candidates:
+            if changed_config is not None:
+                peak = changed_use.peak_bytes(changed_config, gpu)
+                if peak <= FIT_SHARE * gpu.capacity_bytes:
+                    yield Remedy(words, peak)
+                    return
+
+    for candidates in _changes(config, use):
+        yield from first(candidates)
+
+
+def _changes(config: Config, use: Use) -> Iterator[Iterator[tuple[str, Config | None, Use]]]:
+    """(words, config, use) by kind, mildest first."""
+    p = config.parallel
+    if use.stored_dtype == "float32" and config.model.compute_dtype == "bfloat16":
+        words = "weights stored in bfloat16: jaxllm export --dtype bfloat16"
+        yield iter([(words, config, replace(use, stored_dtype="bfloat16"))])
+    if use.purpose == "eval" and config.train.loss_chunk_tokens > CHUNK_TOKENS:
+        keys = {"train.loss_chunk_tokens": CHUNK_TOKENS}
+        yield iter([(f"train.loss_chunk_tokens={CHUNK_TOKENS}", changed(config, keys), use)])
+    if use.purpose == "generate":
+        fewer = [use.prompts >> by for by in range(1, use.prompts.bit_length())]
+        yield ((f"--prompts {count}", config, replace(use, prompts=count)) for count in fewer)
+
+    def wider(axis: str, **keys: Any) -> Iterator[tuple[str, Config | None, Use]]:
+        for factor in (2, 4, 8):
+            size = int(getattr(p, axis)) * factor
+            found = changed(config, {f"parallel.{name}": value for name, value in {axis: size, **keys}.items()})
+            words = " ".join(f"parallel.{name}={value}" for name, value in {axis: size, **keys}.items())
+            yield f"{words} on {config.devices * factor} GPUs", found and _with_batch(found, use), use
+
+    yield wider("tensor")
+    yield wider("data", zero=3)

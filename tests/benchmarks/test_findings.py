@@ -1,0 +1,72 @@
+"""benchmarks/findings.py: pairs of published runs that differ in one setting, and the pages that it writes."""
+
+import pytest
+import scripts
+
+findings = scripts.load("benchmarks/findings.py")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return findings.published_rows()
+
+
+def counts(finding, rows):
+    """(pairs, those of them in which the finding holds)."""
+    found = findings.pairs(finding, rows)
+    return len(found), sum(pair.gain > 0 for pair in found)
+
+
+def test_the_counts_of_the_page(rows):
+    assert [counts(finding, rows) for finding in findings.FINDINGS] == [
+        *((72, 70), (30, 30), (43, 43), (32, 32), (28, 28), (7, 7), (10, 10)),
+        *((48, 9), (14, 13), (28, 16), (37, 31)),
+    ]
+
+
+def test_the_counts_on_shorter_sequences(rows):
+    short = [row for row in rows if row.sequence_length == 8192 and (row.gpu == "h100-94gb" or row.gpus <= 32)]
+    assert [counts(finding, short) for finding in findings.FINDINGS[:2]] == [(43, 43), (16, 16)]
+
+
+def test_larger_microbatches_fail_only_where_a_group_of_two_hosts_is_everything(rows):
+    against = [pair.slower for pair in findings.pairs(findings.FINDINGS[0], rows) if pair.gain < 0]
+    assert all(findings.crosses_hosts(row) and row.config.parallel.data == 1 for row in against)
+
+
+@pytest.mark.parametrize("finding", findings.FINDINGS, ids=lambda finding: finding.text)
+def test_the_contrary_has_the_same_pairs(finding, rows):
+    """With the runs swapped, and inverse gains."""
+    there = {(named(pair.slower), named(pair.faster)): pair for pair in findings.pairs(finding, rows)}
+    contrary = findings.pairs(findings.Finding("", tuple(1 / factor for factor in finding.factors)), rows)
+    back = {(named(pair.faster), named(pair.slower)): pair for pair in contrary if finding.holds_for(pair.faster)}
+    assert there.keys() == back.keys()
+    for runs, pair in there.items():
+        assert (1 + pair.gain) * (1 + back[runs].gain) == pytest.approx(1)
+        assert (1 + pair.predicted) * (1 + back[runs].predicted) == pytest.approx(1)
+
+
+def named(row):
+    return findings.machine_of(row), findings.setting_of(row)
+
+
+def test_the_rule_on_compiled_steps_counts_all_of_them():
+    steps = [row for row in findings.read_table(findings.TABLE) if not row["error"]]
+    by_rule = findings.rule_on_compiled(steps)
+    assert by_rule.safe + by_rule.unsafe == len(steps)
+    assert by_rule.safe_and_ran + by_rule.unsafe_and_ran == findings.safety(steps)["fit"]
+
+
+def test_a_microbatch_takes_its_share_of_the_step(rows):
+    """At the speed that the model predicts: its step, over microbatches and the bubble's ticks."""
+    for row in rows[::20]:
+        speed = findings.estimate(row.config, row.gpu, row.gpus, row.gpus_per_host, "megatron").speed
+        ticks = row.config.num_microbatches + row.config.parallel.pipe - 1
+        assert findings.microbatch_s(row, speed.tflops_per_gpu) == pytest.approx(speed.step_s / ticks)
+
+
+def test_the_pages_are_what_the_script_writes():
+    for (page, name), text in findings.sections().items():
+        assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in page.read_text(encoding="utf-8"), (
+            f"{page.name} is not what the script makes: run `python benchmarks/findings.py --write`."
+        )
