@@ -82,9 +82,11 @@ class StepModel(HostCopies):
         for times_s in (self.head(), self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
-        if self.devices > 1:
+        # Replicas of DiLoCo wait for each other once a round only.
+        together = self.devices // (self.parallel.replica if self.config.train.diloco_steps else 1)
+        if together > 1:
             computes_s = sum(time_s for name, time_s in terms.items() if name not in COMMUNICATION) - bubble_transfers_s
-            terms["slowest_gpu"] = self.fitted.spread * largest_deviation(self.devices) * computes_s
+            terms["slowest_gpu"] = self.fitted.spread * largest_deviation(together) * computes_s
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
         tflops = tokens_per_s * self.flops_per_token() / 1e12
