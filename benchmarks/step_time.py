@@ -223,13 +223,14 @@ def write_left_out(groups: Iterable[tuple[str, list[Row], Predict]]) -> Iterator
             yield from (f"  {kind:<10} {agreement(there, predicted)}" for kind, there in by_kind(rows).items())
 
 
-def left_out_errors() -> dict[str, list[float]]:
-    """Kind of layout -> log(measured / predicted) of each left-out row."""
-    found: dict[str, list[float]] = {}
+def left_out_errors() -> dict[str, dict[tuple[str, str], list[float]]]:
+    """Kind of layout -> (group, kind of GPU) -> log(measured / predicted) of each left-out row."""
+    found: dict[str, dict[tuple[str, str], list[float]]] = {}
     with LEFT_OUT.open(encoding="utf-8", newline="") as file:
         for line in csv.DictReader(file):
             error = math.log(float(line["measured"]) / float(line["predicted"]))
-            found.setdefault(line["kind_of_layout"], []).append(error)
+            groups = found.setdefault(line["kind_of_layout"], {})
+            groups.setdefault((line["group"], line["gpu"]), []).append(error)
     return found
 
 
@@ -271,12 +272,13 @@ def _other(line: dict[str, str]) -> Other:
     sizes = ("sequence_length", "global_batch_sequences", "microbatch_sequences")
     axes = ("tensor", "context", "pipe", "virtual_stages", "zero")
     is_fp8, gpus, gpu = line["precision"] == "fp8", int(line["gpus"]), GPUS[line["gpu"]]
+    gpu = dataclasses.replace(gpu, network_bandwidth_bytes_per_s=float(line["network_gbit_per_s"]) / 8 * 1e9)
     parallel = {axis: int(line[axis]) for axis in axes} | {"remat": line["remat"]}
     parallel["schedule"] = "interleaved" if parallel["virtual_stages"] > 1 else "1f1b"
     model = {"name": line["model"], **({"matmul_dtype": "fp8"} if is_fp8 else {})}
     train = {"steps": 1, **{size: int(line[size]) for size in sizes}}
     config = load_config({"model": model, "parallel": parallel, "train": train}).resolve(gpus)
-    convention, per_host = line["convention"], min(gpus, gpu.gpus_per_host)
+    convention, per_host = line["convention"], min(gpus, int(line["gpus_per_host"]))
     # Their loaders make no masks.
     fitted = dataclasses.replace(FITTED, mask_bytes_per_s=math.inf, hopper_mask_bytes_per_s=math.inf)
     predicted = estimate_step_time(config, gpu, per_host, convention, fitted).tokens_per_s_per_gpu
@@ -316,11 +318,14 @@ def agreement_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def range_lines() -> Iterator[str]:
-    for kind, errors in left_out_errors().items():
-        slower = statistics.fmean(errors)
-        yield f"{kind:<24}{len(errors):>4} rows, {HELD:.0%} within {quantile(errors):.1%}, the mean {slower:+.1%}"
-    others = [math.log(1 + one.error) for one in other_speeds() if one.precision == "bf16"]
-    yield f"{'others, bf16':<24}{len(others):>4} rows, {HELD:.0%} within {quantile(others):.1%}"
+    for kind, groups in left_out_errors().items():
+        yield kind
+        for (group, gpu), errors in groups.items():
+            mean = statistics.fmean(errors)
+            yield f"  {len(errors):>3} rows of {gpu}: {HELD:.0%} within {quantile(errors):.3f}, the mean {mean:+.3f}  ({group})"
+    for precision in ("bf16", "fp8"):
+        errors = [math.log(1 + one.error) for one in other_speeds() if one.precision == precision]
+        yield f"others, {precision}: {len(errors)} rows, {HELD:.0%} within {quantile(errors):.3f}"
 
 
 def other_lines() -> Iterator[str]:

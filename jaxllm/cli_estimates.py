@@ -105,7 +105,8 @@ def estimate(
     if purpose != "train" or sizes:
         from jaxllm.plan.inference_estimate import estimate_inference
 
-        if picture is not None or over is not None or convention != "jaxllm" or any(term is not None for term in terms):
+        only_training = picture is not None or over is not None or convention != "jaxllm"
+        if purpose != "train" and (only_training or any(term is not None for term in terms)):
             raise ConfigError(f"Pictures, --convention and the quote are for training: leave them out with --for={purpose}.")
         found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
         print(json.dumps(found.to_json()) if as_json else fitted(found.lines()))

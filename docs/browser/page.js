@@ -47,6 +47,8 @@ class Asked {
       $("starting").hidden = false;
       $("starting").className = "error";
       $("starting").textContent = `Python does not start in this browser: ${data.failed}`;
+      endPlan();
+      $("estimate").setAttribute("aria-busy", "false");
       return this.stop();
     }
     if (data.id !== this.id) return;
@@ -228,6 +230,7 @@ function showPlan(found, asked) {
   $("plan-said").textContent = found.error ?? found.counts;
   $("planned").hidden = Boolean(found.error);
   if (found.error) return;
+  $("plan-notes").replaceChildren(...found.notes.map((note) => element("li", {}, note)));
   $("best").caption.textContent = `${found.looked_for}: the first ${found.rows.length}`;
   $("best").tBodies[0].replaceChildren(
     ...found.rows.map((row, index) => {

@@ -17,8 +17,10 @@ import yaml
 import jaxllm
 from jaxllm.commands.plan import Outcome, Request, outcome
 from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.cost_model.hosts import MOST_GPUS
 from jaxllm.display import readable
 from jaxllm.plan.estimate import Estimate, estimate
+from jaxllm.plan.plan_notes import beside_lines, certainty_lines
 from jaxllm.plan.plan_result import Candidate
 from jaxllm.plan.recipe import recipe
 from jaxllm.untrusted import RefusedInput, parse_json, whole_number
@@ -56,7 +58,7 @@ def answer(kind: str, request: str, progress: Callable[[str, int, int], None] = 
 def number(asked: Mapping[str, Any], name: str) -> int | None:
     text, option = str(asked.get(name) or "").strip(), "--" + name.replace("_", "-")
     try:
-        return whole_number(text, at_least=1) if text else None
+        return whole_number(text, 1, MOST_GPUS) if text else None
     except RefusedInput as error:
         raise ConfigError(f"{option}={text} is not valid: {error}.") from None
 
@@ -90,8 +92,12 @@ def of_estimate(found: Estimate, config: Config) -> dict[str, Any]:
     if found.capacity_bytes is not None:
         result["capacity"] = {"value": found.capacity_bytes, "text": readable(found.capacity_bytes)}
     if (speed := found.speed) is not None:
+        low, high = (
+            f"{factor * speed.tokens_per_s_per_gpu:,.0f}" for factor in (found.speed_range.low, found.speed_range.high)
+        )
         result["speed"] = {
             "tokens/s/GPU": f"{speed.tokens_per_s_per_gpu:,.0f}",
+            "range": f"{low} to {high}",
             "TFLOP/s/GPU": f"{speed.tflops_per_gpu:,.1f}",
             "MFU": f"{found.mfu:.1%}",
             "seconds a step": f"{speed.step_s:,.3f}",
@@ -144,6 +150,7 @@ def of_plan(found: Outcome) -> dict[str, Any]:
             f"{len(plan.candidates):,} of {plan.configurations:,} configurations of {plan.meshes:,} meshes fit on "
             f"{plan.gpus} x {plan.gpu.name}. Predicted, not measured, and not confirmed by compiling."
         ),
+        "notes": [*certainty_lines(plan), *beside_lines(plan)],
         "rows": [row(candidate, plan.capacity_bytes, plan.gpus) for candidate in best],
         "points": [[one.estimate_bytes / plan.capacity_bytes, one.tokens_per_s_per_gpu] for one in plan.candidates[:POINTS]],
         "rejected": [f"{line.count:,} x {line.unit}: {line.reason}, such as {line.example}" for line in plan.rejected],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -39,13 +40,13 @@ def gpu_from_file(path: Path, known_gpus: Mapping[str, Gpu]) -> Gpu:
     named = {"name": path.stem, "source": str(path), "device_kind": ""}
     gpu = dataclasses.replace(base, **{**named, **rest, "chip": dataclasses.replace(base.chip, **chip)})
     if gpu.capacity_bytes <= 0:
-        raise ConfigError(f"memory_bytes={gpu.memory_bytes} in {path} leaves no memory for a step: it should be above 2 GiB.")
+        raise ConfigError(f"memory_bytes={gpu.memory_bytes} in {path} leaves no memory for a step: it should be above 1.1 GiB.")
     return gpu
 
 
 def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
     """Raises ConfigError unless the value has the example's type: text, numbers above zero, or several of them."""
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0  # noqa: E731
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf  # noqa: E731
     is_whole = lambda x: isinstance(x, int) and is_number(x)  # noqa: E731
     if isinstance(example, str):
         right, should = isinstance(value, str), "text"
@@ -53,7 +54,9 @@ def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
         right = isinstance(value, dict) and all(dtype in example and is_number(x) for dtype, x in value.items())
         should = f"numbers above zero for any of {', '.join(example)}"
     elif isinstance(example, tuple):
-        right = isinstance(value, list) and len(value) == 2 and is_whole(value[0]) and value[1] in range(10)
+        right = (
+            isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value) and value[0] > 0 <= value[1] < 10
+        )
         should = "two whole numbers, such as [9, 0]"
     elif isinstance(example, int):
         right, should = is_whole(value), "a whole number above zero"

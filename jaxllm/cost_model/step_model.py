@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
+from functools import cached_property, partial
 from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import Config
@@ -137,11 +137,18 @@ class StepModel(HostCopies):
         self.add_host(behind_forward, behind_backward, backward, (forward_s, backward_s))
         forward.add_together(behind_forward, forward_s)
         backward.add_together(behind_backward, backward_s)
+        # While a pass waits for the host, transfers over other links go on.
+        forward_s, backward_s = (
+            max(pass_s, *(behind.get(name, 0.0) for name in ("offload", "offload_state")))
+            for pass_s, behind in ((forward_s, behind_forward), (backward_s, behind_backward))
+        )
         return {name: layers * time_s for name, time_s in layer.items() if time_s}, forward, backward, forward_s, backward_s
 
     def repeated_s(self, again: set[str], attention_again: bool) -> float:
         """Time to compute a layer's matmuls of these names once more, and its attention."""
-        repeated_s = sum(self.block_matmul_s(self.rows, *self.matmuls[name]) for name in self.matmuls if name in again)
+        shapes = self.chunk_matmuls if self.rings_tensor else self.matmuls
+        multiply, times = (self.chunk_matmul_s, self.t) if self.rings_tensor else (partial(self.block_matmul_s, self.rows), 1)
+        repeated_s = times * sum(multiply(*shape) for name, shape in shapes.items() if name in again)
         return repeated_s + (self.attention_s()[0] if attention_again else 0.0)
 
     def add_layer_transfers(

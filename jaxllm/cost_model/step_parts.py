@@ -41,7 +41,8 @@ class Fitted:
     hopper_mask_bytes_per_s: float
     """The same of the hosts with H100s, whose processors are faster."""
     mask_jitter: float
-    """Standard deviation of the time for the masks of a microbatch, as a share of it, for each loader of a host."""
+    """Standard deviation of the time for the mask of a microbatch of one sequence, as a share of it, for each loader of a host.
+    That of b sequences is 1/b of it, which fits better than 1/sqrt(b)."""
 
 
 FITTED = Fitted(

@@ -19,7 +19,7 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.error_range import ErrorRange, error_range
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
-from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.cost import (
@@ -307,7 +307,7 @@ def interruptions(config: Config, gpu: Gpu, gpus: int, gpus_per_host: int, terms
         return None
     size = checkpoint_bytes(config)
     store_s = size / (gpus // gpus_per_host * (terms.checkpoint_gb_per_s or CHECKPOINT_GB_PER_S) * 1e9)
-    copy_s = size / gpus / gpu.host_bandwidth_bytes_per_s
+    copy_s = size / gpus / host_copy_bytes_per_s(gpu, min(gpus, gpus_per_host), both_ways=False)
     beside = config.checkpoint.asynchronous and config.parallel.offload_state == "none"
     stops = Interruptions(
         between_failures_s=terms.mtbf_hours * HOUR_S / gpus,
