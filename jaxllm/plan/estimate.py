@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.capability import require_runs
+from jaxllm.config.capability import AMPERE, require_runs
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
@@ -282,6 +282,10 @@ def estimate(
     devices = require_devices(config, gpus)
     if kind:
         require_runs(config.model, kind.chip.compute_capability, kind.name)
+        if convention == "megatron" and kind.chip.compute_capability < AMPERE:
+            raise ConfigError(
+                f"--convention=megatron is of bfloat16 with fused attention, and {kind.name} has neither: leave it out."
+            )
     config = config.resolve(devices).at_largest_batch
     host = kind.gpus_per_host if kind else HOST_GPUS
     per_host, because = choose_gpus_per_host(devices, gpus_per_host, host, config.parallel)

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.capability import AMPERE
 from jaxllm.cost_model.error_range import ErrorRange, error_range
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
@@ -268,6 +269,7 @@ def quote(
     flops = train_flops_per_token(config.model, config.train.sequence_length)
     rate = flops * tokens_per_s_per_gpu
     if achieved is not None:
+        _require_possible(achieved, gpu)
         flops, rate = WITH_RECOMPUTATION * parameters, achieved * 1e12
     watts, gpus = board_watts(gpu), config.devices
     cost = training_cost(parameters, tokens, rate, gpus, flops_per_token=flops, watts_per_gpu=watts)
@@ -277,6 +279,16 @@ def quote(
     if stops is not None:
         _require_progress(stops, offer.interval_s, terms)
     return offer
+
+
+def _require_possible(achieved_tflops: float, gpu: Gpu) -> None:
+    """Refuses more than the chip's peak. Before Ampere it is not known: jaxllm does not use those tensor cores."""
+    peak = max(gpu.dense_flops["bfloat16"], gpu.float8_flops or 0.0) / 1e12
+    if gpu.chip.compute_capability >= AMPERE and achieved_tflops > peak:
+        raise ConfigError(
+            f"--achieved-tflops={achieved_tflops:g} is above the {peak:,.0f} TFLOP/s that a {gpu.name} can reach: give what a "
+            f"run reached."
+        )
 
 
 def quote_estimate(report: Estimate, terms: Terms) -> Quote | None:

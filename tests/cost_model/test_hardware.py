@@ -178,7 +178,7 @@ def test_a_file_describes_another_kind(described):
         ("{like: [}", "cannot be read as the description of a GPU"),
         ("{like: h100-80gb, memory_byte: 5}", "Unknown key memory_byte in .*: did you mean memory_bytes?"),
         ("{like: h100-80gb, memory_bytes: 80GB}", "memory_bytes=80GB in .* is not valid: it should be a whole number above"),
-        ("{like: h100-80gb, memory_bytes: 1000000}", "leaves no memory for a step: it should be above 2 GiB"),
+        ("{like: h100-80gb, memory_bytes: 1000000}", "leaves no memory for a step: it should be above 1.1 GiB"),
         ("{like: h100-80gb, link_latency_s: -1}", "link_latency_s=-1 in .* is not valid: it should be a number above zero"),
         ("{like: h100-80gb, dense_flops: {fp8: 1.0}}", "should be numbers above zero for any of bfloat16, tf32, float32"),
         ("{like: h100-80gb, compute_capability: 9.0}", r"should be two whole numbers, such as \[9, 0\]"),

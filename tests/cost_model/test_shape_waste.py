@@ -31,7 +31,10 @@ def some():
         pipe, virtual = choose([(1, 1), (2, 1), (3, 1), (3, 2)])
         tensor, data = choose([1, 2, 4]), choose([1, 2])
         parallel = {"pipe": pipe, "virtual_stages": virtual, "tensor": tensor, "zero": choose([0, 1, 3])}
-        parallel |= {"schedule": "interleaved" if virtual > 1 else "1f1b", "remat": choose(["none", "selective", "full"])}
+        parallel |= {
+            "schedule": "interleaved" if virtual > 1 else "1f1b",
+            "remat": choose(["none", "selective", "full", "offload"]),
+        }
         model = {
             "num_layers": choose([11, 12]),
             "vocab_size": choose([32768, 32001]),

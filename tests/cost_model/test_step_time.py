@@ -12,7 +12,7 @@ import scripts
 
 from jaxllm.config import ATTENTION_RESULTS, Config, load_config
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.error_range import HELD, LAYOUT_ERRORS, MACHINE_ERROR, error_range, kind_of_layout
+from jaxllm.cost_model.error_range import HELD, LAYOUT_ERRORS, MACHINE_ERRORS, error_range, kind_of_layout
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.megatron import megatron_flops_per_token
@@ -158,34 +158,41 @@ def test_predictions_of_a_group_left_out_are_those_of_a_fit_to_the_others():
         assert published.predict(row, fitted) == pytest.approx(float(line["predicted"]), rel=1e-3)
 
 
-def test_ranges_hold_four_fifths_of_what_was_left_out():
-    errors = published.left_out_errors()
-    for kind, there in errors.items():
+def test_ranges_hold_four_fifths_of_every_group_left_out():
+    for kind, groups in published.left_out_errors().items():
+        worst = max(published.quantile(errors) for errors in groups.values())
         if kind != "context across hosts":
-            assert published.quantile(there) == pytest.approx(LAYOUT_ERRORS[kind], abs=0.005)
-    every = [(abs(error), kind) for kind, there in errors.items() for error in there]
-    held = sum(error <= LAYOUT_ERRORS[kind] for error, kind in every)
-    assert held >= HELD * len(every)
+            assert LAYOUT_ERRORS[kind] == pytest.approx(worst, abs=0.001)
+        for group, errors in groups.items():
+            held = sum(abs(error) <= LAYOUT_ERRORS[kind] + 0.001 for error in errors)
+            assert held >= HELD * len(errors), (kind, group)
 
 
-def test_speeds_of_others_were_not_fitted_and_give_the_error_of_a_machine():
-    others = [one for one in published.other_speeds() if one.precision == "bf16"]
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_speeds_of_others_were_not_fitted_and_give_the_error_of_a_machine(precision):
+    others = [one for one in published.other_speeds() if one.precision == precision]
     errors = [math.log(1 + one.error) for one in others]
-    assert published.quantile(errors) == pytest.approx(MACHINE_ERROR, abs=0.01)
+    assert published.quantile(errors) == pytest.approx(MACHINE_ERRORS[precision], abs=0.01)
     assert sum(one.is_held for one in others) >= HELD * len(others)
 
 
 def test_what_is_extrapolated_is_said():
     assert error_range(configured(8), GPUS["h100-94gb"], 4).beyond == ()
+    assert error_range(configured(8), H100, 8).beyond == ("hosts of 8 GPUs, beyond the 4 of the data",)
+    a100 = error_range(configured(8, train={"sequence_length": 16384}), GPUS["a100-80gb"], 8)
+    assert a100.beyond == ("sequences of 16,384 tokens, beyond the 8,192 of the data",)
     model = {"name": "llama-3.2-1b", "matmul_dtype": "fp8"}
     long = {"sequence_length": 65536, "global_batch_sequences": 1024}
-    found = error_range(configured(512, model=model, train=long), GPUS["b200-192gb"], 16)
+    parallel = {"replica": 2, "replica_gbit_per_s": 100.0, "remat": "offload"}
+    found = error_range(configured(512, model=model, train=long, **parallel), GPUS["b200-192gb"], 16)
     assert found.beyond == (
+        "b200-192gb, whose generation the data do not have",
         "512 GPUs, beyond the 256 of the data",
         "hosts of 16 GPUs, beyond the 8 of the data",
         "sequences of 65,536 tokens, beyond the 16,384 of the data",
-        "b200-192gb, whose generation the data do not have",
         "model.matmul_dtype=fp8, which the data do not have",
+        "copies to the host, which the data do not have",
+        "a network between replicas, which the data do not have",
     )
 
 
@@ -280,7 +287,10 @@ def test_a_better_gpu_is_never_slower(convention, field):
     value = getattr(H100, field)
     better = {dtype: 2 * flops for dtype, flops in value.items()} if field == "dense_flops" else 2 * value
     gpu = dataclasses.replace(H100, **{field: better})
-    for config in CONFIGS:
+    # Copies to the host and an exchange over data behind the same compute.
+    train = {"sequence_length": 8192, "global_batch_sequences": 8}
+    both = configured(32, model={"name": "llama-3.1-8b"}, train=train, tensor=2, context=2, zero=1, remat="offload")
+    for config in (*CONFIGS, both):
         assert step(config, gpu, convention=convention).step_s <= step(config, convention=convention).step_s * (1 + ROUNDING)
 
 

@@ -401,3 +401,12 @@ def test_mistakes_with_pictures_end_in_one_sentence(recipe, arguments, sentence)
     assert sentence in result.stderr
     assert result.stderr.strip().count("\n") == 0
     assert result.stdout == ""
+
+
+def test_megatrons_convention_is_of_bfloat16_and_fused_attention():
+    train = {"steps": 1, "sequence_length": 128, "global_batch_sequences": 1}
+    config = load_config({"model": {"name": "llama-3.2-1b", "compute_dtype": "float32"}, "train": train})
+    with pytest.raises(
+        ConfigError, match="--convention=megatron is of bfloat16 with fused attention, and v100-16gb has neither"
+    ):
+        jaxllm.estimate(config, gpu="v100-16gb", gpus=1, convention="megatron")

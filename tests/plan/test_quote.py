@@ -248,19 +248,20 @@ def test_one_gpu_is_one_and_its_power_is_told(gpus, words):
 @pytest.fixture
 def gpt3(tmp_path):
     (tmp_path / "gpt3.yaml").write_text(yaml.safe_dump(GPT3))
-    (tmp_path / "v100.yaml").write_text(yaml.safe_dump({"like": "a100-40gb", "memory_bytes": 16 * 2**30}))
 
     def run(*arguments):
         return CliRunner().invoke(app, ["estimate", str(tmp_path / "gpt3.yaml"), *arguments])
 
-    run.v100 = str(tmp_path / "v100.yaml")
     return run
+
+
+V100 = ("--gpu", "v100-16gb", "--gpus", "1", "model.compute_dtype=float32")
 
 
 def test_gpt3_takes_288_years_on_one_v100_and_34_days_on_1024_a100s(gpt3):
     """Narayanan et al. 2021, from the command line. The 46.2 TFLOP/s of a V100 are the test of test_cost.py."""
     assert parameter_count(load_config(GPT3).model) == pytest.approx(175e9, rel=0.002)
-    alone = gpt3("--gpu", gpt3.v100, "--gpus", "1", "--tokens", "300B", "--achieved-tflops", "46.2", "--json")
+    alone = gpt3(*V100, "--tokens", "300B", "--achieved-tflops", "46.2", "--json")
     values = json.loads(alone.stdout)["quote"]
     assert round(values["days"]["expected"] * DAY_S / YEAR_S) == 288
     assert values["days"]["low"] == values["days"]["high"]
@@ -271,13 +272,20 @@ def test_gpt3_takes_288_years_on_one_v100_and_34_days_on_1024_a100s(gpt3):
 
 
 def test_what_fits_nowhere_has_a_cost_and_says_so(gpt3):
-    found = gpt3("--gpu", gpt3.v100, "--gpus", "1", "--tokens", "300B").stdout
+    found = gpt3(*V100, "--tokens", "300B").stdout
     assert "DOES NOT FIT" in found
     assert " years (" in found
     assert "It does not fit into the memory: this is arithmetic, no run that could start" in found
-    report = estimate(load_config(GPT3), gpt3.v100, 1)
+    report = estimate(load_config(GPT3, ["model.compute_dtype=float32"]), "v100-16gb", 1)
     years = 300e9 / report.speed.tokens_per_s_per_gpu / YEAR_S
     assert quote_estimate(report, Terms("300B")).seconds.expected == pytest.approx(years * YEAR_S)
+
+
+def test_more_than_the_peak_is_refused(gpt3):
+    result = gpt3("--gpu", "h100-80gb", "--gpus", "1", "--tokens", "300B", "--achieved-tflops", "5000")
+    assert str(result.exception) == (
+        "--achieved-tflops=5000 is above the 1,978 TFLOP/s that a h100-80gb can reach: give what a run reached."
+    )
 
 
 def test_tokens_without_a_gpu_have_no_cost(gpt3):
