@@ -76,7 +76,7 @@ def test_sizes_of_a_named_model_make_the_same_model(planner):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"gpus": "eight"}, "--gpus=eight is not valid: it should be a whole number of at least 1."),
+        ({"gpus": "eight"}, "--gpus=eight is not valid: it should be a whole number from 1 to 1,048,576."),
         ({"gpus_per_host": "3"}, r".*--gpus-per-host.*"),
         ({"gpu": "h100"}, "There is no GPU h100: did you mean h100-80gb.*"),
         ({"settings": [*SETTINGS, "train.sequence_length=x"]}, "train.sequence_length=x is not valid: .*"),
