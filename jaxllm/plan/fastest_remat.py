@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from jaxllm.config import Config, Remat
 from jaxllm.config.remat_policy import offloads
@@ -19,21 +20,23 @@ from jaxllm.cost_model.step_parts import FITTED, StepTime
 from jaxllm.cost_model.step_sizes import slots_of
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Rejected
-from jaxllm.plan.remat_ladder import Ladders, LeastStep, Rung
+from jaxllm.plan.remat_ladder import FAMILY, Ladders, LeastStep, Rung
 from jaxllm.plan.space import Choice, Group, data_ranks
 
 MESH, CONFIGURATION = "mesh", "configuration"
 DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
 HOST_FULL = "needs more host memory than a GPU's share"
+_FAMILIES = [names for count in range(len(FAMILY) + 1) for names in combinations(FAMILY, count)]
 LEAN: dict[bool, tuple[Remat, ...]] = {
-    False: ("full", {"mlp_gate": "keep", "mlp_up": "keep"}),
-    True: ({"block_input": "offload"}, {"block_input": "offload", "mlp_gate": "offload", "mlp_up": "offload"}),
+    False: tuple(dict.fromkeys(names, "keep") or "full" for names in _FAMILIES),
+    True: tuple({"block_input": "offload", **dict.fromkeys(names, "offload")} for names in _FAMILIES),
 }
-"""Policies that need least, on the device and with the host. SwiGLU's products take more while they are recomputed than while
-they are kept, which a chunk of one layer notices."""
+"""Policies of which one needs least on the device, without and with tensors on the host: one for each family of remat_ladder.py.
+SwiGLU's products and attention's second output may take more while they are recomputed than while they are kept, which a chunk
+of few layers notices."""
 COPIES = 3
-"""Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack, fetched, transposed
-(cost_model/layer_backward.py)."""
+"""Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack and fetched
+(cost_model/layer_backward.py). Not where it turns whole stacks (_first)."""
 
 EstimateMemory = Callable[[Config], MemoryEstimate]
 EstimateTime = Callable[[Config, Gpu, int], StepTime]
@@ -198,7 +201,7 @@ class Fitting:
 
     def _that_fit(self, trial: Trial, refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
         """A few of a trial's configurations that fit, the fastest among them."""
-        lean = self.leanest(trial, refused) if self.prune or "remat" in self.keep else None
+        lean = self.leanest(trial, refused if self.prune or "remat" in self.keep else [])
         if "remat" in self.keep or (self.prune and lean is None):
             yield from [lean] if lean else []
             return
@@ -226,9 +229,11 @@ class Fitting:
         p = config.parallel
         slots = slots_of(p.schedule, p.pipe, config.num_microbatches, p.virtual_stages)[0] if p.pipe > 1 else 1
         layers = slots * config.chunk_layers
+        # XLA may turn whole stacks once more for the backward pass (cost_model/layer_backward.py); bytes kept do not bound that.
+        turns = p.pipe == 1 and p.tensor > 1 and trial.microbatch_sequences > 1
         above: list[tuple[Rung, MemoryEstimate]] = []
         for rung in rungs:
-            if self.prune and any(self._cannot_fit(rung, *other, layers) for other in reversed(above)):
+            if self.prune and not turns and any(self._cannot_fit(rung, *other, layers) for other in reversed(above)):
                 continue
             choice = trial.choice(rung.remat)
             candidate = choice.applied_to(self.config)

@@ -32,6 +32,8 @@ GRAIN = 1 / 256
 """Share of a layer's recomputation, and of the bytes of all its tensors, that makes no difference between two rungs: 0.1% of a
 step at most."""
 PRODUCTS = ("mlp_gate", "mlp_up")
+FAMILY = (*PRODUCTS, "attention_out")
+"""Tensors by which XLA's other buffers differ: whether each is recomputed."""
 PARTS = (("query", "key", "value"), ("attention_output",), ("attention_out",), PRODUCTS, ("mlp_down",), (BLOCK_INPUT,))
 """Tensors whose cost is joint, because tensor ranks gather their input once; those of the largest cost nothing alone."""
 Actions = tuple[tuple[str, str], ...]
@@ -51,7 +53,7 @@ class Rung:
     whole: float
     """Bytes of all tensors of a layer and microbatch."""
     family: tuple[bool, ...]
-    """The tensors by which XLA's other buffers differ: SwiGLU's products and attention's second output."""
+    """Whether each of FAMILY is recomputed."""
 
 
 class LeastStep(StepModel):
@@ -74,7 +76,7 @@ class Ladders:
         Args:
           own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
         """
-        shape = (model.t, model.c, model.rows, model.rings_tensor, own)
+        shape = (model.t, model.c, model.rows, model.rings_tensor, model.paired_share > 0, own)
         if shape not in self.known:
             self.known[shape] = Ladder(model, own)
         return self.known[shape]
@@ -98,7 +100,10 @@ class Ladder:
                 (*(a + b for a, b in zip(one[:4], option[:4], strict=True)), one[4] + option[4])
                 for one, option in itertools.product(every, options)
             ]
-            every = _undominated(joined, self.grain_s, GRAIN * self.whole)
+            families: dict[tuple[bool, ...], list] = {}
+            for one in joined:
+                families.setdefault(_family(dict(one[4])), []).append(one)
+            every = [one for alike in families.values() for one in _undominated(alike, self.grain_s, GRAIN * self.whole)]
         return tuple(self._rung(*one) for one in sorted(every, key=lambda one: (one[2], one[0], one[1])))
 
     @cached_property
@@ -191,7 +196,7 @@ def _costs(rung: Rung) -> tuple[float, float, float]:
 
 
 def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:
-    return tuple(actions.get(name) == "recompute" for name in (*PRODUCTS, "attention_out"))
+    return tuple(actions.get(name) == "recompute" for name in FAMILY)
 
 
 def _named(actions: Mapping[str, Any], names: tuple[str, ...]) -> Remat:
