@@ -238,7 +238,9 @@ class _Trial:
             if config is None or self._leaves_host(config):
                 continue
             memory = self.estimate(config)
-            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= host_bytes_per_gpu(self.gpu):
+            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= host_bytes_per_gpu(
+                self.gpu, self.gpus_per_host
+            ):
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
                 ratio = step_s / before_s if step_s and before_s else None
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)

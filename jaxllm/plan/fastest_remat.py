@@ -31,9 +31,9 @@ LEAN: dict[bool, tuple[Remat, ...]] = {
     False: tuple(dict.fromkeys(names, "keep") or "full" for names in _FAMILIES),
     True: tuple({"block_input": "offload", **dict.fromkeys(names, "offload")} for names in _FAMILIES),
 }
-"""Policies of which one needs least on the device, without and with tensors on the host: one for each family of remat_ladder.py.
-SwiGLU's products and attention's second output may take more while they are recomputed than while they are kept, which a chunk
-of few layers notices."""
+"""Policies of which one needs least on the device, without and with tensors on the host: one for each family of
+remat_ladder.py. SwiGLU's products and attention's second output may take more while they are recomputed than while they are
+kept, which a chunk of few layers notices."""
 COPIES = 3
 """Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack and fetched
 (cost_model/layer_backward.py). Not where it turns whole stacks (_first)."""
@@ -229,7 +229,7 @@ class Fitting:
         p = config.parallel
         slots = slots_of(p.schedule, p.pipe, config.num_microbatches, p.virtual_stages)[0] if p.pipe > 1 else 1
         layers = slots * config.chunk_layers
-        # XLA may turn whole stacks once more for the backward pass (cost_model/layer_backward.py); bytes kept do not bound that.
+        # XLA may turn whole stacks for the backward pass (cost_model/layer_backward.py), which bytes kept do not bound.
         turns = p.pipe == 1 and p.tensor > 1 and trial.microbatch_sequences > 1
         above: list[tuple[Rung, MemoryEstimate]] = []
         for rung in rungs:

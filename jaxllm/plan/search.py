@@ -73,9 +73,9 @@ class SearchOptions:
     best: int = 100
     """Number of candidates that are certain to be the fastest; the others are some of those that fit."""
 
-    def limits(self, gpu: Gpu) -> Limits:
+    def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
         device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
-        host_bytes = host_bytes_per_gpu(gpu) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
+        host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
         return Limits(device_bytes, host_bytes)
 
     def fitting(self, config: Config, gpu: Gpu, gpus_per_host: int) -> Fitting:
@@ -83,7 +83,7 @@ class SearchOptions:
             config,
             gpu,
             gpus_per_host,
-            self.limits(gpu),
+            self.limits(gpu, gpus_per_host),
             self.estimate or partial(estimate_memory, gpu=gpu),
             self.step_time,
             keep=self.keep,
@@ -135,7 +135,7 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        host_bytes_per_gpu=options.limits(gpu).host_bytes,
+        host_bytes_per_gpu=options.limits(gpu, per_host).host_bytes,
         candidates=ranked(run.candidates, options.largest_microbatch),
         rejected=run.tally.rejected(),
         meshes=run.meshes,
