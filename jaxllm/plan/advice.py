@@ -168,7 +168,7 @@ def combinations(config: Config) -> Iterator[dict[str, Any]]:
         {"parallel.zero": 1} if zero == 0 else {},
         {"train.microbatch_sequences": 1} if config.microbatch_sequences > 1 else {},
         {"parallel.remat": "full"} if remat not in ("full", "offload") else {},
-        {"parallel.zero": 3} if zero < 3 else {},
+        {"parallel.zero": 3} if zero < 3 and int(config.parallel.data) * config.parallel.context > 1 else {},
     ]
     for step in steps:
         keys |= step

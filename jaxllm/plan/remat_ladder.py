@@ -4,7 +4,7 @@
     for rung in ladder.on_device: ...                   fastest first: with less and less kept
     for rung in ladder.to_host(model): ...              those with tensors on the host, fastest first
 
-A rung is a mapping that no other beats in bytes on the device, bytes on the host and seconds together. Seconds are what the
+A rung is a mapping that no other of its family (FAMILY) beats in bytes on the device, bytes on the host and seconds together. Seconds are what the
 step-time model says that recomputing costs, with the transfers that it repeats, and copying what is held into a loop's stack
 or to the host.
 Bytes follow from cost_model/activations.py. Sums over a block's parts are exact: what one part costs does not depend on the

@@ -5,7 +5,8 @@
 
 Every configuration of the space (space.py) has a least step time, that with nothing recomputed and no activations on the host.
 In its order they get the fastest remat with which they fit (fastest_remat.py), until the next one's least time is above the
-time of enough others: all that is left is slower than these, by law. Of configurations with the same mesh, ZeRO, schedule and
+time of enough others: by the step-time model all that is left is slower than these, whatever its remat. That is exact; which
+remat a configuration gets is exact up to the grain of its ladder and the bounds by which rungs are skipped. Of configurations with the same mesh, ZeRO, schedule and
 microbatch, one that has more on the host is looked at only while it may be faster.
 
 The caller may pass other estimates. confirm.py confirms the result by compiling.
@@ -71,7 +72,7 @@ class SearchOptions:
     """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
     slower than `best` others even with nothing recomputed."""
     best: int = 100
-    """Number of candidates that are certain to be the fastest; the others are some of those that fit."""
+    """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
 
     def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
         device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
