@@ -4,9 +4,9 @@
     for rung in ladder.on_device: ...                   fastest first: with less and less kept
     for rung in ladder.to_host(model): ...              those with tensors on the host, fastest first
 
-A rung is a mapping that no other of its family (FAMILY) beats in bytes on the device, bytes on the host and seconds together. Seconds are what the
-step-time model says that recomputing costs, with the transfers that it repeats, and copying what is held into a loop's stack
-or to the host.
+A rung is a mapping that no other of its family (FAMILY) beats in bytes on the device, bytes on the host and seconds together.
+Seconds are what the step-time model says that recomputing costs, with the transfers that it repeats, and copying what is held
+into a loop's stack or to the host.
 Bytes follow from cost_model/activations.py. Sums over a block's parts are exact: what one part costs does not depend on the
 others. Rungs that differ by less than GRAIN count as equal, so that dozens are left of thousands.
 """
@@ -96,13 +96,11 @@ class Ladder:
         every = self._of_part(PARTS[0])
         for part in PARTS[1:]:
             options = self._of_part(part)
-            joined = [
-                (*(a + b for a, b in zip(one[:4], option[:4], strict=True)), one[4] + option[4])
-                for one, option in itertools.product(every, options)
-            ]
             families: dict[tuple[bool, ...], list] = {}
-            for one in joined:
-                families.setdefault(_family(dict(one[4])), []).append(one)
+            for one, option in itertools.product(every, options):
+                actions = one[4] + option[4]
+                sums = (a + b for a, b in zip(one[:4], option[:4], strict=True))
+                families.setdefault(_family(dict(actions)), []).append((*sums, actions))
             every = [one for alike in families.values() for one in _undominated(alike, self.grain_s, GRAIN * self.whole)]
         return tuple(self._rung(*one) for one in sorted(every, key=lambda one: (one[2], one[0], one[1])))
 

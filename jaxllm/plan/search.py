@@ -6,8 +6,8 @@
 Every configuration of the space (space.py) has a least step time, that with nothing recomputed and no activations on the host.
 In its order they get the fastest remat with which they fit (fastest_remat.py), until the next one's least time is above the
 time of enough others: by the step-time model all that is left is slower than these, whatever its remat. That is exact; which
-remat a configuration gets is exact up to the grain of its ladder and the bounds by which rungs are skipped. Of configurations with the same mesh, ZeRO, schedule and
-microbatch, one that has more on the host is looked at only while it may be faster.
+remat a configuration gets is exact up to the grain of its ladder and the bounds by which rungs are skipped. Of configurations
+with the same mesh, ZeRO, schedule and microbatch, one that has more on the host is looked at only while it may be faster.
 
 The caller may pass other estimates. confirm.py confirms the result by compiling.
 """

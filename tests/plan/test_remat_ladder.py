@@ -304,8 +304,7 @@ def test_fp8_is_apart_and_only_where_the_chip_has_it():
 
 
 def test_the_gpus_of_a_host_share_its_memory():
-    """A quarter of the bandwidth of the host's memory is below the links of eight GPUs, which get their part of it; one GPU does
-    not notice."""
+    """With a quarter of its bandwidth, eight GPUs get a quarter of their part of it each, and one GPU does not notice."""
     narrow = dataclasses.replace(H100, host_memory_bandwidth_bytes_per_s=H100.host_memory_bandwidth_bytes_per_s / 4)
     for gpus, slower in ((1, False), (8, True)):
         config = load_config(EIGHT_B, ["parallel.offload_state=optimizer", "parallel.remat=offload"]).resolve(gpus)
