@@ -10,7 +10,7 @@ from plan_stand_ins import gpu_for, small
 from jaxllm.config import BLOCK_TENSORS, load_config
 from jaxllm.config.remat_policy import offloads, remat_text
 from jaxllm.config.types import OFFLOAD_STATES
-from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hardware import GPUS, HOST_MEMORY_SHARE
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import FITTED, StepTime
@@ -304,12 +304,14 @@ def test_fp8_is_apart_and_only_where_the_chip_has_it():
 
 
 def test_the_gpus_of_a_host_share_its_memory():
-    """With a quarter of its bandwidth, eight GPUs get a quarter of their part of it each, and one GPU does not notice."""
+    """At a quarter of its bandwidth eight GPUs get their part of it instead of their links; one GPU does not notice."""
     narrow = dataclasses.replace(H100, host_memory_bandwidth_bytes_per_s=H100.host_memory_bandwidth_bytes_per_s / 4)
-    for gpus, slower in ((1, False), (8, True)):
+    link, part = (StepModel(load_config(EIGHT_B).resolve(8), gpu, 8, FITTED).one_way for gpu in (H100, narrow))
+    assert part == HOST_MEMORY_SHARE * narrow.host_memory_bandwidth_bytes_per_s / 8 < link
+    for gpus, slower in ((1, 1.0), (8, link / part)):
         config = load_config(EIGHT_B, ["parallel.offload_state=optimizer", "parallel.remat=offload"]).resolve(gpus)
         some, fewer = (estimate_step_time(config, gpu, gpus).terms_s["offload_state"] for gpu in (H100, narrow))
-        assert (fewer > some) is slower
+        assert fewer / some == pytest.approx(slower)
 
 
 # ------------------------------------------------------------------------------------------------------------------ ties
