@@ -86,7 +86,7 @@ def confirm(
       workers: compilations at the same time.
     """
     run = _Compilations(plan, count, compile_candidate, start, workers, progress)
-    interrupted, asked = False, None
+    interrupted, asked = False, 0
     try:
         run.until(range(len(plan.candidates)), count, TRIES * count)
         asked = len(run.confirmed)
@@ -94,7 +94,7 @@ def confirm(
             run.until((n for n, one in enumerate(plan.candidates) if not one.uses_host and n not in run.refused), 1, TRIES)
     except KeyboardInterrupt:
         interrupted = True
-    return _with_figures(plan, count, len(run.confirmed) if asked is None else asked, run.confirmed, run.refused, interrupted)
+    return _with_figures(plan, count, asked, run.confirmed, run.refused, interrupted)
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _with_figures(
     """The plan with the figures of compilations.
 
     Args:
-      asked: number confirmed of the `count` that were asked for, without the one more that uses no host memory.
+      asked: number confirmed of the `count` that were asked for, without the one more that uses no host memory. Not read if interrupted.
     """
     every = list(enumerate(plan.candidates))
     seen = [
