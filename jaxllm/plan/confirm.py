@@ -169,7 +169,8 @@ def _with_figures(
     """The plan with the figures of compilations.
 
     Args:
-      asked: number confirmed of the `count` that were asked for, without the one more that uses no host memory. Not read if interrupted.
+      asked: number confirmed of the `count` that were asked for, without the one more that uses no host memory.
+        Not read if interrupted.
     """
     every = list(enumerate(plan.candidates))
     seen = [
