@@ -183,8 +183,9 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
         raise ConfigError(f"--sweep={request.sweep} cannot be swept: use --sweep gpus.")
     most, kind = require_devices(config, request.gpus), find_gpu(request.gpu)
     # The search may take minutes: terms that no run can meet are refused before it.
-    per_host, _ = choose_gpus_per_host(most, request.gpus_per_host, kind.gpus_per_host, config.parallel)
+    # With objective=gpus, --gpus is only an upper limit.
     if request.objective != "gpus":
+        per_host, _ = choose_gpus_per_host(most, request.gpus_per_host, kind.gpus_per_host, config.parallel)
         interruptions(config, kind, most, per_host, request.terms)
     cache = None
     if request.compile and not request.no_cache:

@@ -47,12 +47,13 @@ class ParallelConfig(Section):
     replica: Ranks = 1
     """Replicas (HSDP): the outermost axis, where the network is slowest. ZeRO shards within a replica. Across replicas,
     gradients are summed once per step, or with train.diloco_steps weights are synchronised once per that many steps."""
-    replica_gbit_per_s: PositiveFloat | None = None
+    replica_gbit_per_s: Annotated[float, Field(ge=1e-3, allow_inf_nan=False)] | None = None
     """Bandwidth of a replica's link to the others, in Gbit/s each way, shared by all its GPUs. For predictions (estimate, plan,
-    compile); training ignores it. null: as between hosts, where each GPU has its share of its host's adapters."""
-    replica_latency_ms: NonNegativeFloat | None = None
-    """Time of a message from one replica to another, in milliseconds: half of what ping prints. For predictions too. null: as
-    between hosts."""
+    compile); training ignores it. No effect with replica=1. null: as between hosts, where each GPU has its share of its host's
+    adapters."""
+    replica_latency_ms: Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)] | None = None
+    """Time of a message from one replica to another, in milliseconds: half of what ping prints. For predictions too. No
+    effect with replica=1. null: as between hosts."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"

@@ -82,8 +82,9 @@ def choose_gpus_per_host(
     return per_host, "as given"
 
 
-def host_bytes_per_gpu(gpu: Gpu | None) -> float:
-    """Bytes of host memory that offloading may use for each GPU of a host."""
+def host_bytes_per_gpu(gpu: Gpu | None, gpus_per_host: int | None = None) -> float:
+    """Bytes of host memory that offloading may use for each GPU of a host. A host of more GPUs than the kind's is taken to have
+    the same memory; one of fewer is a part of the kind's host."""
     if gpu is None:
         return UNKNOWN_HOST_BYTES
-    return (1 - SYSTEM_SHARE) * gpu.host_memory_bytes / gpu.gpus_per_host
+    return (1 - SYSTEM_SHARE) * gpu.host_memory_bytes / max(gpu.gpus_per_host, gpus_per_host or 1)

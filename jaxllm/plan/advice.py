@@ -168,7 +168,7 @@ def combinations(config: Config) -> Iterator[dict[str, Any]]:
         {"parallel.zero": 1} if zero == 0 else {},
         {"train.microbatch_sequences": 1} if config.microbatch_sequences > 1 else {},
         {"parallel.remat": "full"} if remat not in ("full", "offload") else {},
-        {"parallel.zero": 3} if zero < 3 else {},
+        {"parallel.zero": 3} if zero < 3 and int(config.parallel.data) * config.parallel.context > 1 else {},
     ]
     for step in steps:
         keys |= step
@@ -233,12 +233,13 @@ class _Trial:
 
     def that_fit(self, ladder: Iterable[Mapping[str, Any]]) -> Iterator[Change]:
         """Yields the key -> value mappings that make a valid config that fits; the others are skipped."""
+        host_bytes = host_bytes_per_gpu(self.gpu, self.gpus_per_host)
         for keys in ladder:
             config = changed(self.config, keys)
             if config is None or self._leaves_host(config):
                 continue
             memory = self.estimate(config)
-            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= host_bytes_per_gpu(self.gpu):
+            if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= host_bytes:
                 step_s, before_s = self._step_s(config), self._step_s(self.config)
                 ratio = step_s / before_s if step_s and before_s else None
                 yield Change(keys, config, memory.peak_bytes, memory.host_bytes, step_s, ratio)

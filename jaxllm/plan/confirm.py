@@ -86,14 +86,15 @@ def confirm(
       workers: compilations at the same time.
     """
     run = _Compilations(plan, count, compile_candidate, start, workers, progress)
-    interrupted = False
+    interrupted, asked = False, 0
     try:
         run.until(range(len(plan.candidates)), count, TRIES * count)
+        asked = len(run.confirmed)
         if run.confirmed and all(plan.candidates[number].uses_host for number in run.confirmed):
             run.until((n for n, one in enumerate(plan.candidates) if not one.uses_host and n not in run.refused), 1, TRIES)
     except KeyboardInterrupt:
         interrupted = True
-    return _with_figures(plan, count, run.confirmed, run.refused, interrupted)
+    return _with_figures(plan, count, asked, run.confirmed, run.refused, interrupted)
 
 
 @dataclass
@@ -160,10 +161,17 @@ class _Compilations:
 def _with_figures(
     plan: Plan,
     count: int,
+    asked: int,
     confirmed: dict[int, Compiled],
     refused: dict[int, tuple[str, str]],
     interrupted: bool,
 ) -> Plan:
+    """The plan with the figures of compilations.
+
+    Args:
+      asked: number confirmed of the `count` that were asked for, without the one more that uses no host memory.
+        Not read if interrupted.
+    """
     every = list(enumerate(plan.candidates))
     seen = [
         dataclasses.replace(one, compiled_bytes=confirmed[n].total_bytes, scheduled_transfers_s=confirmed[n].transfers_s)
@@ -180,7 +188,7 @@ def _with_figures(
     because = plan.unconfirmed_because
     if interrupted:
         because = f"interrupted after {len(confirmed)} of {count} were confirmed"
-    elif len(confirmed) < min(count, len(plan.candidates) - len(refused)):
+    elif asked < min(count, len(plan.candidates) - len(refused)):
         because = (
             f"{len(refused)} of {len(confirmed) + len(refused)} that were compiled need too much memory or cannot be compiled"
         )

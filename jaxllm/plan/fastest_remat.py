@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from jaxllm.config import Config, Remat
 from jaxllm.config.remat_policy import offloads
@@ -19,21 +20,25 @@ from jaxllm.cost_model.step_parts import FITTED, StepTime
 from jaxllm.cost_model.step_sizes import slots_of
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Rejected
-from jaxllm.plan.remat_ladder import Ladders, LeastStep, Rung
+from jaxllm.plan.remat_ladder import FAMILY, Ladders, LeastStep, Rung
 from jaxllm.plan.space import Choice, Group, data_ranks
 
 MESH, CONFIGURATION = "mesh", "configuration"
 DOES_NOT_FIT = f"estimated above {FIT_SHARE:.0%} of the capacity"
 HOST_FULL = "needs more host memory than a GPU's share"
+_FAMILIES = [names for count in range(len(FAMILY) + 1) for names in combinations(FAMILY, count)]
 LEAN: dict[bool, tuple[Remat, ...]] = {
-    False: ("full", {"mlp_gate": "keep", "mlp_up": "keep"}),
-    True: ({"block_input": "offload"}, {"block_input": "offload", "mlp_gate": "offload", "mlp_up": "offload"}),
+    False: tuple(dict.fromkeys(names, "keep") or "full" for names in _FAMILIES),
+    True: tuple({"block_input": "offload", **dict.fromkeys(names, "offload")} for names in _FAMILIES),
 }
-"""Policies that need least, on the device and with the host. SwiGLU's products take more while they are recomputed than while
-they are kept, which a chunk of one layer notices."""
+"""Policies of which one needs least on the device, without and with tensors on the host: one for each family of
+remat_ladder.py. SwiGLU's products and attention's second output may take more while they are recomputed than while they are
+kept, which a chunk of few layers notices."""
+HOPELESS = 2
+"""Multiple of the limit at which no other policy of LEAN is tried. Chosen: by one layer's buffers, families differ by less."""
 COPIES = 3
-"""Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack, fetched, transposed
-(cost_model/layer_backward.py)."""
+"""Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack and fetched
+(cost_model/layer_backward.py). Not where it turns whole stacks (_first)."""
 
 EstimateMemory = Callable[[Config], MemoryEstimate]
 EstimateTime = Callable[[Config, Gpu, int], StepTime]
@@ -177,28 +182,31 @@ class Fitting:
 
     def leanest(self, trial: Trial, refused: list[str]) -> tuple[Config, MemoryEstimate] | None:
         """A configuration of the trial that fits if any does; else the reasons join `refused`."""
-        lean = trial.group.remats[:1] if "remat" in self.keep else LEAN[trial.to_host]
-        return next((found for remat in lean if (found := self._estimated(trial, remat, refused))), None)
+        for remat in trial.group.remats[:1] if "remat" in self.keep else LEAN[trial.to_host]:
+            config, memory, over = self._judged(trial, remat)
+            if over is None:
+                return config, memory
+            refused.append(over)
+            if memory.peak_bytes > HOPELESS * self.limits.device_bytes:
+                break
+        return None
 
     def _time(self, config: Config) -> StepTime:
         return self.step_time(config.at_largest_batch, self.gpu, self.gpus_per_host)
 
-    def _estimated(self, trial: Trial, remat: Remat, refused: list[str]) -> tuple[Config, MemoryEstimate] | None:
-        """The configuration if it fits; else the reason joins `refused`."""
+    def _judged(self, trial: Trial, remat: Remat) -> tuple[Config, MemoryEstimate, str | None]:
+        """(configuration, estimate, reason for rejection)."""
         choice = trial.choice(remat)
         config = choice.applied_to(self.config)
         memory = self.estimate(config.at_largest_batch)
         over = self.limits.broken_by(memory)
-        if over is None:
-            return config, memory
         if over == DOES_NOT_FIT:
             self.tally.see(choice, memory)
-        refused.append(over)
-        return None
+        return config, memory, over
 
     def _that_fit(self, trial: Trial, refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
         """A few of a trial's configurations that fit, the fastest among them."""
-        lean = self.leanest(trial, refused) if self.prune or "remat" in self.keep else None
+        lean = self.leanest(trial, refused if self.prune or "remat" in self.keep else [])
         if "remat" in self.keep or (self.prune and lean is None):
             yield from [lean] if lean else []
             return
@@ -217,8 +225,11 @@ class Fitting:
         yield from found or ([lean] if lean else [])
         # `none` keeps more than any other.
         if "none" in trial.group.remats and not trial.to_host and (len(refused) == over or not self.prune):
-            found = self._estimated(trial, "none", refused)
-            yield from [found] if found else []
+            config, memory, over = self._judged(trial, "none")
+            if over is None:
+                yield config, memory
+            else:
+                refused.append(over)
 
     def _first(self, trial: Trial, rungs: Sequence[Rung], refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
         """The first rung that fits, if there is one."""
@@ -226,21 +237,18 @@ class Fitting:
         p = config.parallel
         slots = slots_of(p.schedule, p.pipe, config.num_microbatches, p.virtual_stages)[0] if p.pipe > 1 else 1
         layers = slots * config.chunk_layers
+        # XLA may turn whole stacks for the backward pass (cost_model/layer_backward.py), which bytes kept do not bound.
+        turns = p.pipe == 1 and p.tensor > 1 and trial.microbatch_sequences > 1
         above: list[tuple[Rung, MemoryEstimate]] = []
         for rung in rungs:
-            if self.prune and any(self._cannot_fit(rung, *other, layers) for other in reversed(above)):
+            if self.prune and not turns and any(self._cannot_fit(rung, *other, layers) for other in reversed(above)):
                 continue
-            choice = trial.choice(rung.remat)
-            candidate = choice.applied_to(self.config)
-            memory = self.estimate(candidate.at_largest_batch)
-            over = self.limits.broken_by(memory)
+            candidate, memory, over = self._judged(trial, rung.remat)
             if over is None:
                 yield candidate, memory
                 return
             refused.append(over)
             above.append((rung, memory))
-            if over == DOES_NOT_FIT:
-                self.tally.see(choice, memory)
 
     def _cannot_fit(self, rung: Rung, other: Rung, memory: MemoryEstimate, layers: int) -> bool:
         """Whether a rung is above a limit, by the estimate of another: where it keeps less, each layer and slot has less, and

@@ -20,8 +20,8 @@ from jaxllm.plan.space import Choice, choice_in
 FIT_SHARE = 0.95
 """Largest share of the capacity at which an estimated config counts as fitting. The rest covers underestimates."""
 TIE_SHARE = 0.005
-"""Speeds that differ by less than this share are ties. Chosen: the median error of the step-time model is three times as
-large on the rows that it was fitted to, so half a percent is no reason to send more."""
+"""Speeds that differ by less than this share are ties. Chosen: a tenth of the smallest error between two layouts
+(error_range.LAYOUT_ERRORS), so half a percent is no reason to send more."""
 SENT = (*BETWEEN_GPUS, OUTER_STEP, "offload", "offload_state")
 
 
@@ -152,8 +152,8 @@ class Plan:
     host_bytes_per_gpu: float
     """Limit of host memory for offloading."""
     candidates: tuple[Candidate, ...]
-    """Those that fit, best first: those confirmed, then the others. Left out are those that are slower than the best by law and
-    those that gain nothing by the host; `rejected` counts them."""
+    """Those that fit, best first: those confirmed, then the others. Left out are those that cannot be among the fastest by
+    their least time and those that gain nothing by the host; `rejected` counts them."""
     rejected: tuple[Rejected, ...]
     meshes: int
     """Number of meshes of these GPUs searched so far; `configurations` counts those of meshes that break no rule."""
@@ -225,6 +225,7 @@ class Plan:
             "replicas": self.config.parallel.replica,
             "capacity_bytes": self.capacity_bytes,
             "fit_share": FIT_SHARE,
+            "host_bytes_per_gpu": self.host_bytes_per_gpu,
             "sequence_length": self.config.train.sequence_length,
             "global_batch_sequences": self.config.train.global_batch_sequences,
             "candidates": [candidate.to_json() for candidate in self.candidates],

@@ -4,9 +4,9 @@
     for rung in ladder.on_device: ...                   fastest first: with less and less kept
     for rung in ladder.to_host(model): ...              those with tensors on the host, fastest first
 
-A rung is a mapping that no other beats in bytes on the device, bytes on the host and seconds together. Seconds are what the
-step-time model says that recomputing costs, with the transfers that it repeats, and copying what is held into a loop's stack
-or to the host.
+A rung is a mapping that no other of its family (FAMILY) beats in bytes on the device, bytes on the host and seconds together.
+Seconds are what the step-time model says that recomputing costs, with the transfers that it repeats, and copying what is held
+into a loop's stack or to the host.
 Bytes follow from cost_model/activations.py. Sums over a block's parts are exact: what one part costs does not depend on the
 others. Rungs that differ by less than GRAIN count as equal, so that dozens are left of thousands.
 """
@@ -32,6 +32,8 @@ GRAIN = 1 / 256
 """Share of a layer's recomputation, and of the bytes of all its tensors, that makes no difference between two rungs: 0.1% of a
 step at most."""
 PRODUCTS = ("mlp_gate", "mlp_up")
+FAMILY = (*PRODUCTS, "attention_out")
+"""Tensors by which XLA's other buffers differ: whether each is recomputed."""
 PARTS = (("query", "key", "value"), ("attention_output",), ("attention_out",), PRODUCTS, ("mlp_down",), (BLOCK_INPUT,))
 """Tensors whose cost is joint, because tensor ranks gather their input once; those of the largest cost nothing alone."""
 Actions = tuple[tuple[str, str], ...]
@@ -51,7 +53,7 @@ class Rung:
     whole: float
     """Bytes of all tensors of a layer and microbatch."""
     family: tuple[bool, ...]
-    """The tensors by which XLA's other buffers differ: SwiGLU's products and attention's second output."""
+    """Whether each of FAMILY is recomputed."""
 
 
 class LeastStep(StepModel):
@@ -74,7 +76,7 @@ class Ladders:
         Args:
           own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
         """
-        shape = (model.t, model.c, model.rows, model.rings_tensor, own)
+        shape = (model.t, model.c, model.rows, model.rings_tensor, model.paired_share > 0, own)
         if shape not in self.known:
             self.known[shape] = Ladder(model, own)
         return self.known[shape]
@@ -94,11 +96,12 @@ class Ladder:
         every = self._of_part(PARTS[0])
         for part in PARTS[1:]:
             options = self._of_part(part)
-            joined = [
-                (*(a + b for a, b in zip(one[:4], option[:4], strict=True)), one[4] + option[4])
-                for one, option in itertools.product(every, options)
-            ]
-            every = _undominated(joined, self.grain_s, GRAIN * self.whole)
+            families: dict[tuple[bool, ...], list] = {}
+            for one, option in itertools.product(every, options):
+                actions = one[4] + option[4]
+                sums = (a + b for a, b in zip(one[:4], option[:4], strict=True))
+                families.setdefault(_family(dict(actions)), []).append((*sums, actions))
+            every = [one for alike in families.values() for one in _undominated(alike, self.grain_s, GRAIN * self.whole)]
         return tuple(self._rung(*one) for one in sorted(every, key=lambda one: (one[2], one[0], one[1])))
 
     @cached_property
@@ -191,7 +194,7 @@ def _costs(rung: Rung) -> tuple[float, float, float]:
 
 
 def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:
-    return tuple(actions.get(name) == "recompute" for name in (*PRODUCTS, "attention_out"))
+    return tuple(actions.get(name) == "recompute" for name in FAMILY)
 
 
 def _named(actions: Mapping[str, Any], names: tuple[str, ...]) -> Remat:

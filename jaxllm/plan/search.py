@@ -5,8 +5,9 @@
 
 Every configuration of the space (space.py) has a least step time, that with nothing recomputed and no activations on the host.
 In its order they get the fastest remat with which they fit (fastest_remat.py), until the next one's least time is above the
-time of enough others: all that is left is slower than these, by law. Of configurations with the same mesh, ZeRO, schedule and
-microbatch, one that has more on the host is looked at only while it may be faster.
+time of enough others: by the step-time model all that is left is slower than these, whatever its remat. That is exact; which
+remat a configuration gets is exact up to the grain of its ladder and the bounds by which rungs are skipped. Of configurations
+with the same mesh, ZeRO, schedule and microbatch, one that has more on the host is looked at only while it may be faster.
 
 The caller may pass other estimates. confirm.py confirms the result by compiling.
 """
@@ -71,11 +72,11 @@ class SearchOptions:
     """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
     slower than `best` others even with nothing recomputed."""
     best: int = 100
-    """Number of candidates that are certain to be the fastest; the others are some of those that fit."""
+    """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
 
-    def limits(self, gpu: Gpu) -> Limits:
+    def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
         device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
-        host_bytes = host_bytes_per_gpu(gpu) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
+        host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
         return Limits(device_bytes, host_bytes)
 
     def fitting(self, config: Config, gpu: Gpu, gpus_per_host: int) -> Fitting:
@@ -83,7 +84,7 @@ class SearchOptions:
             config,
             gpu,
             gpus_per_host,
-            self.limits(gpu),
+            self.limits(gpu, gpus_per_host),
             self.estimate or partial(estimate_memory, gpu=gpu),
             self.step_time,
             keep=self.keep,
@@ -135,7 +136,7 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        host_bytes_per_gpu=options.limits(gpu).host_bytes,
+        host_bytes_per_gpu=options.limits(gpu, per_host).host_bytes,
         candidates=ranked(run.candidates, options.largest_microbatch),
         rejected=run.tally.rejected(),
         meshes=run.meshes,

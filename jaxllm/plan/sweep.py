@@ -188,7 +188,8 @@ def smallest_cluster(
     counts, replicas = _doubling(gpus, config), config.parallel.replica
     enough = next((count for number, count in enumerate(counts, 1) if fits(count, len(counts) - number)), None)
     if enough is None:
-        last = search(config, gpu, max(counts, default=gpus), gpus_per_host, options, progress=progress)
+        most = max(counts, default=gpus)
+        last = search(config, gpu, most, host_size(most, gpus_per_host, config), options, progress=progress)
         raise ConfigError(why_nothing(last, options))
     below = counts[counts.index(enough) - 1] if enough > replicas else 0
     # For each replica as many.

@@ -8,6 +8,7 @@ from jaxllm.config import Config
 from jaxllm.config.checks import keeps_whole_layers, unlike_all_on_host
 from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.display import readable
+from jaxllm.plan.fastest_remat import HOST_FULL
 from jaxllm.plan.plan_result import FIT_SHARE, Plan
 from jaxllm.plan.search import SearchOptions, any_fits
 
@@ -28,9 +29,12 @@ def why_nothing(plan: Plan, options: SearchOptions = SearchOptions()) -> str:
         )
     choice, size = plan.leanest
     needs = (
-        f"Nothing fits on {gpus} x {gpu.name}: the leanest of {plan.configurations:,} configurations takes {readable(size)} of "
+        f"Nothing fits on {gpus} x {gpu.name}: of those that the GPU is too small for, the leanest takes {readable(size)} of "
         f"the {readable(FIT_SHARE * gpu.capacity_bytes)} available ({choice})"
     )
+    if on_host := sum(row.count for row in plan.rejected if row.reason == HOST_FULL):
+        limit = readable(plan.host_bytes_per_gpu)
+        needs += f"; {on_host:,} that may fit there need more than {limit} of the host (--host-gib-per-gpu)"
 
     def fits(changed: Config, devices: int = gpus) -> bool:
         per_host = None if devices % plan.gpus_per_host else plan.gpus_per_host

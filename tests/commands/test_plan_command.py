@@ -167,7 +167,7 @@ def test_less_than_nothing_is_refused(recipe, option, value):
 def test_what_cannot_fit_says_what_would(recipe):
     result = cli(recipe, "model.name=llama-3-70b", "--gpus", "2", "--compile", "0", "--keep", "pipe")
     assert result.returncode == 2
-    assert result.stderr.startswith("jaxllm: Nothing fits on 2 x h100-80gb: the leanest of ")
+    assert result.stderr.startswith("jaxllm: Nothing fits on 2 x h100-80gb: of those ")
     assert result.stderr.count("\n") == 1
     # Its suggestion fits.
     words = result.stderr.rsplit(": use ", 1)[1].rstrip(".\n").split(" or ")
@@ -306,6 +306,12 @@ def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeyp
 def test_the_objective_is_told(recipe, objective, line):
     result = run(recipe, "--gpus", "4", "--compile", "0", "--objective", objective, *KEEP)
     assert line in result.stdout
+
+
+def test_an_upper_limit_of_gpus_need_not_be_whole_hosts(recipe):
+    """--gpus-per-host=8 does not divide 50, and the fewest GPUs are fewer."""
+    found = outcome(load_config(recipe), Request(gpus=50, gpus_per_host=8, compile=0, objective="gpus"))
+    assert found.plan.gpus < 50
 
 
 def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):

@@ -127,6 +127,15 @@ def test_where_all_that_are_confirmed_use_the_host_one_without_is_compiled_too(p
     assert enough.compiled == list(range(6))
 
 
+def test_one_more_without_the_host_does_not_hide_that_too_few_were_confirmed(plan):
+    on_host = [one for one in plan.candidates if one.uses_host]
+    without = [one for one in plan.candidates if not one.uses_host]
+    first = dataclasses.replace(plan, candidates=(*on_host[: 2 * TRIES], *without))
+    found = confirm(first, 2, Compiler(first, above=range(2 * TRIES - 1)))
+    assert found.confirmed == 2
+    assert found.unconfirmed_because == "5 of 7 that were compiled need too much memory or cannot be compiled"
+
+
 @pytest.mark.parametrize("late", itertools.permutations(range(3)))
 def test_the_outcome_does_not_depend_on_who_ends_first(plan, late):
     """Candidates wait for each other in an order of their own."""

@@ -437,6 +437,28 @@ def test_the_host_has_an_end_too():
         )
 
 
+def test_a_host_that_is_too_small_is_said_beside_the_gpu():
+    def with_host(config):
+        moved = config.parallel.remat == "offload"
+        return Memory(1000 if moved else 2000, 500 if moved else 0)
+
+    options = SearchOptions(device_bytes=1500, host_bytes_per_gpu=400, estimate=with_host, step_time=step_time, prune=False)
+    plan = search(small(), H100, 8, options=options)
+    (row,) = (row for row in plan.rejected if row.reason == HOST_FULL)
+    assert f"; {row.count:,} that may fit there need more than 400 B of the host (--host-gib-per-gpu)" in why_nothing(
+        plan, options
+    )
+
+
+def test_more_gpus_than_a_host_of_the_kind_has_share_its_memory():
+    assert H100.gpus_per_host == 8
+    assert host_bytes_per_gpu(H100, 4) == host_bytes_per_gpu(H100) == 2 * host_bytes_per_gpu(H100, 16)
+    keep = [name for name in KEEPABLE if name != "microbatch_sequences"]
+    assert search(small("parallel.data=16"), H100, 16, 16, SearchOptions(keep=keep)).host_bytes_per_gpu == host_bytes_per_gpu(
+        H100, 16
+    )
+
+
 @pytest.mark.parametrize(("gpus", "state"), [(8, "none"), (1, "all")])
 def test_a_batch_schedule_has_the_figures_of_its_largest_batch(gpus, state):
     """That is the second of three batches; the run ends before the last. A microbatch divides all of them."""
@@ -486,7 +508,8 @@ def test_more_gpus_are_advised_where_they_do():
     plan = find(config, gpu, 1)
     sentence = why_nothing(plan, SearchOptions(estimate=estimate, keep=HELD))
     assert not plan.candidates
-    assert f"the leanest of {plan.configurations:,} configurations takes " in sentence
+    assert "of those that the GPU is too small for, the leanest takes " in sentence
+    assert "of the host" not in sentence
     assert "--gpus=4 or train.sequence_length=" in sentence or "--gpus=4." in sentence
     assert "--gpus=2" not in sentence
     with pytest.raises(ConfigError, match="Nothing fits on 1 x mine: use more GPUs"):

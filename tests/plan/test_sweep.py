@@ -185,7 +185,7 @@ def test_the_smallest_cluster_is_the_first_that_fits(needed):
 
 def test_no_cluster_is_large_enough():
     gpu = gpu_for(1000)
-    with pytest.raises(ConfigError, match="Nothing fits on 8 x mine: the leanest of"):
+    with pytest.raises(ConfigError, match="Nothing fits on 8 x mine: of those that the GPU is too small for, the leanest"):
         smallest_cluster(small(), gpu, 8, options=BOTH)
 
 
