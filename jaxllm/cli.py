@@ -177,7 +177,7 @@ def plan(
     no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
-    """Searches for the fastest config that fits: mesh, ZeRO, microbatch, schedule, remat, host. Confirms it by compiling."""
+    """Searches for the fastest config that fits. Tries mesh, ZeRO, microbatch, schedule, remat, host; compiles the best."""
     loaded = load(recipe)
     from jaxllm.commands.plan import Request, outcome, progress_bar
     from jaxllm.plan.quote import Terms
