@@ -325,7 +325,7 @@ def test_text_fits_80_columns_and_says_it_all(report):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "h100"], "There is no GPU h100: did you mean h100-80gb? Choose one of a100-40gb, a100-80gb"),
+        (["--gpu", "h100"], "There is no GPU h100: did you mean h100-80gb? Choose one of v100-16gb, v100-32gb"),
         (["--gpu", "nowhere.yaml"], "nowhere.yaml cannot be read as the description of a GPU: No such file or directory."),
         (["--gpu", "h100-80gb"], "parallel.data=auto uses all present GPUs: give their number with --gpus"),
         (["--gpu", "h100-80gb", "--gpus", "12", "--gpus-per-host", "5"], "--gpus-per-host=5 does not divide the 12 GPUs"),
