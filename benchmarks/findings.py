@@ -135,12 +135,10 @@ def is_covered(row: dict) -> bool:
 
 
 def rule_on_compiled(rows: Iterable[dict]) -> RuleRecord:
-    """Of compiled steps; "ran" means that XLA's bytes are at most the capacity."""
-    counts = RuleRecord(0, 0, 0, 0)
-    for row in rows:
-        safe, fits = megatron_fits(case_of(row).config, find_gpu(row["gpu"])), row["total_bytes"] <= row["capacity_bytes"]
-        counts = RuleRecord(*map(sum, zip(counts, (safe, safe and fits, not safe, not safe and fits), strict=True)))
-    return counts
+    """The rule's record on compiled steps; "ran" means that XLA's bytes are at most the capacity."""
+    return RuleRecord.of(
+        (megatron_fits(case_of(row).config, find_gpu(row["gpu"])), row["total_bytes"] <= row["capacity_bytes"]) for row in rows
+    )
 
 
 def rule_table() -> Iterator[str]:

@@ -108,12 +108,11 @@ def config_of(
 
 def rule_by_gpu(rows: Iterable[Row]) -> dict[str, RuleRecord]:
     """The rule's record on each kind of GPU."""
-    result: dict[str, RuleRecord] = {}
+    verdicts: dict[str, list[tuple[bool, bool]]] = {}
     for row in rows:
-        safe, ran = megatron_fits(row.config, find_gpu(row.mesh.gpu)), row.tflops_per_gpu is not None
-        more = RuleRecord(safe, safe and ran, not safe, not safe and ran)
-        result[row.mesh.gpu] = RuleRecord(*map(sum, zip(result.get(row.mesh.gpu, (0, 0, 0, 0)), more, strict=True)))
-    return result
+        safe = megatron_fits(row.config, find_gpu(row.mesh.gpu))
+        verdicts.setdefault(row.mesh.gpu, []).append((safe, row.tflops_per_gpu is not None))
+    return {gpu: RuleRecord.of(of_gpu) for gpu, of_gpu in verdicts.items()}
 
 
 def largest(admits: Callable[[int], bool]) -> int:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.config import Config, load_config
-from jaxllm.cost_model.error_range import error_range, kind_of_layout
+from jaxllm.cost_model.error_range import HELD, error_range, kind_of_layout
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_parts import FITTED, Fitted
@@ -35,8 +35,6 @@ FOLDER = Path(__file__).parent / "published"
 PUBLISHED, LEFT_OUT, OTHERS = (FOLDER / name for name in ("llama-3.1-8b.csv", "left-out.csv", "others.csv"))
 ROUNDING = 0.01
 """Errors below this have little weight in a fit, because repeated runs differ by as much."""
-HELD = 0.8
-"""Share of the left-out rows that a range of error holds."""
 Predict = Callable[["Row"], float]
 
 
@@ -216,7 +214,7 @@ def write_left_out(groups: Iterable[tuple[str, list[Row], Predict]]) -> Iterator
         writer.writerow(("group", "gpu", "gpus", "kind_of_layout", "measured", "predicted"))
         for name, rows, predicted in groups:
             for row in rows:
-                kind = kind_of_layout(row.config, GPUS[row.gpu], row.gpus_per_host)
+                kind = kind_of_layout(row.config, row.gpus_per_host)
                 found = round(predicted(row), 2)
                 writer.writerow((name, row.gpu, row.gpus, kind, row.tflops_per_gpu, found))
             yield name
@@ -284,11 +282,13 @@ def _other(line: dict[str, str]) -> Other:
     predicted = estimate_step_time(config, gpu, per_host, convention, fitted).tokens_per_s_per_gpu
     length, figure = config.train.sequence_length, float(line["figure"])
     full, causal = (train_flops_per_token(config.model, length, causal) for causal in (False, True))
-    peak = gpu.dense_flops["bfloat16"] * (2 if is_fp8 else 1)
+    peak = (is_fp8 and gpu.float8_flops) or gpu.dense_flops["bfloat16"]
     per_unit = {"tokens_per_s": 1, "mfu_full_square": peak / 100 / full, "tflops_causal": 1e12 / causal}
     measured, found = figure * per_unit[line["unit"]], error_range(config, gpu, per_host)
-    held = found.low * predicted <= measured <= found.high * predicted
-    return Other(line["source"], line["model"], line["gpu"], gpus, line["precision"], measured, predicted, held)
+    low, high = found.of(predicted)
+    return Other(
+        line["source"], line["model"], line["gpu"], gpus, line["precision"], measured, predicted, low <= measured <= high
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- printing

@@ -92,12 +92,10 @@ def of_estimate(found: Estimate, config: Config) -> dict[str, Any]:
     if found.capacity_bytes is not None:
         result["capacity"] = {"value": found.capacity_bytes, "text": readable(found.capacity_bytes)}
     if (speed := found.speed) is not None:
-        low, high = (
-            f"{factor * speed.tokens_per_s_per_gpu:,.0f}" for factor in (found.speed_range.low, found.speed_range.high)
-        )
+        low, high = found.speed_range.of(speed.tokens_per_s_per_gpu)
         result["speed"] = {
             "tokens/s/GPU": f"{speed.tokens_per_s_per_gpu:,.0f}",
-            "range": f"{low} to {high}",
+            "range": f"{low:,.0f} to {high:,.0f}",
             "TFLOP/s/GPU": f"{speed.tflops_per_gpu:,.1f}",
             "MFU": f"{found.mfu:.1%}",
             "seconds a step": f"{speed.step_s:,.3f}",

@@ -1,7 +1,7 @@
 """How far predicted speeds may be off: ranges from published runs that were left out of the fit.
 
     found = error_range(config, GPUS["h100-80gb"], gpus_per_host=8)
-    found.low * tokens_per_s, found.high * tokens_per_s
+    found.of(tokens_per_s)                     (low, high)
     found.beyond                               ("1,024 GPUs, beyond the 256 of the data",)
 
 Two errors add up. The layout's: the constants were fitted to all published runs but one group (larger clusters, longer
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import Config
+from jaxllm.config.capability import AMPERE, HOPPER
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import group_of
@@ -36,7 +37,7 @@ LAYOUT_ERRORS: Mapping[str, float] = {
 """Kind of layout -> largest absolute log(measured / predicted) of HELD of its rows in the group that is predicted worst."""
 MACHINE_ERRORS: Mapping[str, float] = {"bf16": 0.252, "fp8": 0.377}
 """Precision of the matmuls -> the same of speeds by other projects."""
-LIMITS: Mapping[tuple[int, int], tuple[int, int, int]] = {(8, 0): (256, 8, 8192), (9, 0): (128, 4, 16384)}
+LIMITS: Mapping[tuple[int, int], tuple[int, int, int]] = {AMPERE: (256, 8, 8192), HOPPER: (128, 4, 16384)}
 """Compute capability -> most GPUs, GPUs per host, and tokens of a sequence, of the fitted runs."""
 
 
@@ -50,17 +51,26 @@ class ErrorRange:
     layout_error: float = 0.0
     """Two layouts on one machine whose predicted speeds differ by less than this share may be in the other order."""
 
+    def of(self, tokens_per_s: float) -> tuple[float, float]:
+        """(low, high) of a predicted speed."""
+        return self.low * tokens_per_s, self.high * tokens_per_s
+
 
 def error_range(config: Config, gpu: Gpu, gpus_per_host: int) -> ErrorRange:
     """The range of a predicted speed of a resolved config."""
-    layout = LAYOUT_ERRORS[kind_of_layout(config, gpu, gpus_per_host)]
+    layout = layout_error(config, gpus_per_host)
     error = math.hypot(layout, MACHINE_ERRORS["fp8" if config.model.multiplies_fp8 else "bf16"])
     return ErrorRange(math.exp(-error), math.exp(error), tuple(extrapolations(config, gpu, gpus_per_host)), layout)
 
 
+def layout_error(config: Config, gpus_per_host: int) -> float:
+    """ErrorRange.layout_error of a resolved config."""
+    return LAYOUT_ERRORS[kind_of_layout(config, gpus_per_host)]
+
+
 def range_lines(tokens_per_s_per_gpu: float, found: ErrorRange) -> Iterator[str]:
     """The range of a predicted speed in words, and what it is extrapolated by."""
-    low, high = (factor * tokens_per_s_per_gpu for factor in (found.low, found.high))
+    low, high = found.of(tokens_per_s_per_gpu)
     yield f"range {low:,.0f} to {high:,.0f} tokens/s/GPU, which should hold four of five runs (as of published ones)"
     if found.beyond:
         yield f"extrapolated: {'; '.join(found.beyond)}"
@@ -69,13 +79,13 @@ def range_lines(tokens_per_s_per_gpu: float, found: ErrorRange) -> Iterator[str]
 def range_json(tokens_per_s_per_gpu: float, found: ErrorRange) -> dict[str, Any]:
     """The same for `--json`."""
     return {
-        "tokens_per_s_per_gpu_range": [factor * tokens_per_s_per_gpu for factor in (found.low, found.high)],
+        "tokens_per_s_per_gpu_range": list(found.of(tokens_per_s_per_gpu)),
         "extrapolated": list(found.beyond),
         "layout_error": found.layout_error,
     }
 
 
-def kind_of_layout(config: Config, gpu: Gpu, gpus_per_host: int) -> str:
+def kind_of_layout(config: Config, gpus_per_host: int) -> str:
     """The key of LAYOUT_ERRORS."""
     p = config.parallel
     if group_of(p.context, p.tensor, gpus_per_host).hosts > 1:

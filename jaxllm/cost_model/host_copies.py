@@ -28,9 +28,8 @@ class HostCopies(LayerCompute):
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)
         self.layers_on_host = self.parallel.offload_state == "all"
-        at_once = min(gpus_per_host, self.devices)
-        self.one_way = host_copy_bytes_per_s(gpu, at_once, both_ways=False)
-        self.both_ways = host_copy_bytes_per_s(gpu, at_once, both_ways=True)
+        self.one_way = host_copy_bytes_per_s(gpu, self.gpus_per_host, both_ways=False)
+        self.both_ways = host_copy_bytes_per_s(gpu, self.gpus_per_host, both_ways=True)
         """Bytes per second in one direction."""
         self.free_s = (0.0, 0.0)
         """Time of one tick that hides activations on the host's link, forward and backward: of compute, or of a longer transfer

@@ -8,7 +8,7 @@ from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import chunks_in_reach, first_seen, takes_cudnn, window_shares
-from jaxllm.config.capability import require_runs
+from jaxllm.config.capability import HOPPER, require_runs
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
@@ -55,8 +55,8 @@ class LayerCompute:
         self.devices = parallel.replica * replica_devices
         self.itemsize = ITEMSIZE[model.compute_dtype]
         self.peak_flops = gpu.peak_flops(model.compute_dtype)
-        is_hopper = gpu.chip.compute_capability >= (9, 0)
-        self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if is_hopper else fitted.matmul_share)
+        self.is_hopper = gpu.chip.compute_capability >= HOPPER
+        self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if self.is_hopper else fitted.matmul_share)
         self.is_fp8 = model.multiplies_fp8
         self.fp8_flops = self.matmul_flops * ((gpu.float8_flops or 0.0) / self.peak_flops)
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE

@@ -91,8 +91,8 @@ class MegatronStep(StepModel):
         shares its host, and larger microbatches even that out. Of two times that vary the longer is in the mean longer than
         both: a power mean.
         """
-        fitted, is_hopper = self.fitted, self.gpu.chip.compute_capability >= (9, 0)
-        each_s = self.S**2 / (fitted.hopper_mask_bytes_per_s if is_hopper else fitted.mask_bytes_per_s)
+        fitted = self.fitted
+        each_s = self.S**2 / (fitted.hopper_mask_bytes_per_s if self.is_hopper else fitted.mask_bytes_per_s)
         b, step_s = self.config.microbatch_sequences, math.fsum(terms.values())
         # The first and the last stage load, each on one of its tensor ranks.
         loaders = self.gpus_per_host / self.t * min(1, 2 / self.P)

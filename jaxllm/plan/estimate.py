@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -85,10 +86,6 @@ class Estimate:
     """None without a GPU."""
     changes: tuple[Change, ...] = ()
     """Changes with which the config would fit with FIT_SHARE to spare, cheapest first; empty if jaxllm's own estimate fits."""
-    waste: ShapeWaste | None = None
-    """What shapes waste of the step; None without a GPU."""
-    better_shape: Change | None = None
-    """The neighbouring shape that gains most, if one does."""
 
     def __repr__(self) -> str:
         on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPUs"
@@ -128,6 +125,16 @@ class Estimate:
     def host_bytes(self) -> int:
         """Bytes per device in host memory, by jaxllm's own estimate."""
         return self.by_convention["jaxllm"].memory.host_bytes
+
+    @cached_property
+    def waste(self) -> ShapeWaste | None:
+        """What shapes waste of the step; None without a GPU."""
+        return self.gpu and shape_waste(self.config, self.gpu, self.gpus_per_host, self.convention)
+
+    @cached_property
+    def better_shape(self) -> Change | None:
+        """The change of shapes that gains most; None without a GPU, or if none gains enough."""
+        return self.gpu and better_shape(self.config, self.gpu, self.gpus_per_host, self.convention)
 
     @property
     def speed_range(self) -> ErrorRange:
@@ -293,12 +300,10 @@ def estimate(
     if convention == "megatron":
         verdicts["megatron"] = Verdict(megatron_memory(config), kind and int(SAFE_SHARE * nominal_bytes(kind)))
     speed = estimate_step_time(config, kind, per_host, convention) if kind else None
-    waste = shape_waste(config, kind, per_host, convention) if kind else None
-    better = better_shape(config, kind, per_host, convention) if kind else None
     own, changes = verdicts["jaxllm"], ()
     if kind and own.fits is False:
         changes = tuple(changes_that_fit(config, int(FIT_SHARE * kind.capacity_bytes), kind, per_host))
-    return Estimate(config, kind, per_host, because, convention, verdicts, speed, changes, waste, better)
+    return Estimate(config, kind, per_host, because, convention, verdicts, speed, changes)
 
 
 def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:

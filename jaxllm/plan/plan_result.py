@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json
+from jaxllm.cost_model.error_range import ErrorRange, error_range, layout_error, range_json
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.replicas import exchange_json
 from jaxllm.cost_model.step_parts import BETWEEN_GPUS, OUTER_STEP, StepTime
@@ -206,7 +206,7 @@ class Plan:
         """Candidates that may be faster than the winner: the larger of both layouts' errors is as large as the difference."""
         found = []
         for one in self.candidates[1:]:
-            error = max(error_range(one.config, self.gpu, self.gpus_per_host).layout_error, self.speed_range.layout_error)
+            error = max(layout_error(one.config, self.gpus_per_host), self.speed_range.layout_error)
             if self.faster(one) <= error:
                 found.append(one)
         return tuple(found)

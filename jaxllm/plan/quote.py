@@ -349,5 +349,5 @@ def checkpoint_bytes(config: Config) -> int:
 
 def predicted_speed(config: Config, gpu: Gpu, gpus_per_host: int) -> Span:
     """Predicted tokens/s/GPU of a resolved config, with its range."""
-    factors = error_range(config, gpu, gpus_per_host)
-    return Span(1.0, factors.low, factors.high) * estimate_step_time(config, gpu, gpus_per_host).tokens_per_s_per_gpu
+    expected = estimate_step_time(config, gpu, gpus_per_host).tokens_per_s_per_gpu
+    return Span(expected, *error_range(config, gpu, gpus_per_host).of(expected))

@@ -145,7 +145,7 @@ def test_groups_left_out_of_the_fit_are_ranked_as_measured():
 
 
 def test_predictions_of_a_group_left_out_are_those_of_a_fit_to_the_others():
-    """Of the group that is fitted fastest: the second kind of GPU, whose own two constants come from its smallest clusters."""
+    """One group is fitted again: the A100s, whose own two constants come from their smallest clusters."""
     groups = list(left_out().items())
     name, lines = next((name, lines) for name, lines in groups if name.startswith("a100-40gb"))
     rows = [row for row in ROWS["a100-40gb"] if row.gpus > 16]
@@ -198,7 +198,7 @@ def test_what_is_extrapolated_is_said():
 
 def test_kinds_of_layout():
     def kind(devices, **parallel):
-        return kind_of_layout(configured(devices, **parallel), H100, 8)
+        return kind_of_layout(configured(devices, **parallel), 8)
 
     assert kind(16) == "plain"
     assert kind(16, pipe=2, tensor=2) == "pipeline"

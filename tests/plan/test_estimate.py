@@ -86,7 +86,7 @@ def test_every_term_is_printed_with_its_bytes_and_its_seconds():
 
 @pytest.mark.parametrize("convention", ["jaxllm", "megatron"])
 def test_what_shapes_waste_is_a_line_under_the_seconds(convention):
-    """Of 32 layers over 3 x 2 chunks of 6, four slots are empty."""
+    """32 layers over 3 x 2 chunks of 6 leave four slots empty."""
     mesh = {"pipe": 3, "tensor": 2, "zero": 1, "virtual_stages": 2, "schedule": "interleaved"}
     train = {**RECIPE["train"], "global_batch_sequences": 120}
     report = estimate(load_config({**RECIPE, "parallel": mesh, "train": train}), "h100-80gb", 12, convention=convention)

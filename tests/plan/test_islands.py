@@ -140,3 +140,15 @@ def test_what_does_not_divide_over_the_replicas_is_said():
     found = search(islands("train.global_batch_sequences=32", "train.batch_schedule=[[10000, 36]]"), H100, 16, options=KEEP)
     reasons = [row.reason for row in found.rejected if row.unit == MESH]
     assert "batch_schedule's 36 sequences do not divide over replica x data" in reasons
+
+
+@pytest.mark.parametrize(
+    ("key", "bound"),
+    [
+        ("parallel.replica_gbit_per_s=0.0001", "greater than or equal to 0.001"),
+        ("parallel.replica_latency_ms=200000", "less than or equal to 100000"),
+    ],
+)
+def test_a_network_that_cannot_be_is_refused(key, bound):
+    with pytest.raises(ConfigError, match=f"{key} is not valid: it should be {bound}"):
+        islands(key)

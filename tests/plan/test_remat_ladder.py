@@ -68,7 +68,7 @@ def test_a_rung_has_the_bytes_and_seconds_of_the_models(overrides):
 
 @pytest.mark.parametrize("overrides", LAYERS.values(), ids=LAYERS)
 def test_no_mapping_beats_the_ladder(overrides):
-    """Of its family, in bytes kept, bytes offloaded and seconds together, but for a grain of each part."""
+    """In bytes kept, bytes offloaded and seconds together, within a family and but for a grain of each part."""
     ladder = Ladder(model_of(*overrides))
     grains = 3
     for mapping in random.Random(0).sample(list(mappings()), 300):
@@ -193,7 +193,7 @@ TINY_GPU = gpu_for(0.6 * estimate_memory(TINY.resolve(4)).peak_bytes)
 
 
 def test_nothing_drawn_at_random_is_faster(draws):
-    """Of 500 random configs over every setting, those that fit."""
+    """Those that fit of 500 random configs over every setting."""
     plan = search(TINY, TINY_GPU, 4)
     best = max(one.tokens_per_s_per_gpu for one in plan.candidates)
     configs = draws.drawn(TINY, 4, 4, random.Random(1))
