@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+log = logging.getLogger(__name__)
 
 
 def cudnn_binding() -> ModuleType:
@@ -63,3 +66,38 @@ def has_backends() -> bool:
     except ImportError:
         return False
     return bool(getattr(xla_bridge, "_backends", None))
+
+
+def keep_programs_in(store: Any) -> bool:
+    """Makes `store` JAX's persistent compilation cache, and lets every process of a run write what it compiled. JAX lets only
+    process 0, whose entries the others cannot find: on CPU the key contains the process, and a disk may be a host's own.
+
+    Args:
+      store: a runtime.program_cache.ProgramStore; None: JAX's own files, where its options ask for a cache.
+
+    Returns:
+      Whether this JAX takes the store; with another one its own files stay.
+    """
+    try:
+        from jax._src import compilation_cache, compiler
+
+        put, _, _ = compilation_cache.put_executable_and_time, compilation_cache.get_file_cache, compiler._cache_write
+        reset = compilation_cache.reset_cache
+    except (ImportError, AttributeError):
+        return False
+
+    def write(key, seconds, name, backend, executable, host_callbacks=()):
+        # A program for devices that are not here can be written, but nobody can read it.
+        if backend.runtime_type == "compile_only_runtime" or not store.compiled_in(key, seconds) or host_callbacks:
+            return
+        try:
+            put(key, name, executable, backend, int(seconds))
+        except Exception as error:
+            # JAX does the same: XLA cannot store every program.
+            log.debug("%s is not stored: %s", name, error)
+
+    if store is not None:
+        compilation_cache.get_file_cache = lambda path: (store, path)
+        compiler._cache_write = write
+    reset()
+    return True

@@ -24,6 +24,8 @@ from tiny import TINY
 
 from jaxllm.config import Config, RunConfig, load_config
 from jaxllm.runtime import xla_flags
+from jaxllm.runtime.program_cache import prune
+from jaxllm.runtime.program_cache import start as start_program_cache
 from jaxllm.train.trainer import Trainer
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
@@ -33,6 +35,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     xla_flags.apply(RunConfig(cpu_devices=NUM_DEVICES))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    start_program_cache("auto", Path("unused"), os.environ)
 
 
 def pytest_addoption(parser):
@@ -44,9 +47,10 @@ def pytest_configure(config):
 
 
 def pytest_sessionstart(session):
-    """A cache folder chosen by the caller stays. With xdist the main process sets it for its workers."""
-    if not hasattr(session.config, "workerinput"):
-        program_cache.prune(program_cache.default_folder())
+    """With xdist the main process does it for its workers."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder and not hasattr(session.config, "workerinput"):
+        prune(Path(folder), program_cache.LIMIT_BYTES)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,11 +1,10 @@
-"""JAX's persistent compilation cache for the tests and for every process they start.
+"""Compiled programs of earlier tests and runs, without which the suite takes three times as long: the cache of a user's runs
+(jaxllm/runtime/program_cache.py) in a folder of its own.
 
-XLA takes most of the suite's time: with the programs of an earlier run the suite takes about a third.
-JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off, JAX_COMPILATION_CACHE_DIR moves it.
+JAX_ENABLE_COMPILATION_CACHE=0 turns it off, JAX_COMPILATION_CACHE_DIR moves it.
 
-JAX does not write an entry atomically: a killed process leaves half an entry, and a second process may read an entry too early.
-JAX then warns and compiles. The same warning appears for each program that is compiled for GPUs without a GPU, because JAX can
-write but not read it: `kept_gpu_programs` keeps what tests read of such a program, its text and its memory.
+A program that is compiled for GPUs without a GPU can be stored but not loaded: `kept_gpu_programs` keeps what tests read of
+it, its text and its memory. jaxllm is imported late, because JAX reads its variables when it is imported.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ import gzip
 import hashlib
 import json
 import os
-import platform
 import re
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
@@ -24,45 +22,13 @@ from typing import Any
 from unittest import mock
 
 LIMIT_BYTES = 2 * 2**30
-WARNING = "Error reading persistent compilation cache entry"
 
 
 def switch_on(environ: MutableMapping[str, str]) -> None:
-    """Sets the variables that JAX reads at import. Values that the caller set stay."""
-    environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(default_folder()))
+    """Sets the variables that JAX and jaxllm read. Values that the caller set stay."""
+    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(home / "jaxllm-tests"))
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    # XLA's own caches would change the options that GPU programs are compiled with.
-    environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
-    filters = [environ["PYTHONWARNINGS"]] if environ.get("PYTHONWARNINGS") else []
-    environ["PYTHONWARNINGS"] = ",".join([*filters, f"ignore:{WARNING}:UserWarning"])
-
-
-def default_folder() -> Path:
-    """The cache folder for this version of JAX and kind of CPU, because JAX's cache key does not include CPU features."""
-    cpu = platform.processor()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})) or cpu
-    identity = "\n".join([version("jax"), version("jaxlib"), platform.machine(), cpu])
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "jaxllm-tests" / hashlib.sha256(identity.encode()).hexdigest()[:16]
-
-
-def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Deletes the least recently used entries until the rest fits. JAX's own limit would lock and list the folder at each
-    write."""
-    entries = []
-    for path in folder.glob("*-cache"):
-        # Another run may delete entries too.
-        with suppress(FileNotFoundError):
-            stat = path.stat()
-            entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    excess = sum(size for _, size, _ in entries) - limit_bytes
-    for _, size, path in sorted(entries):
-        if excess <= 0:
-            break
-        path.unlink(missing_ok=True)
-        excess -= size
 
 
 @contextmanager
@@ -105,13 +71,15 @@ class GpuLowered:
         return getattr(self._lowered, name)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
+        from jaxllm.runtime.program_cache import SUFFIX, write_whole
+
         if "xla_dump_to" in (compiler_options or {}):
             return self._lowered.compile(compiler_options=compiler_options)
         # Names of operations, which tests read, are debug information; so are places in source files, which differ by checkout.
         text = re.sub(r'loc\("[^"]*\.py":[^)]*\)', "", self._lowered.as_text(debug_info=True))
         options = sorted((compiler_options or {}).items())
         described = repr([self._target, version("jaxlib"), self._versions, options, os.environ.get("XLA_FLAGS"), text])
-        path = self._folder / f"gpu-{hashlib.sha256(described.encode()).hexdigest()}-cache"
+        path = self._folder / f"gpu-{hashlib.sha256(described.encode()).hexdigest()}{SUFFIX}"
         with suppress(OSError, ValueError, EOFError):
             return GpuProgram(**json.loads(gzip.decompress(path.read_bytes())))
         compiled = self._lowered.compile(compiler_options=compiler_options)
@@ -119,9 +87,7 @@ class GpuLowered:
         sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
         program = GpuProgram(compiled.as_text(), sizes)
         self._folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 1, mtime=0))
-        aside.replace(path)
+        write_whole(path, gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 1, mtime=0))
         return program
 
 

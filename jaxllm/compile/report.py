@@ -12,9 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,6 +41,7 @@ from jaxllm.mesh import axis_sizes
 from jaxllm.private_jax import without_dead_code
 from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.initialize import code_hash
+from jaxllm.runtime.program_cache import write_whole
 from jaxllm.train.memory_check import capacity_of, total_bytes
 from jaxllm.untrusted import checked, read_json
 
@@ -314,7 +313,7 @@ def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: b
     """Hash of everything that the report depends on: the config without logs, checkpoints and run directory, the GPUs, the
     versions of JAX and of the libraries that compile, XLA_FLAGS, jaxllm's own source.
     """
-    what = config.model_dump(mode="json", exclude={"log": True, "checkpoint": True, "run": {"dir"}})
+    what = config.model_dump(mode="json", exclude={"log": True, "checkpoint": True, "run": {"dir", "compilation_cache"}})
     kind = {**vars(gpu), "dense_flops": dict(gpu.dense_flops), "chip": asdict(gpu.chip)}
     share = [XLA_MEMORY_FRACTION, RESERVE_BYTES]
     versions = [jax.__version__, jaxlib.__version__, *aot.versions(), xla_flags.given_flags(), code_hash()]
@@ -337,13 +336,6 @@ def _write(file: Path, report: CompileReport) -> None:
     """Writes the report atomically. If the folder cannot be written, the next start compiles again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                json.dump(report.to_json(), out)
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(file, json.dumps(report.to_json()).encode())
     except OSError as error:
         log.warning("The report is not cached: %s cannot be written (%s).", file.parent, error.strerror or error)

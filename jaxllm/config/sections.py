@@ -313,6 +313,9 @@ class RunConfig(Section):
     xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
     """Sets of XLA options to try on GPUs beside a step's own, such as [double_buffering] (jaxllm/runtime/xla_flags.py). They
     change the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""
+    compilation_cache: Annotated[str, Field(min_length=1)] = "auto"
+    """Folder of compiled programs, so that a restart does not compile again. auto: JAX_COMPILATION_CACHE_DIR, or
+    ~/.cache/jaxllm/programs (with $XDG_CACHE_HOME, there); off: none. Hosts with disks of their own each keep theirs."""
     allow_overcommit: Switch = False
     """Start even if the estimate says that a step does not fit into the GPU's memory."""
     peer_timeout_s: Seconds = 60

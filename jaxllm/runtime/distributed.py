@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -24,11 +24,11 @@ import jax
 
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.private_jax import coordination_client, has_backends
-from jaxllm.runtime import exit_codes, launchers, xla_flags
+from jaxllm.runtime import exit_codes, launchers, program_cache, xla_flags
 from jaxllm.runtime.cpus import require_threads_and_files
 from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.initialize import initialize
-from jaxllm.runtime.launchers import LaunchInfo
+from jaxllm.runtime.launchers import Launch, LaunchInfo
 from jaxllm.runtime.peer_link import Member
 from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.runtime.rendezvous import Answer
@@ -82,13 +82,15 @@ def start(run: RunConfig) -> None:
             )
         if late_flags:
             log.warning("JAX ran before jaxllm could set %s: make the first Trainer in a fresh process.", " ".join(late_flags))
+        _start_program_cache(run.compilation_cache, launch, on_cpu=jax.default_backend() == "cpu")
         return
     require_threads_and_files()
     on_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
     if launch is None:
         _check_single_process(on_cpu)
     # If the CUDA plugin is installed only to compile for GPUs elsewhere, initializing it here fails with a page of errors.
-    if run.cpu_devices is not None or (not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()):
+    no_gpu = not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()
+    if run.cpu_devices is not None or no_gpu:
         jax.config.update("jax_platforms", "cpu")
     if run.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
@@ -96,6 +98,27 @@ def start(run: RunConfig) -> None:
         flags, limit_s = xla_flags.given_flags(), run.peer_timeout_s
         _answer, listener = initialize(launch, launch_info(), os.environ, cpu=on_cpu, flags=flags, peer_timeout_s=limit_s)
         _start_monitor(listener or (_answer.address, _answer.monitor_port), launch.process_id, limit_s)
+    _start_program_cache(run.compilation_cache, launch, on_cpu=on_cpu or no_gpu)
+
+
+def _start_program_cache(wanted: str, launch: Launch | None, on_cpu: bool) -> None:
+    """On CPU each process has its own entries. On GPUs all must find the same ones, because those that compile share out the
+    timing of kernels and wait for each other's results; and one process of each host writes.
+    """
+    default = cache_folder() / "programs"
+    if launch is None or on_cpu:
+        program_cache.start(wanted, default, os.environ)
+        return
+    hosts = [member.host for member in members()]
+    is_first = launch.process_id == hosts.index(hosts[launch.process_id])
+    program_cache.start(wanted, default, os.environ, is_writer=is_first, agree=_seen_by_all)
+
+
+def _seen_by_all(entries: Iterable[str]) -> frozenset[str]:
+    def common(texts: list[str]) -> str:
+        return " ".join(sorted(frozenset.intersection(*(frozenset(text.split()) for text in texts))))
+
+    return frozenset(exchange(" ".join(entries), common).split())
 
 
 def start_without_devices() -> None:

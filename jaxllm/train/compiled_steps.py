@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config
-from jaxllm.runtime import distributed, xla_flags
+from jaxllm.runtime import distributed, program_cache, xla_flags
 from jaxllm.train.build import State, Training
 
 
@@ -21,6 +21,7 @@ class CompiledSteps:
     Attributes:
       current: the program for the present batch; None before the first compilation.
       compile_s: seconds to compile it; None until then.
+      from_cache: whether the last compilation found its program in the persistent cache.
       traces: number of times a step was traced.
     """
 
@@ -28,6 +29,7 @@ class CompiledSteps:
         self._config, self._mesh = config, mesh
         self.current: Any = None
         self.compile_s: float | None = None
+        self.from_cache = False
         self.traces = 0
 
     def use(self, training: Training) -> None:
@@ -53,7 +55,7 @@ class CompiledSteps:
 
     def compile(self, state: State, batch: Any, step: int) -> None:
         """Compiles the program of the step that follows `step` steps, and selects it."""
-        started = time.perf_counter()
+        started, found = time.perf_counter(), program_cache.counts().found
         config = self._config.in_phase(self._config.phase_at(step)) if self._config.train.batch_schedule else self._config
         options = xla_flags.compile_options(config, self._mesh.devices.flat[0])
         key = self._key(batch, step)
@@ -62,7 +64,7 @@ class CompiledSteps:
             what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
             distributed.require_same(fingerprint(lowered.as_text(), options), what)
         self.current = self._programs[key] = lowered.compile(compiler_options=options)
-        self.compile_s = time.perf_counter() - started
+        self.compile_s, self.from_cache = time.perf_counter() - started, program_cache.counts().found > found
 
     def _key(self, batch: Any, step: int) -> tuple[int, bool]:
         """(number of microbatches, whether the program measures the noise scale)"""

@@ -126,7 +126,8 @@ def train(
     if first < config.train.steps:
         trainer.prepare()
         if trainer.compile_s is not None:
-            console.say(f"compiled the train step in {trainer.compile_s:.1f} s")
+            source = ", from the cache" if trainer.programs.from_cache else ""
+            console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")
     stopped_by = signals.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()

@@ -1,0 +1,275 @@
+"""JAX's persistent compilation cache, made safe for runs: compiled programs outlive the process that compiled them.
+
+    start("auto", default, environ)  # before the first compilation; the value of run.compilation_cache
+    counts()  # Counts(found=3, compiled=1)
+
+JAX decides what is stored and under which key (jax/_src/cache_key.py): program, options, flags, versions, devices. The store
+below is ours, because JAX's own writes an entry in place, so that a killed process leaves half of one, and never deletes any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.private_jax import keep_programs_in
+from jaxllm.untrusted import RefusedInput, read_bytes
+
+log = logging.getLogger(__name__)
+
+LIMIT_BYTES = 8 * 2**30
+"""The least recently used entries beyond it are deleted at the start of a process. A large model's step takes 10 to 100 MB."""
+SUFFIX = "-program"
+"""JAX's own entries end in -cache."""
+MAGIC = b"jaxllm 1"
+LEAST_S = 0.02
+"""Programs that compile faster are compiled in every process."""
+HEX = 16
+"""Digits of a key's hash that tell entries apart."""
+
+
+OPTIONS: dict[str, Any] = {
+    "jax_persistent_cache_min_compile_time_secs": LEAST_S,
+    # XLA's own caches write into the folder too, unbounded, and a compilation fails if they cannot.
+    "jax_persistent_cache_enable_xla_caches": "none",
+    # cuDNN's attention has a partitioner, whose address would be in the key: no two processes share it.
+    "jax_remove_custom_partitioning_ptr_from_cache_key": True,
+}
+"""Options of JAX, unless an environment variable sets them."""
+
+Agree = Callable[[Iterable[str]], frozenset[str]]
+
+
+class Counts(NamedTuple):
+    """Programs of this process since it started, without those that compile faster than LEAST_S."""
+
+    found: int
+    compiled: int
+
+
+class ProgramStore:
+    """A folder of compiled programs: JAX's CacheInterface. It never raises: what cannot be read is compiled, what cannot be
+    written is compiled again by the next process, and one warning says so.
+
+    Args:
+      is_writer: whether this process writes. Another one may write the same entries.
+      known: the only entries that may be found, as `entries` names them; None: all that are in the folder.
+    """
+
+    def __init__(self, folder: Path, is_writer: bool = True, known: frozenset[str] | None = None):
+        self._path = self.folder = folder
+        self._is_writer, self._known = is_writer, known
+        self._warned = False
+        self.found = self.compiled = 0
+
+    def get(self, key: str) -> bytes | None:
+        """The stored program; None if there is none, or if the entry is damaged."""
+        if self._known is not None and key[-HEX:] not in self._known:
+            return None
+        file, value = self._file(key), None
+        try:
+            value = _unwrapped(read_bytes(file, LIMIT_BYTES))
+            # The age of an entry is the time since its last use: many disks do not record reads.
+            with suppress(OSError):
+                os.utime(file)
+        except FileNotFoundError:
+            pass
+        except (OSError, RefusedInput) as error:
+            self._warn("read", error)
+        self.found += value is not None
+        return value
+
+    def compiled_in(self, key: str, seconds: float) -> bool:
+        """Counts a program that was compiled. Returns whether this process should store it."""
+        if seconds < _option("jax_persistent_cache_min_compile_time_secs"):
+            return False
+        self.compiled += 1
+        return self._is_writer and not _is_whole(self._file(key))
+
+    def put(self, key: str, value: bytes) -> None:
+        """Stores a program."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._file(key), _wrapped(value))
+        except OSError as error:
+            self._warn("written", error)
+
+    def entries(self) -> list[str]:
+        """The end of each key whose entry is complete."""
+        return sorted(file.name.removesuffix(SUFFIX)[-HEX:] for file in self.folder.glob(f"*{SUFFIX}") if _is_whole(file))
+
+    def clear(self) -> None:
+        """CacheInterface has it; nothing here is kept in memory."""
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}{SUFFIX}"
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "Compiled programs cannot be %s in %s (%s): the next start compiles again. Fix that, name another folder by "
+                "run.compilation_cache, or set it to off.",
+                what,
+                self.folder,
+                getattr(error, "strerror", None) or error,
+            )
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Writes a file that appears under its name only when it is complete. Raises OSError."""
+    temporary = file.with_name(f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _wrapped(value: bytes) -> bytes:
+    return _head(len(value)) + hashlib.sha256(value).digest() + value
+
+
+def _unwrapped(content: bytes) -> bytes | None:
+    value = content[HEAD_BYTES:]
+    return value if content == _wrapped(value) else None
+
+
+def _head(length: int) -> bytes:
+    return MAGIC + length.to_bytes(8, "big")
+
+
+HEAD_BYTES = len(_head(0)) + hashlib.sha256().digest_size
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether the file is there and as long as it says: its content is not read."""
+    with suppress(OSError), file.open("rb") as entry:
+        return entry.read(len(_head(0))) == _head(max(0, os.fstat(entry.fileno()).st_size - HEAD_BYTES))
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------ for a process
+
+_store: ProgramStore | None = None
+
+
+def start(
+    wanted: str, default: Path, environ: Mapping[str, str], *, is_writer: bool = True, agree: Agree | None = None
+) -> None:
+    """Switches the cache on or off for this process. Call it before the first compilation; a later call may change it.
+
+    Args:
+      wanted: run.compilation_cache.
+      default: the folder for "auto", unless JAX_COMPILATION_CACHE_DIR names one.
+      environ: of this process. A variable of JAX that it has takes precedence.
+      agree: (entries that this process sees) -> those that all processes of the run see. All of them call it.
+
+    Raises:
+      ConfigError: `wanted` is a URL.
+    """
+    global _store
+    given = environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    if "://" in wanted:
+        raise ConfigError(f"run.compilation_cache={wanted} is not a folder: name one on a disk.")
+    if wanted == "auto" and "://" in given:
+        # An object store: JAX's own way.
+        return
+    folder = None
+    if wanted != "off" and _option("jax_enable_compilation_cache"):
+        base = Path(given or default if wanted == "auto" else wanted)
+        folder = _usable(base.expanduser().absolute() / identity())
+    if _store is not None and folder == _store.folder:
+        return
+    _store = None
+    # Also without a folder: the other processes wait for the answer.
+    known = agree(ProgramStore(folder).entries() if folder else ()) if agree is not None else None
+    if folder is not None:
+        prune(folder)
+        _store = ProgramStore(folder, is_writer, known)
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    for name, value in OPTIONS.items():
+        if name.upper() not in environ:
+            jax.config.update(name, value)
+    if not keep_programs_in(_store) and agree is not None:
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def counts() -> Counts:
+    """What this process found in the cache and what it compiled; zeros without a cache."""
+    return Counts(_store.found, _store.compiled) if _store is not None else Counts(0, 0)
+
+
+def _option(name: str) -> Any:
+    return getattr(jax.config, name)
+
+
+@cache
+def identity() -> str:
+    """Name of the folder for this version of JAX and kind of CPU: JAX's key does not contain the CPU's features."""
+    cpu = platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})) or cpu
+    described = "\n".join([version("jaxlib"), platform.machine(), cpu])
+    return f"jax-{version('jax')}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
+
+
+def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+    """Deletes the least recently used entries until the rest fits, and what a process killed more than a day ago left half
+    written."""
+    entries = []
+    for path in folder.glob("*"):
+        # Another process may delete entries too.
+        with suppress(OSError):
+            found = path.stat()
+            if path.name.endswith(SUFFIX):
+                entries.append((found.st_mtime, found.st_size, path))
+            elif path.suffix == ".tmp" and found.st_mtime < time.time() - 86_400:
+                path.unlink()
+    excess = sum(size for _, size, _ in entries) - limit_bytes
+    for _, size, path in sorted(entries):
+        if excess <= 0:
+            break
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        excess -= size
+
+
+def _usable(folder: Path) -> Path | None:
+    """The folder, made if it is missing; None, with a warning, if it cannot be made or if every user may write into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shared = [path for path in (folder.parent, folder) if path.stat().st_mode & stat.S_IWOTH]
+    except OSError as error:
+        log.warning(
+            "The compilation cache %s cannot be used (%s): every start compiles. Name another folder by run.compilation_cache, "
+            "or set it to off.",
+            folder,
+            error.strerror or error,
+        )
+        return None
+    if shared:
+        log.warning(
+            "The compilation cache %s is not used: every user of this machine may write into it, and its programs would run as "
+            "you. Run chmod o-w on it, or name another folder by run.compilation_cache.",
+            shared[0],
+        )
+        return None
+    return folder
