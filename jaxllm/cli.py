@@ -7,6 +7,7 @@ import logging
 import shlex
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from jaxllm import __version__
+from jaxllm import BEGAN_S, __version__
 from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
 from jaxllm.cli_estimates import estimate, inspect
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
@@ -73,7 +74,7 @@ def train(recipe: Recipe) -> None:
     from jaxllm.runtime import distributed, exit_codes
     from jaxllm.train.loop import fit
 
-    if fit(loaded).stopped_by and distributed.launch_info().restarts:
+    if fit(loaded, import_s=time.monotonic() - BEGAN_S).stopped_by and distributed.launch_info().restarts:
         # Some launchers end the other processes as soon as one exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise typer.Exit(exit_codes.RESTART)
