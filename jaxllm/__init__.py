@@ -2,11 +2,14 @@
 
 import importlib
 import sys
+import time
 import types
 
 from jaxllm import plan
 
 __version__ = "0.1.0"
+BEGAN_S = time.monotonic()
+"""When jaxllm was imported. The command line imports it first."""
 
 _HOMES = {
     "load_config": "config",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import logging
 import shlex
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from jaxllm import __version__
+from jaxllm import BEGAN_S, __version__
 from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
 from jaxllm.cli_estimates import estimate, inspect
 from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
@@ -73,7 +76,7 @@ def train(recipe: Recipe) -> None:
     from jaxllm.runtime import distributed, exit_codes
     from jaxllm.train.loop import fit
 
-    if fit(loaded).stopped_by and distributed.launch_info().restarts:
+    if fit(loaded, import_s=time.monotonic() - BEGAN_S).stopped_by and distributed.launch_info().restarts:
         # Some launchers end the other processes as soon as one exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise typer.Exit(exit_codes.RESTART)
@@ -309,6 +312,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Python looks through every object for garbage as it ends, half a second's work after training.
+    atexit.register(gc.freeze)
     with ending_in_one_sentence():
         # Typer's own main would end without a sentence if the reader of a pipe stops.
         command = typer.main.get_command(app)

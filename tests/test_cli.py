@@ -132,6 +132,21 @@ def test_importing_is_quick_and_starts_nothing():
     assert time.perf_counter() - started < 1.0
 
 
+def test_an_estimate_imports_neither_jax_nor_what_trains():
+    code = """if True:
+        import sys
+        from jaxllm.cli import main
+        sys.argv = ["jaxllm", "estimate", "quickstart", "--gpu", "h100-80gb", "--gpus", "8"]
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code == 0
+        unwanted = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "tokenizers", "numpy", "rich"}
+        assert not unwanted & set(sys.modules), unwanted & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
 def test_a_run_in_a_log_file_prints_plain_lines(tmp_path, text_file):
     """Output to a file: no escape codes, the lines that the quickstart promises, the held-out loss after the baselines."""
     sizes = ["model.num_layers=1", "model.hidden_size=16", "model.intermediate_size=16", "model.num_heads=2"]
@@ -149,3 +164,8 @@ def test_a_run_in_a_log_file_prints_plain_lines(tmp_path, text_file):
     assert re.fullmatch(r"held-out loss \d\.\d{3} nats per byte \(\d\.\d{3} bits\)", lines[losses[0]])
     assert sum(line.startswith("step ") for line in lines) == 2
     assert any(line == f"run directory {tmp_path / 'run'}" for line in lines)
+    # The command also knows how long its imports took.
+    first, second = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[:2])
+    assert first["start_import_s"] > 0
+    assert "start_restore_s" not in first
+    assert not any(key.startswith("start_") for key in second)

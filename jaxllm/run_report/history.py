@@ -30,6 +30,13 @@ TRAINING, DATA, EVALUATING, SAVING, COMPILING, STARTING, REDONE, DOWN = PARTS = 
 )
 _PHASES = {"data_s": DATA, "evaluate_s": EVALUATING, "save_s": SAVING, "compile_s": COMPILING}
 """Key of a metrics line -> the part that its seconds belong to."""
+_START = {
+    **{"start_import_s": "import", "start_meet_s": "meeting the other processes", "start_devices_s": "devices"},
+    **{"start_dataset_s": "data", "start_initialize_s": "initial state", "start_restore_s": "restore"},
+    **{"compile_s": "compilation", "data_s": "first batch", "evaluate_s": "evaluation", "start_step_s": "first step"},
+    **{"start_other_s": "other"},
+}
+"""Key of the first line of a start -> the part of the start, in the order of the parts."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,8 @@ class History:
         before_s: float | None = None
         for line in timed:
             began_s = line.get("start_unix_s")
+            if began_s is not None:
+                began_s -= line.get("start_import_s", 0.0)
             if began_s is not None and before_s is not None:
                 spent[DOWN] += max(0.0, began_s - before_s)
             # A first line without the start time of its start gives no duration.
@@ -130,6 +139,14 @@ class History:
                 gap_s -= line.get(key, 0.0)
             spent[TRAINING if began_s is None else STARTING] += max(0.0, gap_s)
         return spent if timed else {}
+
+    @property
+    def last_start_s(self) -> dict[str, float]:
+        """Seconds of the last start by part, from its imports to its first line; {} if they were not logged."""
+        line = next((line for line in reversed(self.lines) if "start_unix_s" in line), {})
+        if "start_other_s" not in line:
+            return {}
+        return {part: line[key] for key, part in _START.items() if math.isfinite(_float(line.get(key)))}
 
     @property
     def busy_s(self) -> float | None:

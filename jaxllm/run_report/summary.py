@@ -121,6 +121,7 @@ class RunReport:
             "predicted_tokens_per_s_per_device": None if self.predicted_speed is None else asdict(self.predicted_speed),
             "mfu": self.mfu,
             "times_s": dict(history.times_s),
+            "last_start_s": history.last_start_s,
             "saves": len(history.saves),
             "restarts": len(history.restarts),
             "steps_done_again": len(history.lost),
@@ -176,6 +177,10 @@ class RunReport:
             if history.restarts and busy_s > 0:
                 share = history.times_s[TRAINING] / sum(history.times_s.values())
                 yield "goodput", f"{share:.1%} of the time since the first start was training that stayed"
+        if parts_s := history.last_start_s:
+            whole_s = sum(parts_s.values())
+            shown = (f"{name} {duration(s)}" for name, s in parts_s.items() if s > 1e-2 * whole_s)
+            yield "last start", f"{duration(whole_s)} to the first line: {', '.join(shown)}"
         yield "memory", ", ".join(f"{name} {readable(size)}" for name, size in self.memory_bytes.items())
 
     def time_lost(self) -> list[tuple[str, float]]:

@@ -24,8 +24,11 @@ from typing import Literal, NamedTuple, get_args
 from jaxllm.runtime.socket_messages import Elapsed
 from jaxllm.untrusted import Whole
 
-Phase = Literal["start", "meet", "compile", "data", "step", "evaluate", "save", "finish"]
-"""meet: wait for the other processes to start, which has its own time limit."""
+Phase = Literal[
+    "start", "meet", "devices", "dataset", "initialize", "restore", "compile", "data", "step", "evaluate", "save", "finish"
+]
+"""meet: wait for the other processes to start, which has its own time limit. devices: JAX finds them. dataset: open the texts.
+initialize: the state of step 0. data: wait for a batch. start: what else comes before the first step."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 

@@ -27,12 +27,15 @@ from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Trainer
 
 
-def fit(config: Config) -> Trainer:
+def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it earlier;
     Trainer.stopped_by then names the signal. If a supervisor restarts the run and the signal comes before the first step, the
     process exits with exit_codes.RESTART instead.
+
+    Args:
+      import_s: seconds that this process spent on imports and the config before the call; 0: not known.
     """
-    timer = RunTimer()
+    timer = RunTimer(import_s)
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
     signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
@@ -53,7 +56,8 @@ def fit(config: Config) -> Trainer:
         print_header(console, trainer)
         if checkpoints.latest is not None:
             require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
-            trainer.restore(checkpoints)
+            with progress.phase("restore"):
+                trainer.restore(checkpoints)
             for sentence in checkpoints.damaged:
                 console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
             console.say(f"resumed from step {trainer.step} in {folder}")

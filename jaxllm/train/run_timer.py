@@ -23,12 +23,15 @@ from jaxllm.train.metrics import Record
 ALWAYS = ("data",)
 """Phases with a key in every line; the others have one only if they took any time."""
 PAUSES = ("compile", "evaluate", "save")
+START = ("meet", "devices", "dataset", "initialize", "restore", "step")
+"""Phases that the first line of a start has a key for, beside those above. The seconds of "start" are its start_other_s."""
 
 
 class RunTimer:
-    """Measures one start of a run, from construction."""
+    """Measures one start of a run, from construction. `import_s`: what this process spent before; 0: not known."""
 
-    def __init__(self):
+    def __init__(self, import_s: float = 0.0):
+        self._import_s = import_s
         self._began_unix_s = time.time()
         self._before_s = progress.totals()
         self._first = True
@@ -46,20 +49,23 @@ class RunTimer:
         Every line has unix_s, the current time in seconds since 1970; data_s, the wait for batches; on GPUs memory_peak_bytes,
         the highest use of the fullest device of this process since it started. compile_s, evaluate_s and save_s are present if
         they are not 0. memory_compiled_bytes, the memory that XLA reserves for a step on each device, comes with the first
-        program and with each that needs more: a larger batch's may. The first line of a start also has the keys of
-        `start_keys`.
+        program and with each that needs more: a larger batch's may. The first line of a start also has start_unix_s,
+        the keys of `start_keys`, and those parts of the time since the import of jaxllm that are not 0: start_import_s,
+        start_meet_s and so on by START, start_other_s. With compile_s, data_s and evaluate_s they add up to all of it.
         """
         now_s = progress.totals()
-        spent_s = {name: now_s[name] - self._before_s[name] for name in (*ALWAYS, *PAUSES)}
+        spent_s = {name: seconds - self._before_s[name] for name, seconds in now_s.items()}
         self._before_s = now_s
         line: Record = {"unix_s": time.time()}
-        line |= {f"{name}_s": seconds for name, seconds in spent_s.items() if seconds or name in ALWAYS}
+        line |= {f"{name}_s": spent_s[name] for name in (*ALWAYS, *PAUSES) if spent_s[name] or name in ALWAYS}
         if (peak_bytes := memory_in_use()) is not None:
             line["memory_peak_bytes"] = peak_bytes
         if (compiled_bytes := self._new_program_bytes(trainer.compiled)) > self._compiled_bytes:
             line["memory_compiled_bytes"] = self._compiled_bytes = compiled_bytes
         if self._first:
             self._first = False
+            parts_s = {"import": self._import_s, **{name: spent_s[name] for name in START}, "other": spent_s["start"]}
+            line |= {f"start_{name}_s": seconds for name, seconds in parts_s.items() if seconds}
             line |= {"start_unix_s": self._began_unix_s, **start_keys(trainer, peak_flops)}
         return line
 

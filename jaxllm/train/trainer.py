@@ -92,25 +92,29 @@ class Trainer:
         self.weights = None if resumes else initial_weights(config)
         with progress.phase("meet"):
             distributed.start(config.run)
+        with progress.phase("devices"):
+            jax.devices()
         distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
         require_device_runs(config.model, jax.local_devices()[0])
         self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
-        self.data = load_data(config)
-        distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
-        self.stream = self.data.stream()
-        most_documents = partial(self.data.most_documents, self.stream)
-        self.config = config = with_room_for_documents(config, jax.local_devices()[0], most_documents)
+        with progress.phase("dataset"):
+            self.data = load_data(config)
+            distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
+            self.stream = self.data.stream()
+            most_documents = partial(self.data.most_documents, self.stream)
+            self.config = config = with_room_for_documents(config, jax.local_devices()[0], most_documents)
         self.mesh = mesh_on_hosts(config.parallel)
         self.programs = CompiledSteps(config, self.mesh)
         # Rounds begin later, at the first step at the earliest.
         training = self._use(in_rounds=False)
         require_right_attention(config, self.parallelized.attention, self.mesh)
-        with jax.set_mesh(self.mesh):
-            self.state: State = training.create_state(config.train.seed)
-        if self.weights is not None:
-            params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
-            self.state = dataclasses.replace(self.state, params=params)
+        with progress.phase("initialize"):
+            with jax.set_mesh(self.mesh):
+                self.state: State = training.create_state(config.train.seed)
+            if self.weights is not None:
+                params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
+                self.state = dataclasses.replace(self.state, params=params)
         self.step = 0
         self.stopped_by: str | None = None
         self.watch = Watch(config)

@@ -518,6 +518,43 @@ def test_phases_add_up_and_the_watchdogs_seconds_are_left_alone():
     assert spent["compile"] == 0
 
 
+def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
+    from jaxllm.train import run_timer
+
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: 1000 + now_s)
+    monkeypatch.setattr(progress, "_total_s", dict.fromkeys(progress.PHASES, 0.0))
+    for module, name, value in ((progress, "time", clock), (run_timer, "time", clock), (progress, "_since_s", now_s)):
+        monkeypatch.setattr(module, name, value)
+    timer = run_timer.RunTimer(import_s=0.5)
+    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), memory_fit=None)
+    lines = []
+    for _ in range(2):
+        for power, phase in enumerate(progress.PHASES):
+            if phase not in ("meet", "save", "finish"):
+                with progress.phase(phase):
+                    now_s += 2**power
+        lines.append(timer.record_keys(trainer))
+    parts_s = {key: value for key, value in lines[0].items() if key.endswith("_s") and not key.endswith("unix_s")}
+    assert sum(parts_s.values()) == lines[0]["unix_s"] - lines[0]["start_unix_s"] + 0.5
+    # Nothing met: a part that took no time has no key.
+    assert {"start_import_s", "start_restore_s"} < set(parts_s)
+    assert "start_meet_s" not in parts_s
+    assert not any(key.startswith("start_") for key in lines[1])
+
+    restart = {**lines[0], "start_import_s": 2.0, "start_unix_s": 9002.0, "unix_s": 9102.0}
+    logged = [*steps(2), *steps(1, first=3, tokens=2 * BATCH)]
+    report = report_on(run([line | of for line, of in zip(logged, [*lines, restart], strict=True)]))
+    assert sum(report.history.last_start_s.values()) == sum(parts_s.values()) - 0.5 + 2.0
+    assert report.to_json()["last_start_s"]["restore"] == parts_s["start_restore_s"]
+    assert "restore 32.0 s" in dict(report.facts())["last start"]
+    # What the second start's imports took is no time between starts.
+    assert report.history.times_s[DOWN] == 9000 - lines[1]["unix_s"]
+    older = report_on(run([lines[0] | logged[0], {"start_unix_s": 9000.0, "unix_s": 9001.0} | logged[1]]))
+    assert older.history.last_start_s == {}
+    assert "last start" not in dict(older.facts())
+
+
 @pytest.fixture(scope="module")
 def trained(tiny_config, tmp_path_factory):
     """A run directory after four steps, and two more by a second start."""
@@ -545,6 +582,12 @@ def test_a_runs_lines_tell_where_its_time_and_memory_went(trained):
     assert sum(times.values()) == pytest.approx(unix_s[-1] - history.column("start_unix_s")[0])
     assert min(times[part] for part in (TRAINING, DATA, SAVING, EVALUATING, COMPILING, STARTING)) > 0
     assert times[REDONE] == 0
+    starts = [line for line in history.lines if "start_unix_s" in line]
+    always = {f"start_{part}_s" for part in ("devices", "dataset", "initialize", "step", "other")}
+    assert [set(line) & (always | {"start_restore_s"}) for line in starts] == [always, always | {"start_restore_s"}]
+    assert len([line for line in history.lines if always & set(line)]) == len(starts)
+    # Two clocks, read one after the other.
+    assert sum(history.last_start_s.values()) == pytest.approx(starts[1]["unix_s"] - starts[1]["start_unix_s"], abs=1)
 
 
 def test_a_real_run_has_its_page(trained):
