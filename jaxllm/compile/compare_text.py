@@ -20,7 +20,7 @@ from jaxllm.untrusted import shown
 
 ROWS = 20
 """Rows of a table; the JSON has all."""
-WIDTHS = (38, 10, 10, 8)
+WIDTHS = (38, 11, 11, 8)
 """Columns of all tables stand below each other."""
 
 
@@ -44,7 +44,7 @@ def _heading(comparison: Comparison) -> Iterator[str]:
     before, after = reports = (comparison.before, comparison.after)
     yield f"The train step for {before.gpus} x {before.gpu}, {hosts_text(before.gpus, before.gpus_per_host)}, compiled twice"
     for which, name, report, other in zip(("before", "after"), comparison.names, reports, reports[::-1], strict=True):
-        yield f"  {which}: {shown(name)}"
+        yield f"  {which}: {shown(name, 60)}"
         yield f"    {_made_by(report)}"
         if flags := [flag for flag in report.xla_flags.split() if flag not in other.xla_flags.split()]:
             yield f"    with {shown(' '.join(flags), 200)}"
@@ -83,8 +83,8 @@ def _table(changes: Sequence[Change]) -> Iterator[RenderableType]:
 
 
 def change_text(change: Change) -> str:
-    """'+12.3%', or new or gone."""
-    if change.before == change.after:
+    """'+12.3%', new or gone; nothing for what would be 0.0%."""
+    if abs(change.relative) < 0.0005:
         return ""
     return "new" if math.isinf(change.relative) else "gone" if change.after == 0 else f"{change.relative:+.1%}"
 

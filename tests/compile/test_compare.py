@@ -3,11 +3,13 @@
 import dataclasses
 import io
 import json
+import re
 import shlex
 import sys
 
 import jax
 import pytest
+import scripts
 import yaml
 from rich.console import Console
 from tiny import TINY
@@ -344,3 +346,20 @@ def test_a_stored_report_is_compared_by_the_command_line(recipe, tmp_path, capsy
     for kernels in (False, True):
         with pytest.raises(ConfigError, match=r"This step is for 8 x h100-80gb"):
             cli.compile_([recipe], against=words, kernels=kernels)
+
+
+# ------------------------------------------------------------------------------------------------------ versions of JAX
+
+
+def test_the_table_of_versions_is_that_of_the_stored_figures():
+    """And a figure that grew by more than 1% is named, of a version that is not stored against the newest that is."""
+    script = scripts.load("benchmarks/jax_versions.py")
+    stored = json.loads(script.STORED.read_text())
+    table = "\n".join(script.table(stored))
+    assert f"<!-- jax-versions: begin -->\n{table}\n<!-- jax-versions: end -->" in script.PAGE.read_text()
+    assert list(script.grown(stored, stored)) == []
+    newest = list(stored)[-1]
+    title, values = next(iter(stored[newest].items()))
+    larger = {**stored[newest], title: {**values, "bytes": 2 * values["bytes"], "exposed_s": 1.005 * values["exposed_s"]}}
+    (sentence,) = script.grown({"9.9": larger}, stored)
+    assert re.fullmatch(rf"JAX 9\.9, {title}: memory .* GiB, stored for {re.escape(newest)} .* GiB\.", sentence)
