@@ -49,8 +49,8 @@ def make(folder: Path) -> Iterator[Path]:
         environment = folder / version
         if not (environment / "bin" / "python").exists():
             subprocess.run([python, "-m", "venv", environment], check=True)
-        jax = [] if version == "newest" else [f"jax=={version}"]
-        install = ["-m", "pip", "install", "--quiet", "--upgrade", "--editable", f"{CHECKOUT}[aot]", *jax]
+        jax = "jax" if version == "newest" else f"jax=={version}"
+        install = ["-m", "pip", "install", "--quiet", "--upgrade", "--editable", f"{CHECKOUT}[aot]", jax]
         subprocess.run([environment / "bin" / "python", *install], check=True)
         yield environment
 

@@ -96,7 +96,9 @@ def _compiled_by(python: Path, arguments: Sequence[str], flags: str = "") -> Com
         raise ConfigError(f"{name} cannot be started ({error.strerror}): name another environment.") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(f"{name} does not compile this step: {shown(said[-1].removeprefix('jaxllm: '), 400)}")
+        reason = shown(said[-1].removeprefix("jaxllm: "), 400)
+        lacking = "; pip install 'jaxllm[aot]' there." if reason.startswith("ModuleNotFoundError") else ""
+        raise ConfigError(f"{name} does not compile this step: {reason}{lacking}")
     try:
         return _parsed(done.stdout)
     except RefusedInput as reason:

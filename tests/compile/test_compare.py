@@ -259,7 +259,10 @@ def test_words_that_are_a_recipe_or_its_keys_are_no_place(tmp_path):
     ("script", "sentence"),
     [
         (None, "has no bin/python: name the folder of a virtual environment, or a recipe."),
-        ("echo Traceback >&2; echo \"ModuleNotFoundError: No module named 'jax'\" >&2; exit 1", "No module named 'jax'"),
+        (
+            "echo Traceback >&2; echo \"ModuleNotFoundError: No module named 'jax'\" >&2; exit 1",
+            "this step: ModuleNotFoundError: No module named 'jax'; pip install 'jaxllm[aot]' there.",
+        ),
         ("echo 'jaxllm: There is no GPU h1: name another.' >&2; exit 2", "this step: There is no GPU h1: name another."),
         ("exit 3", "bin/python does not compile this step: exit code 3"),
         ("echo hello", "bin/python printed no report of the step (not JSON"),
