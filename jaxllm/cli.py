@@ -37,9 +37,10 @@ from jaxllm.cli_options import (
     example,
     fitted,
     load,
+    load_other,
     print_report,
 )
-from jaxllm.config import ConfigError, json_schema
+from jaxllm.config import json_schema
 
 app = typer.Typer(
     add_completion=False,
@@ -106,7 +107,9 @@ def compile_(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="OTHER", help="With --kernels: compare with this key=value (several may be given), or with this recipe."
+            metavar="OTHER",
+            help="Compare with key=value (several may be given), another recipe, the folder of another environment, "
+            "'XLA_FLAGS=--flag=value ...', or a .json file of an earlier --json.",
         ),
     ] = None,
     cache: CacheDir = None,
@@ -116,24 +119,39 @@ def compile_(
     """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
-    if against and not kernels:
-        raise ConfigError("--against compares kernels: add --kernels.")
     loaded = load(recipe)
-    other = load(against if any("=" not in word for word in against) else [*recipe, *against]) if against else None
     found = None if gpu is None else find_gpu(gpu)
+    from jaxllm.compile.compare import compare, require_same_gpus
+    from jaxllm.compile.compare_text import render_comparison
+    from jaxllm.compile.elsewhere import is_stored, report_from_elsewhere
     from jaxllm.compile.kernels_text import account_of, render_kernels
     from jaxllm.compile.report import compile_report
     from jaxllm.compile.text import render
     from jaxllm.runtime.distributed import cache_folder
 
+    words, values = against or [], {"--gpu": gpu, "--gpus": gpus, "--gpus-per-host": gpus_per_host, "--cache": cache}
+    switches = {"--real-memory": real_memory, "--no-cache": no_cache}
+    same = [*recipe, *(f"{name}={value}" for name, value in values.items() if value is not None)]
+    # Before this process takes the memory of GPUs that are present.
+    compared = report_from_elsewhere(words, [*same, *(name for name, chosen in switches.items() if chosen)])
+    other = load_other(recipe, words) if words and compared is None else None
     folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
     options: dict[str, Any] = {"real_memory": real_memory, "cache": folder}
     report = compile_report(loaded, found, gpus, gpus_per_host, **options)
     if kernels:
         account_of(report)
-    compared = compile_report(other, found, gpus, gpus_per_host, **options) if other else None
+    if compared is not None:
+        require_same_gpus(report, compared)
+    elif other is not None:
+        compared = compile_report(other, found, gpus, gpus_per_host, **options)
+    comparison = None
+    if compared is not None and not kernels:
+        comparison = compare(report, compared, " ".join(words), is_earlier=is_stored(words[0]))
     if as_json and compared is not None:
-        print(json.dumps({**report.to_json(), "against": compared.to_json()}), flush=True)
+        more = {"comparison": comparison.to_json()} if comparison else {}
+        print(json.dumps({**report.to_json(), "against": compared.to_json(), **more}), flush=True)
+    elif comparison is not None:
+        print_report(comparison, False, render_comparison)
     else:
         print_report(report, as_json, partial(render_kernels, against=compared) if kernels else render)
 

@@ -172,3 +172,8 @@ def load(recipe: list[str]) -> Config:
         given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
         raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
     return load_config(files[0], [argument for argument in recipe if "=" in argument])
+
+
+def load_other(recipe: list[str], words: list[str]) -> Config:
+    """The config that is compared with that of a recipe: another recipe, or this one with other keys."""
+    return load(words if any("=" not in word for word in words) else [*recipe, *words])

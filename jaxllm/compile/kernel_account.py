@@ -141,12 +141,6 @@ def kernel_account(
     return KernelAccount(tuple(sorted(parts, key=lambda row: -row.seconds)), step_s, full, causal, rates)
 
 
-def account_from_json(values: dict) -> KernelAccount:
-    """The inverse of dataclasses.asdict."""
-    parts = tuple(KernelPart(**row) for row in values["parts"])
-    return KernelAccount(**{**values, "parts": parts, "rates": KernelRates(**values["rates"])})
-
-
 def kernel_seconds(kernel: Kernel, rates: KernelRates) -> float:
     """Seconds of one run, alone on the GPU."""
     per_s = {

@@ -15,17 +15,18 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
 
+from jaxllm import __version__
 from jaxllm.compile import aot
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.jaxpr_flops import matmul_flops
-from jaxllm.compile.kernel_account import KernelAccount, account_from_json, kernel_account
+from jaxllm.compile.kernel_account import KernelAccount, kernel_account
 from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_flops, largest_results
 from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
@@ -43,7 +44,7 @@ from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.initialize import code_hash
 from jaxllm.runtime.program_cache import write_whole
 from jaxllm.train.memory_check import capacity_of, total_bytes
-from jaxllm.untrusted import checked, read_json
+from jaxllm.untrusted import RefusedInput, checked, read_json
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,10 @@ class CompileReport:
     """Exposed time of all collectives of a step; None if XLA does not state a loop's trip count, or without `overlap`."""
     kernels: KernelAccount | None = None
     """Every kernel by part; None for devices whose figures are not known."""
+    packages: tuple[str, ...] = ()
+    """What compiled it, with versions: the CUDA plugin, cuDNN and the assembler if installed, and last jaxllm with its code."""
+    xla_flags: str = ""
+    """XLA_FLAGS, with what jaxllm added."""
     cached: bool = False
 
     def __repr__(self) -> str:
@@ -133,23 +138,9 @@ class CompileReport:
         return asdict(self)
 
 
-def report_from_json(values: dict[str, Any]) -> CompileReport:
-    """The inverse of to_json. Raises TypeError or KeyError for other values."""
-    tupled = lambda cls, items: tuple(  # noqa: E731
-        cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}) for item in items
-    )
-    real = values["real_memory"]
-    return CompileReport(
-        **{
-            **values,
-            "real_memory": RealMemory(**real) if real else None,
-            "collectives": tupled(CollectiveRow, values["collectives"]),
-            "largest_results": tupled(LargeResult, values["largest_results"]),
-            "warnings": tuple(values["warnings"]),
-            "overlap": tupled(Overlap, values["overlap"]),
-            "kernels": account_from_json(values["kernels"]) if values["kernels"] else None,
-        }
-    )
+def report_from_json(values: Any) -> CompileReport:
+    """The inverse of to_json. Keys that it does not know are left out. Raises RefusedInput for what is no report."""
+    return checked(values, CompileReport)
 
 
 def compile_report(
@@ -280,6 +271,8 @@ def _compile(
         overlap=overlap,
         exposed_transfers_s=None if gpu is None or unknown_loops else total(overlap).exposed_s,
         kernels=kernel_account(module, config, gpu, per_host, overlap) if gpu else None,
+        packages=(*aot.versions(), f"jaxllm {__version__} (code {code_hash()[:10]})"),
+        xla_flags=xla_flags.given_flags(),
     )
 
 
@@ -323,11 +316,10 @@ def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: b
 
 def _read(file: Path, because: str) -> CompileReport | None:
     try:
-        values = checked(read_json(file, finite=False), dict[str, Any])
-        return report_from_json({**values, "hosts_because": because, "cached": True})
+        return replace(report_from_json(read_json(file, finite=False)), hosts_because=because, cached=True)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, RefusedInput) as error:
         log.warning("%s is not a usable report (%s): compiling again.", file, error)
         return None
 

@@ -334,6 +334,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
 
 
+def environment_with(flags: str) -> dict[str, str]:
+    """All variables of this process, with more XLA_FLAGS, for a process of its own. The last of equal flags wins."""
+    return {**os.environ, "XLA_FLAGS": f"{given_flags()} {flags}".strip()}
+
+
 def unknown_flags() -> list[str]:
     """Names in XLA_FLAGS that the installed jaxlib does not have: the first use of a device would end the process."""
     return flag_names.unknown(given_flags())
