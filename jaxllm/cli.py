@@ -40,7 +40,7 @@ from jaxllm.cli_options import (
     load_other,
     print_report,
 )
-from jaxllm.config import json_schema
+from jaxllm.config import Config, ConfigError, json_schema
 
 app = typer.Typer(
     add_completion=False,
@@ -112,6 +112,10 @@ def compile_(
             "'XLA_FLAGS=--flag=value ...', or a .json file of an earlier --json.",
         ),
     ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Compile every program of the run into DIR, for run.compilation_cache=DIR."),
+    ] = None,
     cache: CacheDir = None,
     no_cache: NoCache = False,
     as_json: AsJson = False,
@@ -119,8 +123,13 @@ def compile_(
     """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
+    if save and (against or kernels or real_memory):
+        raise ConfigError("--save reports on no step: leave out --against, --kernels and --real-memory.")
     loaded = load(recipe)
     found = None if gpu is None else find_gpu(gpu)
+    if save:
+        compile_and_save(loaded, save, found, gpus, gpus_per_host, as_json)
+        return
     from jaxllm.compile.compare import compare, require_same_gpus
     from jaxllm.compile.compare_text import render_comparison
     from jaxllm.compile.elsewhere import is_stored, report_from_elsewhere
@@ -154,6 +163,15 @@ def compile_(
         print_report(comparison, False, render_comparison)
     else:
         print_report(report, as_json, partial(render_kernels, against=compared) if kernels else render)
+
+
+def compile_and_save(config: Config, folder: str, gpu: Any, gpus: int | None, gpus_per_host: int | None, as_json: bool) -> None:
+    from jaxllm.compile.save import save_programs, saved_lines
+    from jaxllm.runtime.distributed import is_main_process
+
+    saved = save_programs(config, folder, gpu, gpus, gpus_per_host)
+    if is_main_process():
+        print(json.dumps({"saved": [vars(one) for one in saved]}) if as_json else fitted(saved_lines(saved, folder)))
 
 
 @app.command(**example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))

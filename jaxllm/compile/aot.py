@@ -17,15 +17,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.extend
-import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import GPUS, Gpu
-from jaxllm.mesh import batch_sharding
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train.build import build_training
+from jaxllm.train.run_programs import batch_layout
 
 DEMAND_BYTES = 10**15
 """Memory size that XLA is given for each GPU. It is large enough that XLA never rematerialises and reports what the program
@@ -146,17 +145,9 @@ def trace_step(config: Config, devices: Sequence[jax.Device]) -> TracedStep:
     mesh = mesh_on_hosts(config.parallel, devices)
     training = build_training(config, mesh)
 
-    def placed(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
     M = config.num_microbatches
-    shape = (M, config.train.global_batch_sequences // M, config.train.sequence_length)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "mask": jnp.bool_}
-    if config.data.mask_documents:
-        dtypes["segments"] = jnp.int32
-    batch = {name: placed(jax.ShapeDtypeStruct(shape, dtype), batch_sharding(mesh)) for name, dtype in dtypes.items()}
+    batch = batch_layout(config, mesh, M, config.train.global_batch_sequences // M)
     platform = "cpu" if devices[0].platform == "cpu" else "cuda"
     with jax.set_mesh(mesh):
-        jitted = jax.jit(training.step, donate_argnums=0, out_shardings=(training.shardings, training.metrics_sharding))
-        traced = jitted.trace(training.layout(), batch)
+        traced = training.jit_step(training.step).trace(training.layout(), batch)
         return TracedStep(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)

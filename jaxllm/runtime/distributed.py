@@ -23,6 +23,7 @@ from typing import NoReturn
 import jax
 
 from jaxllm.config import Config, ConfigError, RunConfig
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.runtime import exit_codes, launchers, program_cache, xla_flags
 from jaxllm.runtime.cpus import require_threads_and_files
@@ -121,13 +122,18 @@ def _seen_by_all(entries: Iterable[str]) -> frozenset[str]:
     return frozenset(exchange(" ".join(entries), common).split())
 
 
-def start_without_devices() -> None:
+def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -> None:
     """Sets JAX up to compile for devices that are not here: on the CPU, alone, whatever else this machine has. If JAX runs
     already, it stays as it is.
+
+    Args:
+      gpu, deterministic: set XLA_FLAGS as a run on GPUs of this kind sets them, with this run.deterministic.
     """
     if not has_backends():
         xla_flags.require_known()
-    xla_flags.apply(RunConfig(cpu_devices=1))
+    xla_flags.apply(
+        RunConfig(cpu_devices=1, deterministic=deterministic), () if gpu is None else (gpu.device_kind or gpu.name,)
+    )
     if not has_backends():
         jax.config.update("jax_platforms", "cpu")
 

@@ -252,11 +252,16 @@ def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         excess -= size
 
 
+def is_open_to_all(folder: Path) -> bool:
+    """Whether every user may write into the folder, whose programs run as the user who loads them. Raises OSError."""
+    return bool(folder.stat().st_mode & stat.S_IWOTH)
+
+
 def _usable(folder: Path) -> Path | None:
     """The folder, made if it is missing; None, with a warning, if it cannot be made or if every user may write into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shared = [path for path in (folder.parent, folder) if path.stat().st_mode & stat.S_IWOTH]
+        shared = [path for path in (folder.parent, folder) if is_open_to_all(path)]
     except OSError as error:
         log.warning(
             "The compilation cache %s cannot be used (%s): every start compiles. Name another folder by run.compilation_cache, "

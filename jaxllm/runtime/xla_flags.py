@@ -267,16 +267,19 @@ def _may_fit(config: Config, device: jax.Device, capacity_bytes: int | None) -> 
     return estimate_memory(config, gpu, capability=compute_capability(device)).peak_bytes <= capacity_bytes
 
 
-def apply(run: RunConfig) -> list[str]:
+def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
     """Adds this run's flags to XLA_FLAGS, and to the environment the share of a GPU's memory that XLA may take; returns what
     was added. The user's settings take precedence. Once JAX has started a device, they have no effect.
+
+    Args:
+      kinds: GPUs to set the flags for; default: those of this machine, if the run uses them.
 
     Raises:
       ConfigError: the number of CPU devices in XLA_FLAGS is none.
     """
     flags = CPU_FLAGS | (DETERMINISTIC_GPU_FLAGS if run.deterministic else {})
     variables = {}
-    if run.cpu_devices is None and (kinds := gpu_kinds()):
+    if kinds := kinds or (gpu_kinds() if run.cpu_devices is None else ()):
         for_kind, variables = gpu_presets(kinds)
         flags |= for_kind
     given = given_flags()

@@ -35,7 +35,7 @@ class Training:
     shardings: State
     """Sharding of every array in the training state."""
     create: Callable[[jax.Array | int], State]
-    """seed -> the state of step 0. Jit it with `shardings` (create_state does)."""
+    """seed -> the state of step 0. Jit it with `shardings` (jit_create does)."""
     step: Callable[[State, Any], tuple[State, Metrics]]
     """(state, batch) -> (state, metrics). Jit it with the state donated."""
     measuring_step: Callable[[State, Any], tuple[State, Metrics]] | None
@@ -48,14 +48,22 @@ class Training:
         shapes = jax.eval_shape(self.create, 0)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
 
-    def create_state(self, seed: int) -> State:
-        """The state of step 0. It is compiled with its shardings, so no device ever holds more than its shard."""
+    def jit_step(self, step: Callable) -> Any:
+        """`step` or `measuring_step`, jitted with the state donated."""
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, self.metrics_sharding))
+
+    def jit_create(self) -> Any:
+        """`create`, jitted with its shardings, so no device ever holds more than its shard."""
         # LLVM needs ten seconds to compile the unrolled rounds of the random number generator, and one second without
         # optimisation. They run only once.
         step: Any = self.shardings.step
         on_cpu = step.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
-        return jax.jit(self.create, out_shardings=self.shardings, compiler_options=options)(seed)
+        return jax.jit(self.create, out_shardings=self.shardings, compiler_options=options)
+
+    def create_state(self, seed: int) -> State:
+        """The state of step 0."""
+        return self.jit_create()(seed)
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +11,7 @@ import jax
 from jaxllm.config import Config
 from jaxllm.runtime import distributed, program_cache, xla_flags
 from jaxllm.train.build import State, Training
+from jaxllm.train.saved_programs import SavedPrograms, fingerprint, step_name
 
 
 class CompiledSteps:
@@ -21,12 +20,12 @@ class CompiledSteps:
     Attributes:
       current: the program for the present batch; None before the first compilation.
       compile_s: seconds to compile it; None until then.
-      from_cache: whether the last compilation found its program in the persistent cache.
+      from_cache: whether the last program came from the persistent cache, or was saved by `jaxllm compile`.
       traces: number of times a step was traced.
     """
 
-    def __init__(self, config: Config, mesh: jax.sharding.Mesh):
-        self._config, self._mesh = config, mesh
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh, saved: SavedPrograms):
+        self._config, self._mesh, self._saved = config, mesh, saved
         self.current: Any = None
         self.compile_s: float | None = None
         self.from_cache = False
@@ -40,7 +39,7 @@ class CompiledSteps:
                 self.traces += 1
                 return step(state, batch)
 
-            return jax.jit(counted, donate_argnums=0, out_shardings=(training.shardings, training.metrics_sharding))
+            return training.jit_step(counted)
 
         self._step = jitted(training.step)
         self._measuring_step: Any = jitted(training.measuring_step) if training.measuring_step else None
@@ -63,18 +62,13 @@ class CompiledSteps:
         if jax.process_count() > 1:
             what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
             distributed.require_same(fingerprint(lowered.as_text(), options), what)
-        self.current = self._programs[key] = lowered.compile(compiler_options=options)
-        self.compile_s, self.from_cache = time.perf_counter() - started, program_cache.counts().found > found
+        taken = self._saved.take(step_name(*key), lowered, options)
+        self.current = self._programs[key] = taken or lowered.compile(compiler_options=options)
+        self.compile_s = time.perf_counter() - started
+        self.from_cache = taken is not None or program_cache.counts().found > found
 
     def _key(self, batch: Any, step: int) -> tuple[int, bool]:
         """(number of microbatches, whether the program measures the noise scale)"""
         every = self._config.log.noise_scale_every
         measures = every is not None and self._measuring_step is not None and (step + 1) % every == 0
         return len(batch["tokens"]), measures
-
-
-def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
-    """Hash of a program before compilation. It is the same in all processes that lower it for the same devices."""
-    # With a custom partitioner (as in cuDNN's attention) JAX writes the address of a Python object.
-    text = re.sub(r'backend_config = "\d+"', "", stablehlo)
-    return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()

@@ -135,6 +135,10 @@ def outer_step(state: DilocoState, rate: float, momentum: float) -> tuple[Diloco
     return DilocoState(state.step, params, velocity, moved), metrics
 
 
+Take = Callable[[Any], Any]
+"""lowered -> the compiled program, if it was saved (saved_programs.py)."""
+
+
 class Rounds:
     """Decides when replicas are synchronised, and holds the compiled outer step.
 
@@ -155,11 +159,14 @@ class Rounds:
         its round."""
         return step == self._last or (step - self._first) % self._every == 0
 
-    def bring_together(self, state: DilocoState) -> tuple[DilocoState, Metrics]:
-        """Runs the outer step, which donates `state`. Compiled at the first call."""
+    def bring_together(
+        self, state: DilocoState, take: Callable[[Any], Any] = lambda lowered: None
+    ) -> tuple[DilocoState, Metrics]:
+        """Runs the outer step, which donates `state`. Compiled at the first call, unless `take` has the program."""
         if self._compiled_step is None:
             with progress.phase("compile"):
-                self._compiled_step = self.jitted_step.lower(state).compile()
+                lowered = self.jitted_step.lower(state)
+                self._compiled_step = take(lowered) or lowered.compile()
         return self._compiled_step(state)
 
 

@@ -29,13 +29,12 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
 from jaxllm.cost_model.hardware import require_device_runs
 from jaxllm.data.sources import load_data
-from jaxllm.mesh import replicated
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
-from jaxllm.train import diloco
+from jaxllm.train import diloco, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
@@ -45,6 +44,8 @@ from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM
 from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
+from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms
+from jaxllm.train.saved_programs import SavedPrograms
 from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import on_device
 from jaxllm.train.step_watch import Watch, by_layer
@@ -105,13 +106,15 @@ class Trainer:
             most_documents = partial(self.data.most_documents, self.stream)
             self.config = config = with_room_for_documents(config, jax.local_devices()[0], most_documents)
         self.mesh = mesh_on_hosts(config.parallel)
-        self.programs = CompiledSteps(config, self.mesh)
+        self.saved = SavedPrograms(config, self.mesh)
+        self.programs = CompiledSteps(config, self.mesh, self.saved)
         # Rounds begin later, at the first step at the earliest.
         training = self._use(in_rounds=False)
         require_right_attention(config, self.parallelized.attention, self.mesh)
         with progress.phase("initialize"):
             with jax.set_mesh(self.mesh):
-                self.state: State = training.create_state(config.train.seed)
+                create = self.saved.wrap(run_programs.INITIAL_STATE, training.jit_create())
+                self.state: State = create(config.train.seed)
             if self.weights is not None:
                 params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
                 self.state = dataclasses.replace(self.state, params=params)
@@ -135,8 +138,8 @@ class Trainer:
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
         self.programs.use(training)
-        self._loss_sum = jax.jit(self.parallelized.loss_sum, out_shardings=replicated(self.mesh))
-        self._layer_norms = jax.jit(self.parallelized.layer_norms, out_shardings=replicated(self.mesh))
+        self._loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))
+        self._layer_norms = self.saved.wrap(run_programs.LAYER_NORMS, jit_layer_norms(training, self.mesh))
         return training
 
     # ------------------------------------------------------------------------------------------------------------ training
@@ -166,9 +169,9 @@ class Trainer:
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
             with defer_sigint():
                 training = self._use(in_rounds=True)
-                share_out = partial(diloco.begin, replicas=self.config.parallel.replica)
+                share_out = jit_first_round(training, self.config.parallel.replica)
                 with jax.set_mesh(self.mesh), progress.phase("compile"):
-                    self.state = jax.jit(share_out, out_shardings=training.shardings)(self.state)
+                    self.state = self.saved.wrap(run_programs.FIRST_ROUND, share_out)(self.state)
         if self.programs.current is None:
             self._take_program(self.batches.peek(self.step))
 
@@ -211,7 +214,8 @@ class Trainer:
             self.state, metrics = self.programs.current(self.state, batch)
             self.step += 1
             if self.rounds is not None and self.rounds.end_with(self.step):
-                self.state, outer = self.rounds.bring_together(self.state)  # type: ignore[arg-type]
+                take = partial(self.saved.take, run_programs.OUTER_STEP, options={})
+                self.state, outer = self.rounds.bring_together(self.state, take)  # type: ignore[arg-type]
                 metrics |= outer
             previous, self._pending = self._pending, (self.step, metrics | norms)
         return previous

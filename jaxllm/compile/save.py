@@ -1,0 +1,124 @@
+"""`jaxllm compile --save DIR`: compiles every program of a run before the run, for devices that need not be present.
+
+XLA does not make cuDNN's plans without a GPU (it runs its cuDNN passes only with one), and a program without them ends the
+process when it first runs. A program for absent GPUs that calls cuDNN is therefore left to the first run, which keeps it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxllm.compile import aot
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
+from jaxllm.display import readable
+from jaxllm.placement import mesh_on_hosts
+from jaxllm.runtime import distributed
+from jaxllm.runtime.program_cache import write_whole
+from jaxllm.train.run_programs import run_programs
+from jaxllm.train.saved_programs import MANIFEST, Manifest, fingerprint, machine_of, read_manifest, store_of, unlike
+from jaxllm.untrusted import RefusedInput
+
+CUDNN = "__cudnn$"
+
+
+@dataclass(frozen=True)
+class SavedProgram:
+    """One program of a run."""
+
+    name: str
+    compile_s: float
+    """0 if it was saved before."""
+    bytes: int
+    """Its size in the folder; 0 if it is left to the first run."""
+    calls_cudnn: bool
+    """Whether it is left to the first run for that."""
+
+
+def save_programs(
+    config: Config, folder: str | Path, gpu: Gpu | None = None, gpus: int | None = None, gpus_per_host: int | None = None
+) -> list[SavedProgram]:
+    """Compiles the programs of a run into `folder`. Programs of other configs for the same machine stay there.
+
+    Args:
+      gpu, gpus, gpus_per_host: as compile_report has them.
+
+    Raises:
+      ConfigError: the folder holds programs for other devices or versions, or cannot be written.
+    """
+    folder = Path(folder).expanduser()
+    if gpu is None:
+        # A program that was loaded from a cache cannot be stored again: XLA's CPU programs then lack functions (JAX 0.10.2).
+        distributed.start(config.run.model_copy(update={"compilation_cache": "off"}))
+        devices = jax.devices()
+    else:
+        distributed.start_without_devices(gpu, config.run.deterministic)
+        gpus = require_devices(config, gpus)
+        per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
+        devices = aot.gpu_devices(gpus // per_host, per_host, gpu, gpu.memory_bytes)
+    config = config.resolve(len(devices))
+    mesh = mesh_on_hosts(config.parallel, devices)
+    manifest = _manifest(folder, machine_of(mesh))
+    manifest.config = config.model_dump(mode="json")
+    saved = list(_compile(config, mesh, folder, manifest, is_present=gpu is None))
+    if distributed.is_main_process():
+        write_whole(folder / MANIFEST, manifest.text().encode())
+    return saved
+
+
+def _manifest(folder: Path, machine: dict[str, str]) -> Manifest:
+    """The folder's manifest, or a new one. Raises ConfigError if it is for another machine."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = read_manifest(folder)
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"--save {folder} cannot be used ({error}): name another folder.") from None
+    if found is None:
+        return Manifest(machine, {})
+    if problem := unlike(found.machine, machine, f"--save {folder} holds programs"):
+        raise ConfigError(f"{problem}: name another folder.")
+    return found
+
+
+def _compile(
+    config: Config, mesh: jax.sharding.Mesh, folder: Path, manifest: Manifest, is_present: bool
+) -> Iterator[SavedProgram]:
+    store = store_of(folder)
+    for program in run_programs(config, mesh):
+        started = time.perf_counter()
+        with jax.set_mesh(mesh):
+            lowered = program.jitted.lower(*program.arguments)
+            key = fingerprint(lowered.as_text(), program.options)
+            if key in manifest.programs and (before := store.get(key)) is not None:
+                yield SavedProgram(program.name, 0.0, len(before), False)
+                continue
+            compiled = lowered.compile(compiler_options=program.options or None)
+        calls_cudnn = not is_present and CUDNN in (compiled.as_text() or "")
+        content = b"" if calls_cudnn else serialize_executable.serialize(compiled)[0]
+        compile_s = time.perf_counter() - started
+        if content and distributed.is_main_process():
+            store.put(key, content)
+            if store.get(key) is None:
+                raise ConfigError(f"--save {folder} cannot be written: name another folder.")
+            manifest.programs[key] = program.name
+        yield SavedProgram(program.name, compile_s, len(content), calls_cudnn)
+
+
+def saved_lines(saved: list[SavedProgram], folder: str) -> list[str]:
+    """Lines for a terminal."""
+
+    def line(one: SavedProgram) -> str:
+        took = f"{one.compile_s:.1f} s" if one.compile_s else "was there"
+        return f"  {one.name}: {took}, {readable(one.bytes) if one.bytes else 'left to the first run'}"
+
+    lines = [f"Programs in {folder}, for a run with run.compilation_cache={folder}", *map(line, saved)]
+    if any(one.calls_cudnn for one in saved):
+        lines.append("Those left call cuDNN, whose plans XLA makes on a GPU only. The first run keeps them.")
+    return lines

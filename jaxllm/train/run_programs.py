@@ -1,0 +1,94 @@
+"""The XLA programs of a training run, by name, so that all can be compiled before the run (compile/save.py).
+
+A Trainer takes the same functions with its arrays; here they get shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxllm.config import Config
+from jaxllm.mesh import batch_sharding, replicated
+from jaxllm.runtime.xla_flags import compile_options
+from jaxllm.train import diloco
+from jaxllm.train.build import Training, build_training
+from jaxllm.train.saved_programs import step_name
+
+INITIAL_STATE, EVALUATION, LAYER_NORMS = "initial state", "evaluation", "layer norms"
+FIRST_ROUND, OUTER_STEP = "start of the first round", "outer step"
+
+
+def jit_evaluation(training: Training, mesh: Mesh) -> Any:
+    """(weights, batch) -> the sum of losses and the number of tokens."""
+    return jax.jit(training.functions.loss_sum, out_shardings=replicated(mesh))
+
+
+def jit_layer_norms(training: Training, mesh: Mesh) -> Any:
+    """(weights, batch) -> the norm of each layer's output."""
+    return jax.jit(training.functions.layer_norms, out_shardings=replicated(mesh))
+
+
+def jit_first_round(training: Training, replicas: int) -> Any:
+    """State of ordinary steps -> the state in rounds (diloco.py), which `training` is for."""
+    return jax.jit(partial(diloco.begin, replicas=replicas), out_shardings=training.shardings)
+
+
+def batch_layout(config: Config, mesh: Mesh, microbatches: int, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch [microbatch, sequence, position] as shapes with shardings."""
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "mask": jnp.bool_}
+    if config.data.mask_documents:
+        dtypes["segments"] = jnp.int32
+    shape, sharding = (microbatches, rows, config.train.sequence_length), batch_sharding(mesh)
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+
+@dataclass(frozen=True)
+class RunProgram:
+    """A program before it is lowered."""
+
+    name: str
+    jitted: Any
+    arguments: tuple[Any, ...]
+    """Shapes with shardings."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Compiler options."""
+
+
+def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
+    """The programs of a run of a resolved config, from its initial state to its last evaluation. Sampling text at the end, and
+    reading a checkpoint, compile small programs of their own.
+    """
+    rows = config.microbatch_rows
+    first = build_training(diloco.without(config), mesh)
+    yield RunProgram(INITIAL_STATE, first.jit_create(), (config.train.seed,))
+    trainings = [first]
+    if config.train.diloco_steps is not None:
+        rounds = build_training(config, mesh)
+        trainings = [first, rounds] if config.train.diloco_after_steps else [rounds]
+        yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config.parallel.replica), (first.layout(),))
+        outer: Any = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
+        yield RunProgram(OUTER_STEP, outer.jitted_step, (rounds.layout(),))
+    phases = [phase for phase in config.phases if phase.first_step < config.train.steps]
+    for training in trainings:
+        for phase in phases:
+            of_phase = config.in_phase(phase) if config.train.batch_schedule else config
+            options = compile_options(of_phase, mesh.devices.flat[0])
+            M = of_phase.num_microbatches
+            arguments = (training.layout(), batch_layout(config, mesh, M, rows))
+            for step in filter(None, (training.step, training.measuring_step)):
+                name = step_name(M, step is training.measuring_step)
+                yield RunProgram(name, training.jit_step(step), arguments, options)
+    last = trainings[-1]
+    params = last.layout().params
+    yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (params, batch_layout(config, mesh, config.parallel.pipe, rows)))
+    if config.log.layer_norms_every is not None:
+        for phase in phases:
+            M = (config.in_phase(phase) if config.train.batch_schedule else config).num_microbatches
+            yield RunProgram(LAYER_NORMS, jit_layer_norms(last, mesh), (params, batch_layout(config, mesh, M, rows)))

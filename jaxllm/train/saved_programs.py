@@ -1,0 +1,205 @@
+"""Programs that `jaxllm compile --save DIR` compiled for a run: the run takes them with run.compilation_cache=DIR.
+
+A program is named by its fingerprint: a hash of what XLA would compile, and of the options. The manifest beside the programs
+says for which machine they are. A program that does not fit is compiled, and one sentence says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from jaxllm.config import Config
+from jaxllm.placement import hosts_of
+from jaxllm.runtime import distributed, xla_flags
+from jaxllm.runtime.program_cache import ProgramStore, identity, is_open_to_all
+from jaxllm.untrusted import RefusedInput, checked, read_json
+
+log = logging.getLogger(__name__)
+
+MANIFEST, FORMAT = "manifest.json", 1
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
+
+
+@dataclass
+class Manifest:
+    """What a folder of saved programs holds."""
+
+    machine: dict[str, str]
+    """What a program depends on beside its text, by the word that a message uses."""
+    config: dict[str, Any]
+    """The config that was saved last, to say what differs."""
+    programs: dict[str, str] = field(default_factory=dict)
+    """fingerprint -> name"""
+    format: int = FORMAT
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder; None if it has none.
+
+    Raises:
+      OSError: it cannot be read.
+      RefusedInput: it is no manifest of this format.
+    """
+    try:
+        values = checked(read_json(folder / MANIFEST), dict[str, Any])
+    except FileNotFoundError:
+        return None
+    if values.get("format") != FORMAT:
+        raise RefusedInput(f"its format is {values.get('format')}, not {FORMAT}")
+    machine, programs = (checked(values.get(name), dict[str, str]) for name in ("machine", "programs"))
+    return Manifest(machine, checked(values.get("config"), dict[str, Any]), programs)
+
+
+def store_of(folder: Path) -> ProgramStore:
+    return ProgramStore(folder / "saved")
+
+
+def machine_of(mesh: Mesh) -> dict[str, str]:
+    """Manifest.machine for the devices of a mesh, which need not be present."""
+    devices = list(mesh.devices.flat)
+    on_cpu = devices[0].platform == "cpu"
+    per_host = sorted(set(Counter(hosts_of(devices)[device.process_index] for device in devices).values()))
+    found = {"JAX": jax.__version__, "jaxlib": jaxlib.__version__, "devices": f"{len(devices)} {devices[0].device_kind}"}
+    found["devices on a host"] = ", ".join(map(str, per_host))
+    if on_cpu:
+        # Programs for CPUs contain the numbers of their devices, which depend on the process.
+        found |= {"processes": str(len({device.process_index for device in devices})), "CPU": identity()}
+    else:
+        found["plugins"] = ", ".join(f"{name} {installed}" for name in PLUGINS if (installed := _installed(name)))
+    found["XLA_FLAGS"] = " ".join(sorted(flag for flag in xla_flags.given_flags().split() if _matters(flag, on_cpu)))
+    return found
+
+
+def unlike(saved: dict[str, str], here: dict[str, str], what: str) -> str:
+    """'{what} for devices 4 cpu, not 2 cpu', of the first difference; '' if there is none."""
+    different = (key for key in here if saved.get(key) != here[key])
+    return next((f"{what} for {key} {saved.get(key) or 'none'}, not {here[key] or 'none'}" for key in different), "")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _matters(flag: str, on_cpu: bool) -> bool:
+    without_effect = ("--xla_dump_", "--xla_force_host_platform_device_count", *(() if on_cpu else ("--xla_cpu_",)))
+    return not flag.startswith(without_effect)
+
+
+def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
+    """Hash of a program before compilation. It is the same in all processes that lower it for the same devices."""
+    # With a custom partitioner (as in cuDNN's attention) JAX writes the address of a Python object. The module has the name of
+    # a Python function.
+    text = re.sub(r'backend_config = "\d+"|^module @\w+', "", stablehlo)
+    return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()
+
+
+def step_name(microbatches: int, measures: bool) -> str:
+    """Name of a train step; measures: it measures the noise scale, and others do not."""
+    plural = "es" if microbatches > 1 else ""
+    return f"train step of {microbatches} microbatch{plural}{', measuring the noise scale' if measures else ''}"
+
+
+class SavedPrograms:
+    """The saved programs of run.compilation_cache, for a run on `mesh`. Every process of a run asks for the same programs in
+    the same order, and all take one or none does.
+
+    Attributes:
+      taken: number of programs taken.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self._config, self._mesh, self.taken = config, mesh, 0
+        self._folder = Path(config.run.compilation_cache).expanduser()
+        self._warned = False
+        self._manifest = None if config.run.compilation_cache in ("auto", "off") else self._read()
+
+    def _read(self) -> Manifest | None:
+        manifest, problem = None, ""
+        try:
+            manifest = read_manifest(self._folder)
+        except (OSError, RefusedInput) as error:
+            problem = f"{self._folder / MANIFEST} cannot be read ({error})"
+        if manifest is not None:
+            problem = unlike(manifest.machine, machine_of(self._mesh), f"The programs in {self._folder} are")
+            if is_open_to_all(self._folder):
+                problem = f"Every user of this machine may write into {self._folder}, whose programs would run as you"
+        # Another host may see another folder.
+        if not self._agreed(problem) or manifest is None:
+            return None
+        return manifest
+
+    def take(self, name: str, lowered: Any, options: dict[str, Any]) -> Any:
+        """The saved program, as a jax.stages.Compiled; None if it is not there or does not load."""
+        if self._manifest is None:
+            return None
+        compiled, problem, key = None, "", fingerprint(lowered.as_text(), options)
+        if key not in self._manifest.programs:
+            problem = f"{self._folder} holds no {name} of this config{self._difference()}"
+        elif (stored := store_of(self._folder).get(key)) is None:
+            problem = f"The {name} in {self._folder} is damaged"
+        else:
+            devices = list(self._mesh.devices.flat)
+            trees = jax.tree.structure(lowered.args_info), lowered.out_tree
+            try:
+                compiled = serialize_executable.deserialize_and_load(
+                    stored, *trees, backend=devices[0].client, execution_devices=devices
+                )
+            except Exception as error:
+                problem = f"The {name} in {self._folder} does not load ({str(error).splitlines()[0][:200]})"
+        if not self._agreed(problem):
+            return None
+        self.taken += 1
+        return compiled
+
+    def wrap(self, name: str, jitted: Any) -> Callable:
+        """`jitted`, or a function that does the same by saved programs where they fit."""
+        if self._manifest is None:
+            return jitted
+        programs: dict[Any, Any] = {}
+
+        def call(*arguments: Any) -> Any:
+            shapes = tuple(getattr(x, "shape", ()) for x in jax.tree.leaves(arguments))
+            if shapes not in programs:
+                programs[shapes] = self.take(name, jitted.lower(*arguments), {}) or jitted
+            return programs[shapes](*arguments)
+
+        return call
+
+    def _agreed(self, problem: str) -> bool:
+        """Whether no process has a problem. The first one is logged."""
+        problem = distributed.first_nonempty(problem)
+        if problem and not self._warned:
+            self._warned = True
+            log.warning("%s: what does not fit is compiled. Run `jaxllm compile --save` again for this run.", problem)
+        return not problem
+
+    def _difference(self) -> str:
+        assert self._manifest is not None, "take asks only then"
+        before, now = self._manifest.config, self._config.model_dump(mode="json")
+        keys = [
+            f"{section}.{key}"
+            for section in ("model", "parallel", "data", "optimizer", "train")
+            for key in now[section]
+            if checked(before.get(section, {}), dict[str, Any]).get(key) != now[section][key]
+        ]
+        return f", which differs from the saved one in {', '.join(keys)}" if keys else ""

@@ -1,0 +1,284 @@
+"""`jaxllm compile --save`: a run takes the programs that were compiled before it, or says in one sentence why not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import outside
+import pytest
+from run_files import steps_of
+from tiny import SMALL_MODEL, TINY
+
+from jaxllm.compile import save
+from jaxllm.compile.aot import can_compile_for_gpus
+from jaxllm.compile.save import save_programs, saved_lines
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.mesh import make_mesh
+from jaxllm.runtime import distributed, program_cache
+from jaxllm.train import saved_programs
+from jaxllm.train.loop import fit
+from jaxllm.train.saved_programs import (
+    MANIFEST,
+    Manifest,
+    SavedPrograms,
+    fingerprint,
+    machine_of,
+    read_manifest,
+    store_of,
+    unlike,
+)
+
+# All programs of a run: phases, measuring steps, norms, evaluation, and DiLoCo's.
+EVERYTHING = {
+    "train": TINY["train"]
+    | {"steps": 6, "batch_schedule": [[256, 16]], "microbatch_sequences": 2, "eval_every_steps": 2, "eval_batches": 1},
+    "log": {"noise_scale_every": 2, "layer_norms_every": 2},
+    "parallel": {"tensor": 2, "zero": 3},
+}
+DILOCO = {"diloco_steps": 2, "diloco_after_steps": 2, "microbatch_sequences": 1}
+
+
+@pytest.fixture
+def config_of(text_file, tmp_path):
+    def make(folder="run", cache="saved", train=None, **sections) -> Config:
+        values = TINY | {"data": {"source": "files", "paths": [str(text_file)]}} | sections
+        values |= {"run": {"dir": str(tmp_path / folder), "compilation_cache": str(tmp_path / cache)}}
+        return Config(**values | ({"train": values["train"] | train} if train else {}))
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def suites_cache():
+    """The runs here have caches of their own."""
+    yield
+    program_cache.start("auto", Path("unused"), os.environ)
+
+
+@pytest.mark.slow
+def test_a_run_of_every_kind_of_program_compiles_none(config_of, caplog, tmp_path):
+    """Its losses are those of a run that compiles."""
+    parts = EVERYTHING | {"train": EVERYTHING["train"] | DILOCO, "log": {"layer_norms_every": 3}}
+    saved = save_programs(config_of(**parts), tmp_path / "saved")
+    steps = ["train step of 2 microbatches", "train step of 4 microbatches"]
+    assert [one.name for one in saved] == [
+        *("initial state", "start of the first round", "outer step", *steps, *steps),
+        *("evaluation", "layer norms", "layer norms"),
+    ]
+    trainer = fit(config_of(**parts))
+    # Two of the steps are of a batch size that is not due in their part of the run.
+    assert trainer.saved.taken >= len(saved) - 2
+    assert program_cache.counts().compiled == 0
+    assert not caplog.records
+    fit(config_of("compiled", cache="nothing", **parts))
+    assert [line["loss"] for line in steps_of(tmp_path / "run")] == [line["loss"] for line in steps_of(tmp_path / "compiled")]
+
+
+def test_a_run_takes_what_was_saved(config_of, tmp_path, caplog, capsys):
+    """With phases of the batch, measuring steps and norms."""
+    saved = save_programs(config_of(**EVERYTHING), tmp_path / "saved")
+    assert [one.name for one in saved] == [
+        "initial state",
+        "train step of 1 microbatch",
+        "train step of 1 microbatch, measuring the noise scale",
+        "train step of 2 microbatches",
+        "train step of 2 microbatches, measuring the noise scale",
+        "evaluation",
+        *("layer norms", "layer norms"),
+    ]
+    again = save_programs(config_of(**EVERYTHING), tmp_path / "saved")
+    assert {one.compile_s for one in again} == {0}
+    assert [one.bytes for one in again] == [one.bytes for one in saved]
+    assert saved_lines(again, "saved")[1].startswith("  initial state: was there, ")
+    # None is left to compile, and the cache holds none: its programs take no time here.
+    assert fit(config_of(**EVERYTHING)).saved.taken == len(saved)
+    assert not caplog.records
+    assert "s, from the cache" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------------- refusals
+
+HERE = {"JAX": "0.10.2", "devices": "2 cpu", "XLA_FLAGS": ""}
+
+
+def test_the_first_difference_is_named():
+    assert unlike(HERE, HERE, "They are") == ""
+    assert unlike({**HERE, "JAX": "0.10.1"}, HERE, "They are") == "They are for JAX 0.10.1, not 0.10.2"
+    assert unlike({**HERE, "XLA_FLAGS": "--a=1"}, HERE, "They are") == "They are for XLA_FLAGS --a=1, not none"
+    assert unlike({"JAX": "0.10.2"}, HERE, "They are") == "They are for devices none, not 2 cpu"
+
+
+class Lowered:
+    """A lowered program that is not in any folder."""
+
+    def __init__(self, text="module @jit_step {}"):
+        self.text, self.args_info, self.out_tree = text, (), jax.tree.structure(())
+
+    def as_text(self) -> str:
+        return self.text
+
+
+def test_the_name_of_a_function_and_addresses_are_not_of_a_program():
+    one, same = ('module @jit_a {backend_config = "12"}', 'module @jit_b {backend_config = "34"}')
+    assert fingerprint(one, {}) == fingerprint(same, {})
+    assert len({fingerprint(one, {}), fingerprint(one, {"a": 1}), fingerprint(one + "x", {})}) == 3
+
+
+@pytest.fixture
+def saved(config_of, tmp_path, mesh):
+    """A folder with a program that does not load, and its config."""
+    config = config_of().resolve(8)
+    manifest = Manifest(machine_of(mesh), config.model_dump(mode="json"), {fingerprint("text", {}): "train step"})
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / MANIFEST).write_text(manifest.text())
+    store_of(tmp_path / "saved").put(fingerprint("text", {}), b"program")
+    return config
+
+
+@pytest.fixture
+def mesh(config_of):
+    return make_mesh(config_of().resolve(8).parallel)
+
+
+def refusal(config, mesh, caplog, text="text") -> str:
+    """The one sentence of a run that takes no program."""
+    programs = SavedPrograms(config, mesh)
+    for _ in range(2):
+        assert programs.take("train step", Lowered(text), {}) is None
+    assert programs.taken == 0
+    (record,) = caplog.records
+    return record.getMessage()
+
+
+ADVICE = ": what does not fit is compiled. Run `jaxllm compile --save` again for this run."
+
+
+def test_a_program_of_another_config_is_refused_by_its_keys(saved, mesh, caplog, tmp_path):
+    model = saved.model.model_copy(update={"num_layers": 3})
+    other = saved.model_copy(update={"model": model})
+    folder = tmp_path / "saved"
+    assert refusal(other, mesh, caplog, "other text") == (
+        f"{folder} holds no train step of this config, which differs from the saved one in model.num_layers{ADVICE}"
+    )
+    caplog.clear()
+    assert refusal(saved, mesh, caplog, "other text") == f"{folder} holds no train step of this config{ADVICE}"
+
+
+def test_a_damaged_program_is_refused(saved, mesh, caplog, tmp_path):
+    (entry,) = (tmp_path / "saved" / "saved").iterdir()
+    os.truncate(entry, 20)
+    assert refusal(saved, mesh, caplog) == f"The train step in {tmp_path}/saved is damaged{ADVICE}"
+
+
+def test_a_program_that_does_not_load_is_refused(saved, mesh, caplog, tmp_path):
+    sentence = refusal(saved, mesh, caplog)
+    assert sentence.startswith(f"The train step in {tmp_path}/saved does not load (")
+    assert sentence.endswith(ADVICE)
+
+
+def test_programs_for_another_machine_are_refused(saved, mesh, caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr(saved_programs, "machine_of", lambda mesh: {"JAX": "0.0", "devices": "8 cpu"})
+    assert refusal(saved, mesh, caplog) == f"The programs in {tmp_path}/saved are for JAX {jax.__version__}, not 0.0{ADVICE}"
+    with pytest.raises(ConfigError, match=r"saved holds programs for JAX .*, not 0\.0: name another folder\.$"):
+        save._manifest(tmp_path / "saved", {"JAX": "0.0"})
+
+
+def test_a_folder_that_everyone_may_write_into_is_refused(saved, mesh, caplog, tmp_path):
+    (tmp_path / "saved").chmod(0o777)
+    assert refusal(saved, mesh, caplog) == (
+        f"Every user of this machine may write into {tmp_path}/saved, whose programs would run as you{ADVICE}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "because"),
+    [
+        ("", "not JSON (Expecting value at column 1)"),
+        ("[]", "it is []: it should be a valid dictionary"),
+        ('{"format": 2}', "its format is 2, not 1"),
+        ('{"format": 1, "machine": {"JAX": 1}, "programs": {}, "config": {}}', "JAX is 1: it should be a valid string"),
+    ],
+)
+def test_another_manifest_is_refused(saved, mesh, caplog, tmp_path, content, because):
+    (tmp_path / "saved" / MANIFEST).write_text(content)
+    sentence = refusal(saved, mesh, caplog)
+    assert sentence == f"{tmp_path}/saved/{MANIFEST} cannot be read ({because}){ADVICE}"
+    with pytest.raises(ConfigError, match=r"--save .* cannot be used \(.*\): name another folder\."):
+        save._manifest(tmp_path / "saved", {})
+
+
+def test_one_processs_problem_is_that_of_all(saved, mesh, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "first_nonempty", lambda text: text or "Another process sees no program")
+    assert refusal(saved, mesh, caplog) == f"Another process sees no program{ADVICE}"
+
+
+# -------------------------------------------------------------------------------------------------------- other machines
+
+SAVE = """
+import sys
+import jaxllm
+from jaxllm.compile.save import save_programs
+save_programs(jaxllm.load_config(sys.argv[1], sys.argv[3:]), sys.argv[2])
+"""
+RUN = """
+import sys
+import jaxllm
+from jaxllm.runtime import program_cache
+trainer = jaxllm.fit(jaxllm.load_config(sys.argv[1], [f"run.compilation_cache={sys.argv[2]}", *sys.argv[3:]]))
+print(trainer.saved.taken, program_cache.counts().compiled, file=sys.__stderr__)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_two_others_take(text_file, tmp_path):
+    """Also if a cache has the programs: XLA cannot store again what it loaded."""
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
+    for program in (SAVE, RUN):
+        port, processes = outside.free_port(), []
+        for rank in range(2):
+            names = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
+            given = {f"JAXLLM_{name}": str(value) for name, value in zip(names, (f"127.0.0.1:{port}", 2, rank), strict=True)}
+            flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+            words = [str(recipe), str(tmp_path / "saved"), "run.cpu_devices=2", "parallel.tensor=2", f"run.dir={tmp_path}/run"]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", program, *words],
+                    env=outside.environment(**given, **flags),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], errors
+    assert [error.splitlines()[-1] for error in errors] == ["3 0", "3 0"]
+
+
+needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_what_calls_cudnn_is_left_to_the_first_run(config_of, tmp_path):
+    """The others are loaded down to the executable, which only a GPU's client loads."""
+    model = SMALL_MODEL | {"compute_dtype": "bfloat16", "attention": "auto"}
+    config = config_of(model=model, parallel={"tensor": 2}, train={"sequence_length": 128})
+    found = save_programs(config, tmp_path / "saved", GPUS["h100-80gb"], 4, 2)
+    assert [(one.name, one.calls_cudnn, one.bytes > 0) for one in found] == [
+        ("initial state", False, True),
+        ("train step of 1 microbatch", True, False),
+        ("evaluation", True, False),
+    ]
+    assert saved_lines(found, "saved")[-1] == (
+        "Those left call cuDNN, whose plans XLA makes on a GPU only. The first run keeps them."
+    )
+    manifest = read_manifest(tmp_path / "saved")
+    assert list(manifest.programs.values()) == ["initial state"]
+    assert manifest.machine["devices"] == "4 NVIDIA H100 80GB HBM3"
+    assert manifest.machine["devices on a host"] == "2"
+    assert "--xla_cpu" not in manifest.machine["XLA_FLAGS"]
