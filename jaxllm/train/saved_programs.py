@@ -6,6 +6,7 @@ says for which machine they are. A program that does not fit is compiled, and on
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -30,6 +31,7 @@ from jaxllm.untrusted import RefusedInput, checked, read_json
 
 log = logging.getLogger(__name__)
 
+FUNCTION = re.compile(r"@([\w.]+)")
 MANIFEST, FORMAT = "manifest.json", 1
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 
@@ -107,10 +109,21 @@ def _matters(flag: str, on_cpu: bool) -> bool:
 
 def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
     """Hash of a program before compilation. It is the same in all processes that lower it for the same devices."""
-    # With a custom partitioner (as in cuDNN's attention) JAX writes the address of a Python object. The module has the name of
-    # a Python function.
-    text = re.sub(r'backend_config = "\d+"|^module @\w+', "", stablehlo)
-    return hashlib.sha256(f"{sorted(options.items())}{text}".encode()).hexdigest()
+    # With a custom partitioner (as in cuDNN's attention) JAX writes the address of a Python object.
+    text = re.sub(r'backend_config = "\d+"', "", stablehlo).rstrip().removesuffix("}")
+    head, *functions = re.split(r"^  (?=func\.func )", text, flags=re.MULTILINE)
+    bodies = {found[1]: body for body in functions if (found := FUNCTION.search(body))}
+
+    @functools.cache
+    def digest(name: str) -> str:
+        body = FUNCTION.sub("", bodies[name], count=1).strip()
+        called = re.sub(r"@([\w.]+)", lambda found: digest(found[1]) if found[1] in bodies else found[0], body)
+        return hashlib.sha256(called.encode()).hexdigest()
+
+    # Names of functions, and whether two equal ones are one, depend on what the process traced before (JAX 0.11).
+    main = digest("main") if "main" in bodies else text
+    module = re.sub(r"^module @\S+", "", head)
+    return hashlib.sha256(f"{sorted(options.items())}{module}{main}".encode()).hexdigest()
 
 
 def step_name(microbatches: int, measures: bool) -> str:
@@ -200,6 +213,6 @@ class SavedPrograms:
             f"{section}.{key}"
             for section in ("model", "parallel", "data", "optimizer", "train")
             for key in now[section]
-            if checked(before.get(section, {}), dict[str, Any]).get(key) != now[section][key]
+            if not key.startswith("eval_") and checked(before.get(section, {}), dict[str, Any]).get(key) != now[section][key]
         ]
         return f", which differs from the saved one in {', '.join(keys)}" if keys else ""

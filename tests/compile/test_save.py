@@ -122,10 +122,33 @@ class Lowered:
         return self.text
 
 
-def test_the_name_of_a_function_and_addresses_are_not_of_a_program():
-    one, same = ('module @jit_a {backend_config = "12"}', 'module @jit_b {backend_config = "34"}')
-    assert fingerprint(one, {}) == fingerprint(same, {})
-    assert len({fingerprint(one, {}), fingerprint(one, {"a": 1}), fingerprint(one + "x", {})}) == 3
+PROGRAM = """module @jit_step {
+  func.func public @main(%0: i32) {
+    %1 = call @where(%0)
+    %2 = call @where(%1)
+    stablehlo.custom_call @target(%2) {backend_config = "12"}
+  }
+  func.func private @where(%0: i32) {
+    call @max(%0)
+  }
+  func.func private @max(%0: i32) {
+    stablehlo.maximum %0
+  }
+}
+"""
+
+
+def test_a_program_is_what_it_computes():
+    """Names of functions, addresses, and one function written twice make no other program; all else does."""
+    first, rest = PROGRAM.split("  func.func private @where", 1)
+    twice = first.replace("%2 = call @where", "%2 = call @where_7") + "  func.func private @where" + rest.rstrip("}\n")
+    twice += "\n  }\n  func.func private @where_7(%0: i32) {\n    call @max(%0)\n  }\n}\n"
+    same = [PROGRAM.replace("jit_step", "jit_counted"), PROGRAM.replace("@max", "@max_3"), PROGRAM.replace('"12"', '"34"')]
+    assert {fingerprint(text, {}) for text in (PROGRAM, *same)} == {fingerprint(PROGRAM, {})}
+    assert fingerprint(twice, {}) == fingerprint(PROGRAM, {})
+    changes = [("maximum", "minimum"), ("@target", "@other"), ("@jit_step {", "@jit_step {a")]
+    others = [PROGRAM.replace(*change) for change in changes]
+    assert len({fingerprint(text, {}) for text in (PROGRAM, *others)} | {fingerprint(PROGRAM, {"a": 1})}) == 5
 
 
 @pytest.fixture
